@@ -9,7 +9,7 @@ scores (a basis), other learning rates, or another threshold of clipping. One ba
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from rl_training.engine.updates import EVERY_FOLD, FoldMeans, Piece, StepsWithou
 from rl_training.mathematics.vectors import Vector, dots
 
 AT_ONCE = 2**28  # bytes of bases' rows that are held together
+ROUNDING = 1e-11  # of a sum of squares of weights in fp32: what they may be off a multiple
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,48 @@ class Direction:
     rows: Vector  # (F, n) of each bucket
     total: Vector | None = None  # Σ n_k rows_k, where the step is not taken as given
     factor: float = 1.0
+
+
+def changes_by_basis(
+    further: Mapping[str, Tensor], plain: Tensor, reduce: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Change], dict[str, dict[str, Change]]]:
+    """Returns the changes that need no basis, by name, and by the name of each whose weights are a basis those of it.
+
+    further  what each adds to the `plain` weights, of the same shape. A collective: the same on all ranks
+
+    The loss scaled as a whole needs no basis. Positive samples alone and negative ones alone share one, a bonus of any
+    strength another. This is found from the weights.
+    """
+    vectors = torch.stack([plain, *further.values()]).double().flatten(1)
+    products, rows = reduce(vectors @ vectors.T), {name: row for row, name in enumerate(further, 1)}
+    without_basis: dict[str, Change] = {}
+    by_basis: dict[str, dict[str, Change]] = {}
+    for name, row in rows.items():
+        candidates = [([0], without_basis), *(([0, rows[basis]], changes) for basis, changes in by_basis.items())]
+        for others, changes in candidates:
+            factors = multiples(products, row, others)
+            if factors is not None:
+                changes[name] = Change(*factors)
+                break
+        else:
+            by_basis[name] = {name: Change(0.0, 1.0)}
+    return without_basis, by_basis
+
+
+def multiples(products: Tensor, row: int, others: Sequence[int]) -> list[float] | None:
+    """Returns the factors with which a vector is a sum of multiples of others; None if it is not.
+
+    products  the inner products of all vectors        row, others  their numbers
+
+    >>> vectors = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [3.0, -1.0, 6.0]], dtype=torch.float64)
+    >>> [round(factor, 9) for factor in multiples(vectors @ vectors.T, 2, [0, 1])]
+    [3.0, -1.0]
+    """
+    gram, with_others, square = products[others][:, others], products[others, row], products[row, row]
+    scale = gram.diagonal().sqrt().where(gram.diagonal() > 0, 1.0)
+    factors = torch.linalg.pinv(gram / scale / scale.unsqueeze(1), hermitian=True) @ (with_others / scale) / scale
+    rest = square - factors @ with_others
+    return factors.tolist() if float(rest) <= ROUNDING * float(square) else None
 
 
 def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:

@@ -138,3 +138,22 @@ def add_gradients(
         own = weight.of_rows(rows, fresh.logps.shape[1], share)
         step.gradients.reduction.add(target, fold_of_rank, fresh, own, keep_graph)
         fresh = fresh if keep_graph else None
+
+
+def gradients_of_processes(
+    step: Step,
+    parts: Sequence[Tensor],
+    weights: Sequence[LossWeights],
+    shares: Tensor,
+    rollout: Rollout | None = None,
+) -> Iterator[list[Vector]]:
+    """Yields what `add_gradients` adds, part after part: a row for each process, of its own part. A collective.
+
+    parts  rows of this process; a process that has fewer parts than others gets zeros for the rest
+    """
+    layout, none = step.gradients.layout, torch.zeros(0, dtype=torch.long, device=shares.device)
+    count = int(step.ranks.largest(torch.tensor([float(len(parts))], dtype=torch.float64, device=shares.device)))
+    for rows in [*parts, *[none] * (count - len(parts))]:  # on every process as often
+        found = [layout.zeros(step.ranks.count) for _ in weights]
+        add_gradients(step, found, range(step.ranks.count), rows, weights, shares, rollout)
+        yield found

@@ -35,6 +35,20 @@ class LossWeights:
         entropies = None if self.entropies is None else self.entropies[rows, :width] * share
         return LossWeights(self.logps[rows, :width] * share, entropies)
 
+    def where(self, chosen: Tensor) -> LossWeights:
+        """Returns these weights, and 0 where (B, T) or (B, 1) are not chosen."""
+        entropies = None if self.entropies is None else self.entropies.where(chosen, 0.0)
+        return LossWeights(self.logps.where(chosen, 0.0), entropies)
+
+    def stacked(self) -> Tensor:
+        """Returns both as one table, (2, B, T)."""
+        return torch.stack([self.logps, torch.zeros_like(self.logps) if self.entropies is None else self.entropies])
+
+    @classmethod
+    def of_stacked(cls, table: Tensor) -> LossWeights:
+        """Returns the weights of such a table; those of entropies are None, which spares their backward, if all 0."""
+        return cls(table[0], table[1] if table[1].any() else None)
+
 
 def outputs_and_weights(fresh: Scores, weights: LossWeights) -> tuple[list[Tensor], list[Tensor]]:
     """Returns what one backward starts from to give Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik: tensors, their gradients."""

@@ -41,14 +41,19 @@ class Policy(abc.ABC):
         """
         return self.scorer.score(rollout, rows)
 
-    def score_rollout(self, rollout: Rollout, scorer: Scorer | None = None, as_training: bool = False) -> Scores:
+    def score_rollout(
+        self, rollout: Rollout, scorer: Scorer | None = None, as_training: bool = False, dropout: bool = False
+    ) -> Scores:
         """Returns log-probabilities and entropies of all rows, (B, T), without graph, as a measurement.
 
         scorer       of another model than the policy's
         as_training  in training's precision
+        dropout      and with its dropout
         """
         scorer = scorer or self.scorer
-        context = without_dropout(self.model) if as_training else scorer.measuring()
+        context: AbstractContextManager[None] = scorer.measuring()
+        if as_training:
+            context = contextlib.nullcontext() if dropout else without_dropout(self.model)
         width = rollout.completion_ids.shape[1]
         rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
         with context, torch.no_grad():
@@ -69,14 +74,22 @@ class Policy(abc.ABC):
         return parts
 
     @property
+    def reference(self) -> Scorer | None:
+        """The scorer of a reference model of the loop's own; None where it keeps none."""
+        return None
+
+    @property
     def has_reference(self) -> bool:
-        """Whether there is a reference model for a KL term: the model without its adapters, if it has any."""
-        return hasattr(self.model, "disable_adapter")
+        """Whether there is a reference model for a KL term: the loop's, or the policy's without its adapters."""
+        return self.reference is not None or hasattr(self.model, "disable_adapter")
 
     def reference_logps(self, rollout: Rollout) -> Tensor | None:
         """Returns the log-probabilities of that model, (B, T), as a measurement; None where there is none."""
         if not self.has_reference:
             return None
+        reference = self.reference
+        if reference is not None:
+            return self.score_rollout(rollout, reference).logps
         with cast(Any, self.model).disable_adapter():
             return self.score_rollout(rollout).logps
 

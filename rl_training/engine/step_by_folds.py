@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
+from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of, changes_by_basis
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
+from rl_training.engine.updates import FoldMeans
 from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.jackknife import jackknife_covariance
 from rl_training.mathematics.running_pairs import Pair
@@ -51,6 +56,44 @@ class StepByFolds:
         without[:, 2:] += lost
         values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without)
         return Pair(values, covariance, self._step.num_folds - 1)
+
+
+def pairs_of(
+    step: Step,
+    changes: Mapping[str, Change | None],
+    weights: Mapping[str, Tensor],
+    reward: float | LossWeights | None,
+) -> dict[str, Pair]:
+    """Returns ΔH per token and Δreward per response of each change, by name. A collective.
+
+    Only where `why_no_folds` is "".
+
+    changes  that need no gradient but the step's own; None for the step as it is
+    weights  (2, B, T), of losses changed
+    reward   its gradient, as a multiple of the step's own, or by the weights of a loss; None: every Δreward is nan
+    """
+    folds, reduce, plain = StepByFolds(step), step.ranks.reduce, step.batch.loss_weights.stacked()
+    further = {name: table - plain for name, table in weights.items()}
+    without_basis, by_basis = changes_by_basis(further, plain, reduce)
+    directions = [Direction(folds.rows)]
+    if reward is not None:
+        gradient, factor = folds.steps.gradient, 1.0
+        if isinstance(reward, LossWeights):
+            ((_, gradient),) = bases_of(step, [reward])
+        else:
+            factor = reward
+        directions.append(Direction(gradient.rows, [step.num_sequences * part for part in gradient.mean], factor))
+    pairs: dict[str, Pair] = {}
+
+    def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
+        products = ChangedSteps(folds.steps, reduce, basis).products(list(changes.values()), directions)
+        pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
+
+    measure({**changes, **without_basis})
+    names = list(by_basis)
+    for number, basis in bases_of(step, [LossWeights.of_stacked(further[name]) for name in names]):
+        measure(by_basis[names[number]], basis)
+    return pairs
 
 
 def _per_unit(sums: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_training.engine.batch import join_rollouts
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
-from rl_training.hosts.processes import all_ranks, rank
+from rl_training.hosts.processes import all_ranks
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 
@@ -29,16 +29,19 @@ class EstimateWriter:
 
     def __init__(self, driver: StepDriver, records: Records | None, decode: Callable[[Tensor], str]) -> None:
         self._driver, self._decode = driver, decode
-        self.records = records if rank() == 0 else None
+        self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self._times_missing: Counter[str] = Counter()  # by reason
+        self.begin()
 
-    def finish(self, number: int, started: float) -> dict[str, float]:
+    def begin(self) -> None:
+        """Starts the clock of a step; after `finish_line` that of the next one runs already."""
+        self._started = time.perf_counter()
+
+    def finish(self, number: int) -> dict[str, float]:
         """Ends the driver's step, writes its sequences and estimates, and returns these, their errors and their cost.
 
         nan what is missing; nothing where no probe measured the step.
-
-        started  time.perf_counter() when the step began
         """
         step = self._driver.open_step
         if step is not None and self.records is not None and self.records.wants_rollouts_of(number):
@@ -47,18 +50,19 @@ class EstimateWriter:
         if not estimates:
             return {}
         numbers = self.write(number, estimates)
-        costs = self._driver.costs(time.perf_counter() - started)
+        costs = self._driver.costs(time.perf_counter() - self._started)
         return numbers | {f"probe_cost/{name}": cost for name, cost in costs.items()}
 
-    def finish_line(self, number: int, started: float, line: dict[str, Any]) -> dict[str, float]:
+    def finish_line(self, number: int, line: dict[str, Any]) -> dict[str, float]:
         """The same for a loop that logs nothing itself: completes and writes its line of metrics.jsonl. A collective.
 
         line  what the loop knows of the step
         """
         assert self._driver.open_step is not None
         line |= _known(_averages(self._driver.open_step))
-        measured = _known(self.finish(number, started))
-        line |= measured | {"step_time": time.perf_counter() - started}
+        measured = _known(self.finish(number))
+        line |= measured | {"step_time": time.perf_counter() - self._started}
+        self._started += line["step_time"]
         if self.records is not None:
             row = {name: value.item() if isinstance(value, Tensor) else value for name, value in line.items()}
             self.records.write_metrics(number, row)
@@ -84,7 +88,7 @@ class EstimateWriter:
                 missing.setdefault(estimate.reason, []).append(name)
         for reason, names in missing.items():
             self._times_missing[reason] += 1
-            if self._times_missing[reason] == 2 and rank() == 0:
+            if self._times_missing[reason] == 2 and all_ranks().number == 0:
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 logger.warning(f"not measured: {', '.join(names[:NAMED])}{more}: {reason}")
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_training.engine.batch import Rollout, in_one_width, join_rollouts
+from rl_training.engine.batch import Rollout, join_rollouts
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, OpenStep, Shape
@@ -40,7 +39,7 @@ from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard, Shard
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.processes import all_ranks, rank, seed_torch, streams_put_back
+from rl_training.hosts.processes import all_ranks, seed_torch, streams_put_back
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import NamedStateful
@@ -87,42 +86,33 @@ def measured_loop(
     Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    shape = {
-        "responses_per_prompt": responses_per_prompt,
-        "microbatch_size": microbatch_size,
-        "microbatches": microbatches,
-    }
-    loop_refusals.refuse_what_is_no_probe(probes)
+    shape = Shape(responses_per_prompt, microbatch_size, microbatches, all_ranks().count)
     loop_refusals.refuse_impossible_settings(shape, temperature, max_grad_norm)
-    loop_refusals.refuse_what_is_not_trained(module, optimizer)
-    loop_refusals.refuse_what_cannot_be_measured(model, module)
-    ranks = all_ranks()
-    sharded = isinstance(module, FSDPModule)
-    shard = (FullyShard if sharded else Shard)(module, optimizer, max_grad_norm)
-    scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, as_root=sharded)
-    policy = LoopPolicy(module, scorer, microbatch_size, sample, decode)
+    loop_refusals.refuse_what_cannot_be_measured(probes, model, module, optimizer)
+    is_sharded = isinstance(module, FSDPModule)
+    scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, as_root=is_sharded)
     loop = Loop(
-        shape=Shape(**shape, num_ranks=ranks.count),
-        shard=shard,
-        policy=policy,
-        ranks=ranks,
+        shape=shape,
+        shard=(FullyShard if is_sharded else Shard)(module, optimizer, max_grad_norm),
+        policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
+        ranks=all_ranks(),
         dr_grpo=dr_grpo,
         sampling_mismatch=sampling_mismatch,
         no_fresh_responses="" if sample is not None else NO_SAMPLE,
         fixes=Fixes(dr_grpo="say dr_grpo=True where the loss is Dr-GRPO's"),
     )
-    return MeasuredLoop(probes, loop, policy, records)
+    return MeasuredLoop(probes, loop, records)
 
 
 class MeasuredLoop:
     """Probes on a plain loop, until the end of its context. Made by `measured_loop`."""
 
-    def __init__(self, probes: Sequence[Probe], loop: Loop, policy: LoopPolicy, records: Records | None) -> None:
-        self._driver, self._loop, self._policy = StepDriver(probes), loop, policy
+    def __init__(self, probes: Sequence[Probe], loop: Loop, records: Records | None) -> None:
+        self._driver, self._loop, self._policy = StepDriver(probes), loop, loop.policy
         self._driver.refuse_impossible_folds(loop.shape)
-        self._writer = EstimateWriter(self._driver, records, policy.decode)
+        self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
-        self._device = next(policy.model.parameters()).device
+        self._device = next(loop.policy.model.parameters()).device
         self._place = OUTSIDE
         self._number: int | None = None  # of the latest step that was made
         self._learned: int | None = None  # the rollout that it learned from
@@ -147,7 +137,8 @@ class MeasuredLoop:
         optimizer = self._loop.shard.optimizer
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
-        self._place, self._started = BETWEEN, time.perf_counter()
+        self._place = BETWEEN
+        self._writer.begin()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -175,8 +166,7 @@ class MeasuredLoop:
             self._driver.begin(number)
             yield self._metrics
             self._expect(STEPPED, f"optimizer.step() was not called in step {number}")
-            self._writer.finish_line(number, self._started, self._metrics)
-            self._started += self._metrics["step_time"]
+            self._writer.finish_line(number, self._metrics)
             self._number, self._learned = number, self._rollout_number
         finally:
             self._driver.disarm()
@@ -205,7 +195,9 @@ class MeasuredLoop:
             loop_refusals.refuse_other_scores(rollout, logps, self._policy)
             self._scores_checked = True
         if entropies is None:
-            entropies = self._policy.entropies(rollout) if step.probes else torch.full_like(logps, torch.nan)
+            entropies = torch.full_like(logps, torch.nan)
+            if step.probes:
+                entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
         self._driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), other_terms)
 
     def gradients_ready(self) -> None:
@@ -269,21 +261,16 @@ class LoopPolicy(Policy):
         super().__init__(model, scorer, batch_size)
         self._sample, self._decode = sample, decode
 
-    def entropies(self, rollout: Rollout) -> Tensor:
-        """Returns the entropies of all rows, (B, T), without graph, as training would score them."""
-        rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
-        scores = self.scorer.score(rollout, rows, graph=False)
-        return in_one_width([scores.entropies], at_least=rollout.completion_ids.shape[1])
-
     def sample(self, num_sequences: int, seed: int) -> Rollout:
         assert self._sample is not None, NO_SAMPLE
         device = next(self.model.parameters()).device
-        mine = torch.arange(rank(), num_sequences, all_ranks().count)
+        ranks = all_ranks()
+        mine = torch.arange(ranks.number, num_sequences, ranks.count)
         parts = []
         with torch.no_grad(), streams_put_back(device), self.measuring():
             for number, rows in enumerate(mine.split(self._batch_size)):
                 # One seed per batch: how many random numbers a batch uses depends on its longest response.
-                seed_torch(seed, rank(), number, device=device)
+                seed_torch(seed, ranks.number, number, device=device)
                 parts.append(self._sample(len(rows)))
         return dataclasses.replace(join_rollouts(parts), prompt_index=mine.to(device), on_policy=True)
 

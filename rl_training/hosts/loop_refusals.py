@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.batch import Rollout, in_one_width
-from rl_training.engine.open_step import OpenStep
+from rl_training.engine.batch import Rollout
+from rl_training.engine.open_step import OpenStep, Shape
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 
 FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
 
 
-def refuse_what_cannot_be_measured(model: nn.Module, module: nn.Module) -> None:
-    """Raises ValueError where a second backward would be corrupted.
+def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Module, optimizer: Any) -> None:
+    """Raises ValueError where there is nothing to measure with or to measure, or a second backward would be corrupted.
 
     module  the model less DDP
     """
+    refuse_what_is_no_probe(probes)
+    refuse_what_is_not_trained(module, optimizer)
     if getattr(model, "static_graph", False):
         raise ValueError("a second backward silently corrupts DDP's static_graph: switch it off")
     checkpointing = [getattr(part, "_gradient_checkpointing_func", None) for part in module.modules()]
@@ -44,12 +46,9 @@ def refuse_what_is_no_probe(probes: Any) -> None:
             raise ValueError(f"{probe.name}: num_folds={probe.num_folds!r} must be a whole number, at least 1")
 
 
-def refuse_impossible_settings(whole_numbers: dict[str, Any], temperature: Any, max_grad_norm: Any) -> None:
-    """Raises ValueError for a number that no loop can have.
-
-    whole_numbers  by name, at least 1
-    """
-    for name, value in whole_numbers.items():
+def refuse_impossible_settings(shape: Shape, temperature: Any, max_grad_norm: Any) -> None:
+    """Raises ValueError for a number that no loop can have."""
+    for name, value in vars(shape).items():
         if type(value) is not int or value < 1:
             raise ValueError(f"measured_loop({name}={value!r}): give a whole number, at least 1")
     if not 0.0 < temperature < math.inf:
@@ -89,11 +88,11 @@ def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy) -> None:
     """Raises ValueError where a loop's own log-probabilities are not the scorer's: a shift by a token costs nats."""
     mask = rollout.completion_mask.bool()
-    exact = policy.score_rollout(rollout).logps
-    rows = torch.arange(len(logps), device=logps.device)
-    with_dropout = policy.scorer.score(rollout, rows, graph=False).logps
-    rounded = in_one_width([with_dropout], at_least=logps.shape[1])
-    off, noise = (float((other - exact)[mask].abs().mean()) for other in (logps.detach(), rounded))
+    exact, noisy = (
+        policy.score_rollout(rollout).logps,
+        policy.score_rollout(rollout, as_training=True, dropout=True).logps,
+    )
+    off, noise = (float((other - exact)[mask].abs().mean()) for other in (logps.detach(), noisy))
     if mask.any() and not off <= FARTHEST + 2 * noise:
         raise ValueError(
             f"logps are {off:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: check "

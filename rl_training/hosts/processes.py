@@ -14,20 +14,16 @@ from torch import Tensor
 from rl_training.engine.ranks import Ranks
 
 
-def rank() -> int:
-    """Returns the number of this process; 0 where torch.distributed was not started."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def all_ranks() -> Ranks:
-    """Returns all processes of the default group."""
-    return Ranks(dist.get_world_size() if dist.is_initialized() else 1, _sum_over_ranks, rank())
+    """Returns all processes of the default group: this one alone where torch.distributed was not started."""
+    if not dist.is_initialized():
+        return Ranks(1, torch.clone)
+    return Ranks(dist.get_world_size(), _sum_over_ranks, dist.get_rank())
 
 
 def _sum_over_ranks(tensor: Tensor) -> Tensor:
     total = tensor.clone()
-    if dist.is_initialized():
-        dist.all_reduce(total)
+    dist.all_reduce(total)
     return total
 
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
+from rl_training.engine.batch import Batch, LossSettings, Rollout
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.step import Step
 from rl_training.mathematics.scores import Scores
 
 
@@ -77,19 +79,24 @@ def loss_inputs(
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
     silent = silent_share(batch.rollout.advantages, batch.rollout.prompt_index, reduce)
-    weights, scores, parts = batch.loss_weights, batch.scores, []
-    for row_range in batch.microbatch_rows:
-        rows = torch.arange(row_range.start, row_range.stop, device=batch.fold.device)
-        inputs = microbatch_inputs(
-            take_rows(batch.rollout, rows),
-            Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows]),
-            LossWeights(weights.logps[rows], None if weights.entropies is None else weights.entropies[rows]),
-            batch.loss_settings,
-            None if reference_logps is None else reference_logps[rows],
-        )
-        share = batch.rollout.num_sequences / len(rows)
-        parts.append(dataclasses.replace(inputs, microbatches=share, silent_share=silent))
-    return parts
+    whole = microbatch_inputs(
+        batch.rollout, batch.scores, batch.loss_weights, batch.loss_settings, reference_logps, silent_share=silent
+    )
+    return [_microbatch(whole, slice(rows.start, rows.stop)) for rows in batch.microbatch_rows]
+
+
+def _microbatch(step: LossInputs, rows: slice) -> LossInputs:
+    """Returns what the loss knew of these rows of a step."""
+    tensors = {name: value for name, value in vars(step).items() if isinstance(value, Tensor)}
+    fields: dict[str, Any] = {name: value[rows] for name, value in tensors.items()}
+    entropies = step.weights.entropies
+    return dataclasses.replace(
+        step,
+        weights=LossWeights(step.weights.logps[rows], None if entropies is None else entropies[rows]),
+        scores=Scores(*(table[rows] for table in vars(step.scores).values())),
+        microbatches=len(step.advantages) / len(fields["advantages"]),
+        **fields,
+    )
 
 
 def microbatch_inputs(
@@ -98,8 +105,11 @@ def microbatch_inputs(
     weights: LossWeights,
     settings: LossSettings | None,
     reference_logps: Tensor | None = None,
+    *,
+    microbatches: float = 1,
+    silent_share: float = 0.0,
 ) -> LossInputs:
-    """Returns what the loss knows of a microbatch that is a step by itself, and has no prompt without advantage.
+    """Returns what the loss knows of a microbatch; by default one that is a whole step.
 
     scores  (b, T), without graph; the mask is 1 on the policy's tokens, those that the loss hides too
 
@@ -118,6 +128,8 @@ def microbatch_inputs(
         scores=Scores(scores.logps, scores.entropies, mask),
         advantages=rollout.advantages,
         prompt_index=rollout.prompt_index,
+        microbatches=microbatches,
+        silent_share=silent_share,
         settings=settings,
         rewards=rollout.rewards,
         truncated=rollout.truncated,
@@ -141,14 +153,17 @@ def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Ten
     return silent / count
 
 
-def reward_weights(batch: Batch) -> LossWeights | None:
-    """Returns the weights whose gradient is that of the mean reward, J, from the rewards; None where they are unknown.
+def reward_gradient(step: Step) -> float | LossWeights | None:
+    """Returns J, the gradient of the mean reward: a multiple of the step's own in Dr-GRPO, else by its loss's weights.
 
-    A response's own reward is in its group's mean, which takes the factor G / (G − 1). Responses of another sampler are
-    weighed by their ratios.
+    None where the rewards are unknown. A response's own reward is in its group's mean: hence the factor G / (G − 1).
+    Responses of another sampler are weighed by their ratios.
     """
-    rewards, mask, group = batch.rollout.rewards, batch.scores.mask, batch.responses_per_prompt
-    logs = log_ratios(batch)
+    batch, group = step.batch, step.batch.responses_per_prompt
+    own_sample = batch.rollout.sampling_logps is None
+    if own_sample and not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
+        return -batch.loss_settings.max_length * group / (group - 1)
+    rewards, mask, logs = batch.rollout.rewards, batch.scores.mask, log_ratios(batch)
     if rewards is None or logs is None:
         return None
     advantages = (over_the_others(rewards, batch.rollout.prompt_index) * logs.sum(dim=1).exp()).unsqueeze(1)

@@ -19,7 +19,7 @@ from typing import Any
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.interventions import reweighting as rw
 from rl_training.interventions.loss import Function, LossInputs
-from rl_training.interventions.own import load_own, weights_of_own
+from rl_training.interventions.own import load_own
 
 PLAIN = "plain"  # the step as it is, in the names of metrics
 RATIOS_ARE_ONE = "on-policy every ratio is 1, so it changes nothing"
@@ -77,7 +77,6 @@ class Intervention:
     nothing    the strength at which it has no effect; None where there is none
     is_linear  the loss's weights are a straight line in the strength
     remark     a caveat on its one-step effect
-    is_own     the user has written the function
     """
 
     name: str
@@ -92,17 +91,16 @@ class Intervention:
     nothing_on_policy: bool = False
     remark: str = ""
     trl: str = ""
-    is_own: bool = False
 
     @property
     def lr_factor(self) -> float:
         """The factor on every learning rate."""
-        return self.strength if self.function is None and self.trl == "learning_rate" else 1.0
+        return self.strength if self.trl == "learning_rate" else 1.0
 
     @property
     def max_grad_norm(self) -> float | None:
         """The new threshold of clipping; None: as it is."""
-        return self.strength if self.function is None and self.trl == "max_grad_norm" else None
+        return self.strength if self.trl == "max_grad_norm" else None
 
     def why_unavailable(self, loss: LossInputs) -> str:
         """Returns why it is not available with this loss, "" if it is."""
@@ -111,8 +109,6 @@ class Intervention:
     def weights(self, loss: LossInputs) -> LossWeights:
         """Returns the new weights of a microbatch. ValueError, naming it, where one's own function fails."""
         assert self.function is not None
-        if self.is_own:
-            return weights_of_own(self.name, self.function, loss, self.strength)
         return self.function(loss, self.strength)
 
 
@@ -212,8 +208,7 @@ def intervention(text: str) -> Intervention:
         function, _, strength = strength.partition(":")
         if function in (PLAIN, *INTERVENTIONS):
             raise ValueError(f"{text}: {function} is the name of another one in the metrics: rename the function")
-        own = load_own(name, function)
-        known = Intervention(function, own, name, needs=(), strength=1.0, low=-math.inf, is_own=True)
+        known = Intervention(function, load_own(name, function), name, needs=(), strength=1.0, low=-math.inf)
     else:
         close = difflib.get_close_matches(name, INTERVENTIONS, n=1, cutoff=0.5)
         names = ", ".join(INTERVENTIONS)

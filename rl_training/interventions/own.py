@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 from pathlib import Path
@@ -17,7 +18,7 @@ from rl_training.interventions.loss import Function, LossInputs
 
 
 def load_own(place: str, name: str) -> Function:
-    """Returns a function in a file, or in a module that can be imported. ValueError where there is none."""
+    """Returns a function in a file, or in a module that can be imported, checked. ValueError where there is none."""
     path = Path(place)
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -34,10 +35,10 @@ def load_own(place: str, name: str) -> Function:
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{place} has no function {name!r}: write {place}:FUNCTION")
-    return function
+    return functools.partial(_checked_weights, name, function)
 
 
-def weights_of_own(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
+def _checked_weights(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
     """Returns the weights that a function makes of copies: what it writes into them, only its own result has."""
     with naming(f"intervention {name}"):
         found: Any = function(copy.deepcopy(loss), strength)

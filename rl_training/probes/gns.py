@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import KINDS, module_kind
-from rl_training.engine.entropy_gradients import add_gradients
+from rl_training.engine.entropy_gradients import gradients_of_processes
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics import noise_scale as noise
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.noise_scale import BOUNDS
 from rl_training.mathematics.square_norms import adam_roots, square_norms
 from rl_training.mathematics.vectors import dot
@@ -142,20 +143,16 @@ def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
 
 def _mean_product_within_prompts(step: Step, num_prompts: int) -> Tensor:
     """Returns the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
-    index, gradients = step.batch.rollout.prompt_index, step.gradients
-    own = tuple(range(step.ranks.count))  # a row for each process
+    index, weights = step.batch.rollout.prompt_index, step.batch.loss_weights
     prompts = index.unique()[:num_prompts]
-    count = int(step.ranks.largest(index.new_tensor([len(prompts)], dtype=torch.float64)))
-    scale, total = step.num_sequences / step.ranks.count, torch.zeros((), dtype=torch.float64, device=index.device)
-    for number in range(count):  # on every process as often
-        is_there = number < len(prompts)
-        rows = (index == prompts[number if is_there else 0]).nonzero().squeeze(1)
-        half = torch.arange(len(rows), device=rows.device).unsqueeze(1) < len(rows) // 2
-        one, other = gradients.layout.zeros(step.ranks.count), gradients.layout.zeros(step.ranks.count)
-        for target, some in ((one, half), (other, ~half)):
-            shares = torch.zeros(len(index), 1, device=rows.device, dtype=torch.float64)
-            shares[rows] = (is_there * scale / float(some.sum())) * some.double()
-            add_gradients(step, [target], own, rows, [step.batch.loss_weights], shares)
+    _, place, sizes = index.unique(return_inverse=True, return_counts=True)
+    is_first = response_number(index) < sizes[place] // 2
+    half = torch.where(is_first, sizes[place] // 2, sizes[place] - sizes[place] // 2).double()
+    shares = (step.num_sequences / step.ranks.count / half).unsqueeze(1)
+    halves = [weights.where(chosen.unsqueeze(1)) for chosen in (is_first, ~is_first)]
+    total = torch.zeros((), dtype=torch.float64, device=index.device)
+    parts = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]
+    for one, other in gradients_of_processes(step, parts, halves, shares):
         total += dot(one, other).sum()
     total, num_products = step.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

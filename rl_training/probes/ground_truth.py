@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, in_one_width
-from rl_training.engine.entropy_gradients import add_gradients
+from rl_training.engine.entropy_gradients import gradients_of_processes
 from rl_training.engine.evaluation_buffer import (
     TARGETS,
     EvaluationBuffer,
@@ -167,21 +167,15 @@ def predicted_change(step: Step, buffer: EvaluationBuffer, blocks: JackknifeUnit
 
     num_targets  1: per token; 2: per sequence too
     """
-    update, layout, mask = step.entropy_change.update, step.gradients.layout, buffer.scores.mask
+    update, mask = step.entropy_change.update, buffer.scores.mask
     assert update is not None
     weights = weights_of_buffer(buffer, TARGETS[:num_targets])
     block = blocks.number[buffer.number]
-    parts = [(block == number).nonzero().squeeze(1) for number in block.unique()]
-    count = int(step.ranks.largest(torch.tensor([float(len(parts))], dtype=torch.float64, device=mask.device)))
-    every, ones = tuple(range(step.ranks.count)), torch.ones(len(block), 1, device=mask.device)
-    products = torch.zeros(count, step.ranks.count, num_targets, dtype=torch.float64, device=mask.device)
-    for number in range(count):  # on every process as often
-        rows = parts[number] if number < len(parts) else parts[0][:0]
-        found = [layout.zeros(step.ranks.count) for _ in weights]  # a row for each process
-        with step.policy.measuring():
-            add_gradients(step, found, every, rows, weights, ones, buffer.rollout)
-        products[number] = torch.stack([dot(x, update) for x in found], dim=1)
-    own = step.ranks.reduce(products)[: len(parts), step.ranks.number]
+    own, ones = block.unique(), torch.ones(len(block), 1, device=mask.device)
+    parts = [(block == number).nonzero().squeeze(1) for number in own]
+    with step.policy.measuring():
+        gradients = gradients_of_processes(step, parts, weights, ones, buffer.rollout)
+        products = [torch.stack([dot(x, update) for x in found], dim=1) for found in gradients]
     table = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
-    table[[int(block[rows[0]]) for rows in parts]] = own
+    table[own] = step.ranks.reduce(torch.stack(products))[: len(own), step.ranks.number]
     return without_blocks(step.ranks.reduce(table) / buffer.num_sequences, mask, blocks)

@@ -28,7 +28,6 @@ from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import why_no_folds
 from rl_training.interventions.effects import Effects, effects_of
-from rl_training.interventions.loss import loss_inputs, reward_weights
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
@@ -86,16 +85,12 @@ class InterventionsProbe(Probe):
         if why:
             self._answers = dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why))
             return
-        with_reference = any("reference" in each.needs for each in self.which)
-        reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
-        reward, loss = reward_weights(step.batch), loss_inputs(step.batch, step.ranks.reduce, reference)
-        unavailable = {each.name: each.why_unavailable(loss[0]) for each in self.which}
-        effects = effects_of(step, loss, reward, [each for each in self.which if not unavailable[each.name]])
-        plain = effects.plain, self.running[PLAIN].add(effects.plain)
+        effects = effects_of(step, self.which)
+        plain = effects.pairs[PLAIN], self.running[PLAIN].add(effects.pairs[PLAIN])
         answers = [estimate for pair in plain for estimate in pair.both("" if effects.has_reward else NO_REWARD)]
         for each in self.which:
-            if unavailable[each.name]:
-                answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
+            if each.name in effects.unavailable:
+                answers += [Estimate.missing(effects.unavailable[each.name])] * len(QUANTITIES)
             else:
                 answers += self._estimates(each, effects, FIRST_OF_ADAM if step.optimizer.first_of_adam else "")
         self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
@@ -112,14 +107,14 @@ class InterventionsProbe(Probe):
 
         first  a remark where this is Adam's first step
         """
-        pair, running = effects.by_name[each.name], self.running[each.name]
+        pair, running, factor = effects.pairs[each.name], self.running[each.name], effects.kept[each.name]
         has_reward, why_no_reward = effects.has_reward, "" if effects.has_reward else NO_REWARD
-        kept = pair.times(effects.kept[each.name])
         is_small = abs(float(pair.values[0])) < SMALLEST
-        remarks = [RATIOS_ARE_ONE] if each.nothing_on_policy else [each.remark, first, TOO_SMALL if is_small else ""]
+        remarks = [RATIOS_ARE_ONE] if each.nothing_on_policy else [each.remark, first, TOO_SMALL * is_small]
         delta, reward = pair.both(why_no_reward, "; ".join(filter(None, remarks)))
+        kept = pair.times(factor)
         mean, mean_kept = running.add(pair), self.running[each.name + KEPT].add(kept)
-        unknown = OTHER_BETAS if math.isnan(effects.kept[each.name]) else ""
+        unknown = OTHER_BETAS if math.isnan(factor) else ""
         mean_delta, mean_reward = mean.both(why_no_reward)
         price, mean_price = (p.minus_ratio(LOST) if has_reward else reward for p in (pair, mean))
         return [

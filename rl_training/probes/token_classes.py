@@ -23,10 +23,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch
 from rl_training.engine.changed_steps import Direction, GradientParts, bases_of
 from rl_training.engine.entropy_change import NO_TOKENS
-from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import StepByFolds, why_no_folds
@@ -42,10 +40,6 @@ CLASSES = {  # of each kind, in the order of their numbers
 }
 QUANTILES = (0.5, 0.8)  # of entropy, between its classes
 DECAY = 0.9  # weight of an optimizer step relative to the next in the means
-FORMER_NAMES = {  # in checkpoints, of what is called otherwise today
-    f"response/{former}": f"advantage/{name}"
-    for former, name in zip(("right", "wrong", "neither"), CLASSES["advantage"], strict=True)
-}
 TAG = re.compile(r"<[^<>\s]+>")
 FIRST = "Adam's first step goes by the gradient's signs alone: no class has a share in it"
 OFF_POLICY = "off-policy: a class's share is not weighted by importance ratios; use one step per rollout"
@@ -109,9 +103,6 @@ class TokenClassesProbe(Probe):
             kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[place])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state_dict({FORMER_NAMES.get(name, name): value for name, value in state.items()})
-
     def num_vectors(self, num_folds: int) -> int:
         """The gradient of one class, by fold and over all folds."""
         return num_folds + 1
@@ -170,7 +161,7 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
         for number in table[1].nonzero().flatten().tolist()
         if number != most[kind]
     ]
-    weights = [weights_of(step.batch, kinds[kind] == number) for kind, number in weighed]
+    weights = [step.batch.loss_weights.where(kinds[kind] == number) for kind, number in weighed]
 
     def products(basis: FoldMeans | None) -> Tensor:
         own, _ = GradientParts(folds.steps, step.ranks.reduce, basis).products([None], [Direction(folds.rows)])[0]
@@ -193,9 +184,3 @@ def _sums(step: Step, kind: str, classes: Tensor) -> Tensor:
     sizes = torch.stack(parts).sum(dim=0)[is_token]
     columns = torch.stack([torch.ones_like(sizes), sizes])
     return step.ranks.reduce(columns.new_zeros(2, count).index_add_(1, classes[is_token], columns))
-
-
-def weights_of(batch: Batch, chosen: Tensor) -> LossWeights:
-    """Returns the weights of these tokens in the loss, and 0 for the others."""
-    logps, entropies = batch.loss_weights.logps, batch.loss_weights.entropies
-    return LossWeights(logps.where(chosen, 0.0), None if entropies is None else entropies.where(chosen, 0.0))

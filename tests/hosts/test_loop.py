@@ -401,8 +401,8 @@ def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPat
     policy = new_loop([], sample=sample)[2]._policy
     drawn = []
     for process in (0, 1, 1):
-        monkeypatch.setattr("rl_training.hosts.loop.rank", lambda process=process: process)
-        monkeypatch.setattr("rl_training.hosts.loop.all_ranks", lambda: SimpleNamespace(count=2))
+        ranks = SimpleNamespace(count=2, number=process)
+        monkeypatch.setattr("rl_training.hosts.loop.all_ranks", lambda ranks=ranks: ranks)
         drawn.append(policy.sample(8, seed=3))
     first, second, again = (rollout.completion_ids for rollout in drawn)
     assert not torch.equal(first, second)

@@ -16,8 +16,8 @@ from trainers import graded, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, attach
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.interventions.bases import groups_of
+from rl_training.engine.changed_steps import changes_by_basis
+from rl_training.engine.step import OptimizerView
 from rl_training.interventions.effects import kept_factor
 from rl_training.interventions.named import intervention
 from rl_training.mathematics.running_pairs import Pair
@@ -195,7 +195,7 @@ def test_of_sgd_an_effect_is_kept_for_as_long_as_its_momentum(make_trainer: Call
         name: SGDState(None, lr=0.1, momentum=momentum, dampening=0.0, weight_decay=0.0, nesterov=False)
         for name, momentum in (("a", 0.75), ("b", 0.5))
     }
-    assert math.isnan(kept_factor(intervention("psr"), states))
+    assert math.isnan(kept_factor(intervention("psr"), OptimizerView(states, math.inf)))
 
 
 def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[..., Any]) -> None:
@@ -352,20 +352,21 @@ def test_the_model_without_its_adapters_is_the_reference_of_kl(make_trainer: Cal
 
 def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:
     """Half a percent off a multiple is none."""
-    plain = LossWeights(torch.tensor([[1.0, -2.0], [0.5, 0.0]]), None)
-
-    def changed(*rows: list[float]) -> list[LossWeights]:
-        return [LossWeights(torch.tensor([row]), None) for row in rows]
-
-    weights = {
-        "twice": changed([2.0, -4.0], [1.0, 0.0]),
-        "first": changed([1.0, -2.0], [0.0, 0.0]),
-        "second": changed([0.0, 0.0], [0.5, 0.0]),
-        "bonus": [LossWeights(plain.logps[i : i + 1], torch.full((1, 2), 0.3)) for i in range(2)],
-        "nearly twice": changed([2.01, -4.0], [1.0, 0.0]),
+    plain = torch.tensor([[[1.0, -2.0], [0.5, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])  # of log-probabilities, of entropies
+    none = torch.zeros(2, 2)
+    further = {
+        "twice": plain,
+        "first": torch.stack([torch.tensor([[0.0, 0.0], [-0.5, 0.0]]), none]),
+        "second": torch.stack([torch.tensor([[-1.0, 2.0], [0.0, 0.0]]), none]),
+        "bonus": torch.stack([none, torch.full((2, 2), 0.3)]),
+        "nearly twice": torch.stack([torch.tensor([[1.01, -2.0], [0.5, 0.0]]), none]),
     }
-    groups = groups_of(weights, plain, [range(1), range(1, 2)], lambda x: x)
-    assert [list(group.changes) for group in groups] == [["twice"], ["first", "second"], ["bonus"], ["nearly twice"]]
-    assert groups[0].changes["twice"].gradient == pytest.approx(1.0)
-    second = groups[1].changes["second"]  # plain − first: the basis is first − plain
+    without_basis, by_basis = changes_by_basis(further, plain, lambda x: x)
+    assert without_basis["twice"].gradient == pytest.approx(1.0)
+    assert {name: list(changes) for name, changes in by_basis.items()} == {
+        "first": ["first", "second"],
+        "bonus": ["bonus"],
+        "nearly twice": ["nearly twice"],
+    }
+    second = by_basis["first"]["second"]  # −plain − first
     assert (second.gradient, second.basis) == pytest.approx((-1.0, -1.0))

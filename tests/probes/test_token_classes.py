@@ -204,7 +204,7 @@ def test_weights_are_masked_with_those_of_entropies_and_add_up_without_their_sig
     step: Any = SimpleNamespace(batch=SimpleNamespace(loss_weights=loss), ranks=SimpleNamespace(reduce=lambda x: x))
     classes = torch.tensor([[0, 0, 2]])
     assert token_classes._sums(step, "advantage", classes).tolist() == [[2.0, 0.0, 1.0], [5.0, 0.0, 1.25]]
-    chosen = token_classes.weights_of(step.batch, classes == 0)
+    chosen = loss.where(classes == 0)
     assert chosen.entropies is not None
     assert (chosen.logps.tolist(), chosen.entropies.tolist()) == ([[2.0, -2.0, 0.0]], [[0.5, -0.5, 0.0]])
 

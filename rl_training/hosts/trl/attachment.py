@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.sharding import shard_of
-from rl_training.hosts.trl.trained_loss import TrainedLoss, refuse_what_cannot_be_trained
+from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
@@ -62,7 +61,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             patches.refuse_split_prompts(trainer)
         if probes:
             patches.refuse_what_cannot_be_measured(trainer)
-            patches.check_behaviour(trainer)
             patches.warn_of_rare_logs(trainer)
         self._trainer = trainer
         self.driver = StepDriver(probes)
@@ -71,7 +69,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._policy = TrainerPolicy(trainer)
         self._writer = EstimateWriter(self.driver, records, self._policy.decode)
         self._records = self._writer.records
-        refuse_what_cannot_be_trained(trainer, self._policy, interventions)
         self._loss = TrainedLoss(trainer, self._policy, interventions)
         self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
@@ -163,7 +160,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         trainer, step = self._trainer, self.driver.open_step
         if not trainer.model.training or step is None:
             return original(model, inputs, *args, **kwargs)
-        scored: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        scored: list[Any] = []
 
         def keep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             scored.append(original(*args, **kwargs))
@@ -179,8 +176,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 f"{type(trainer).__name__}.compute_loss makes no use of _get_per_token_logps_and_entropies, which is "
                 "measured: build on super().compute_loss, or train without probes and records"
             )
-        logps, entropies, aux_loss = scored[-1]
         rollout = self._rollouts.read(inputs)
+        logps, entropies, aux_loss = patches.read_scores(scored[-1], rollout.completion_ids.shape)
         scores, seen = Scores(logps, entropies, rollout.completion_mask), None
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and (step.probes or self._records is not None):
@@ -232,7 +229,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._undo_engine.close()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step_started = time.perf_counter()
+        self._writer.begin()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with streams_put_back(self._trainer.accelerator.device):
@@ -241,7 +238,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True
         metrics = self._trainer._metrics["train"]
-        for name, value in self._writer.finish(state.global_step, self._step_started).items():
+        for name, value in self._writer.finish(state.global_step).items():
             if not name.startswith("probe_cost/"):
                 metrics.pop(name, None)  # keeps the latest step's value: the log is the mean since the last one
             if value == value:

@@ -80,6 +80,11 @@ def steps_per_rollout(args: GRPOConfig) -> int:
     return math.lcm(microbatches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
 
 
+def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
+    """Returns the weighted sums (sequences,) of what each reward function says, (sequences, functions)."""
+    return (by_function * trainer.reward_weights.to(by_function.device)).nansum(dim=1)
+
+
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns what a batch dictionary holds for the model beside tokens, row by row; None for text alone.
 
@@ -193,7 +198,7 @@ class Rollouts:
 
     def on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         by_function = original(*args, **kwargs)
-        self._rewards = (by_function * self._trainer.reward_weights.to(by_function.device)).nansum(dim=1)
+        self._rewards = total_rewards(self._trainer, by_function)
         return by_function
 
     def begin(self, output: dict, keep_logps: bool) -> None:

@@ -1,7 +1,7 @@
 """What is refused in `attach`: other versions, and settings under which probes corrupt training or measure nothing.
 
 The private members of TRL and transformers that this package relies on stand in one table: a version that lacks one, or
-returns something else in a forward pass over four tokens, is refused by name. DeepSpeed's are in sharding.py, FSDP2's
+returns something else in its first forward pass, is refused by name. DeepSpeed's are in sharding.py, FSDP2's
 in engine/fsdp2.py. A setting that only one estimate cannot handle is not refused: that estimate is nan, see
 engine/capabilities.py.
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer
 from transformers.utils import logging
@@ -118,27 +118,18 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
         )
 
 
-def check_behaviour(trainer: GRPOTrainer) -> None:
-    """Raises ValueError where a forward pass over four tokens does not return what is read: shapes, a graph.
+def read_scores(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns what training's forward pass has returned: log-probabilities and entropies of this shape, other terms.
 
-    Random streams stay as they were. Skipped where weights are sharded or the model takes images.
+    ValueError where that is something else.
     """
-    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    if sharded or trainer._is_vlm or not any(p.requires_grad for p in trainer.model.parameters()):
-        return
-    device = next(trainer.model.parameters()).device
-    ids = torch.tensor([[0, 1, 2, 3]], device=device)
-    method = trainer._get_per_token_logps_and_entropies
-    if inspect.ismethod(method):  # less TRL's decorator, which logs its duration to dashboards that are not open yet
-        method = types.MethodType(inspect.unwrap(method.__func__), method.__self__)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-        found = method(trainer.model, ids, torch.ones_like(ids), logits_to_keep=2, compute_entropy=True)
     scores = "GRPOTrainer._get_per_token_logps_and_entropies"
     _demand(isinstance(found, tuple) and len(found) == 3, f"{scores} does not return three values")
     for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
-        shape = f"of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else "no tensor"
-        _demand(shape == "of shape (1, 2)", f"the {name} of {scores} are {shape}")
+        returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
+        _demand(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
     _demand(found[0].grad_fn is not None, f"the log-probabilities of {scores} have no graph")
+    return found
 
 
 def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
@@ -164,14 +155,14 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     """Raises ValueError, saying what to do, where probes would corrupt training or could measure nothing."""
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise ValueError("the model has no parameter that requires a gradient: there is no step to measure")
-    args, state, ddp = trainer.args, trainer.accelerator.state, trainer.accelerator.ddp_handler
+    args, state = trainer.args, trainer.accelerator.state
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ValueError(
             "reentrant gradient checkpointing gives a second backward no gradients: "
             'set gradient_checkpointing_kwargs={"use_reentrant": False}, or leave gradient_checkpointing out where TRL '
             "makes it reentrant, for adapters under ZeRO-3"
         )
-    if args.ddp_static_graph or (ddp is not None and ddp.static_graph):
+    if args.ddp_static_graph:
         raise ValueError("a second backward silently corrupts DDP's static_graph: set ddp_static_graph=False")
     if args.fp16:
         raise ValueError("fp16 scales the loss, and with it the gradients that probes read: use bf16 or fp32")

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from rl_training.engine.batch import Rollout, as_rollout
+from rl_training.engine.batch import Rollout, as_rollout, take_rows
 from rl_training.engine.policy import Policy
 from rl_training.engine.precision import measuring
 from rl_training.engine.scorer import Scorer
@@ -67,17 +67,16 @@ class TrainerPolicy(Policy):
         )
 
     @property
-    def has_reference(self) -> bool:
-        """Whether there is a reference model for a KL term: TRL's, if beta > 0, or the model without its adapters."""
-        if "ref" in getattr(self.model, "peft_config", {}):  # TRL's copy of an adapter that is trained further
-            return False
-        is_cut = self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled
-        return super().has_reference or (self._trainer.ref_model is not None and not is_cut)
+    def reference(self) -> Scorer | None:
+        """The scorer of TRL's reference model, which it keeps if beta > 0; None where it is sharded."""
+        trainer = self._trainer
+        sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        return None if trainer.ref_model is None or sharded else self._scorer_of(trainer.ref_model)
 
-    def reference_logps(self, rollout: Rollout) -> Tensor | None:
-        if not self.has_reference or self._trainer.ref_model is None:
-            return super().reference_logps(rollout)
-        return self.score_rollout(rollout, self._scorer_of(self._trainer.ref_model)).logps
+    @property
+    def has_reference(self) -> bool:
+        # "ref" is TRL's copy of an adapter that is trained further: without it the model is no reference.
+        return "ref" not in getattr(self.model, "peft_config", {}) and super().has_reference
 
     def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
         """Returns these scores with those of hidden rows, (B,), recomputed: training's forward pass masks them.
@@ -85,11 +84,10 @@ class TrainerPolicy(Policy):
         Without graph, and otherwise as training would score them.
         """
         logps, entropies = scores.logps.detach().clone(), scores.entropies.detach().clone()
-        for rows in hidden.nonzero().squeeze(1).split(self._trainer.args.per_device_train_batch_size):
-            if len(rows):
-                fresh = self.scorer.score(rollout, rows, graph=False)
-                width = fresh.logps.shape[1]
-                logps[rows, :width], entropies[rows, :width] = fresh.logps.to(logps), fresh.entropies.to(entropies)
+        rows = hidden.nonzero().squeeze(1)
+        if len(rows):
+            fresh = self.score_rollout(take_rows(rollout, rows), as_training=True, dropout=True)
+            logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
         return Scores(logps, entropies, scores.mask)
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
@@ -147,24 +145,19 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
 def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     """Returns a response to each prompt as TRL's own generation makes it, cut after the first end-of-sequence token."""
     pad = trainer._tokenizer.pad_token_id
-    overrides = {} if trainer.use_vllm else trainer.args.generation_kwargs or {}  # vLLM's have other names
-    config = GenerationConfig(
-        **{
-            "max_new_tokens": trainer.max_completion_length,
-            "do_sample": True,
-            "pad_token_id": pad,
-            "bos_token_id": trainer._tokenizer.bos_token_id,
-            "eos_token_id": trainer.eos_token_ids,
-            "temperature": trainer.temperature,
-            "top_p": trainer.top_p,  # neutral, like the next three, or this is not asked: why_sampling_mismatch
-            "top_k": trainer.top_k,
-            "min_p": trainer.min_p,
-            "repetition_penalty": trainer.repetition_penalty,
-            "cache_implementation": trainer.args.cache_implementation,
-            "disable_compile": True,
-            **overrides,
-        }
-    )
+    config = None if trainer.use_vllm else trainer.generation_config
+    if config is None:  # neutral, as vLLM's settings are, or nobody asks for samples: why_sampling_mismatch
+        config = GenerationConfig(
+            max_new_tokens=trainer.max_completion_length,
+            do_sample=True,
+            temperature=trainer.temperature,
+            top_p=1.0,
+            top_k=0,
+            repetition_penalty=1.0,
+            pad_token_id=pad,
+            eos_token_id=trainer.eos_token_ids,
+            disable_compile=True,
+        )
     ids = pad_sequence(prompt_ids, True, pad, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left")
     with unwrap_model_for_generation(

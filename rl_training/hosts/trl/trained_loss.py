@@ -68,9 +68,10 @@ def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interven
 
 
 class TrainedLoss:
-    """The loss of a trainer with these interventions on it."""
+    """The loss of a trainer with these interventions on it. ValueError for one that it cannot be trained with."""
 
     def __init__(self, trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
+        refuse_what_cannot_be_trained(trainer, policy, interventions)
         self._trainer, self._policy = trainer, policy
         self.on_loss = [each for each in interventions if each.function is not None]
         self._silent_share = 0.0  # of the rollout's prompts
@@ -99,10 +100,12 @@ class TrainedLoss:
         c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)
         if reference_logps is None and any("reference" in each.needs for each in self.on_loss):
             reference_logps = self._policy.reference_logps(rollout)
-        detached = Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
-        settings = batches.loss_settings(self._trainer)
-        inputs = dataclasses.replace(
-            microbatch_inputs(rollout, detached, LossWeights(c, d), settings, reference_logps),
+        inputs = microbatch_inputs(
+            rollout,
+            Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask),
+            LossWeights(c, d),
+            batches.loss_settings(self._trainer),
+            reference_logps,
             microbatches=self._trainer.current_gradient_accumulation_steps,
             silent_share=self._silent_share,
         )

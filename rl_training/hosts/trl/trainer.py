@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.attachment import Attachment
-from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout
+from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
 from rl_training.hosts.trl.lagging_sampler import LaggingSampler
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -215,7 +215,7 @@ class DrGRPOTrainer(GRPOTrainer):
                 f"step {self.state.global_step + 1}: {int(bad.sum())} of {len(bad)} rewards are not finite: the first "
                 f"is {values}{where}. A reward function must return a finite number for every completion."
             )
-        self._latest_rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        self._latest_rewards = total_rewards(self, rewards)
         return rewards
 
     def rewards_of(self, rows: list[dict[str, Any]], completion_ids: list[list[int]]) -> Tensor:
@@ -224,8 +224,7 @@ class DrGRPOTrainer(GRPOTrainer):
         prompts = [row["prompt"] for row in rows]
         in_turns = bool(prompts) and isinstance(prompts[0], list)
         said = [[{"role": "assistant", "content": text}] for text in texts] if in_turns else texts
-        rewards = super()._calculate_rewards(rows, prompts, said, completion_ids)[: len(rows)]
-        return (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return total_rewards(self, super()._calculate_rewards(rows, prompts, said, completion_ids)[: len(rows)])
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

@@ -3,14 +3,17 @@
 python -m rl_training.hosts.verl ...        # in the place of python -m verl.trainer.main_ppo, with its own settings
 """
 
+from importlib.metadata import version
+
 from rl_training.extras import of_an_extra
 
 with of_an_extra():
     import verl  # noqa: F401  before what comes with it, so that the extra is named
 
-    from rl_training.hosts.verl.versions import refuse_another_version
-
-    refuse_another_version()  # before modules are imported that only this version has
+    if not version("verl").startswith("0.9."):  # before modules are imported that only this version has
+        raise ValueError(
+            f"probes are written against verl 0.9, and this is {version('verl')}: pip install 'verl>=0.9,<0.10'"
+        )
     from rl_training.hosts.verl.engine import register
 
 register()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,8 @@ from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import LoopPolicy
-from rl_training.hosts.processes import all_ranks, rank, streams_put_back
+from rl_training.hosts.processes import all_ranks, streams_put_back
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
-from rl_training.hosts.verl.versions import refuse_other_methods
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
@@ -63,11 +61,11 @@ class Measurement:
         if resumed_from is not None:
             load_probe_states([*self.driver.probes, self.driver, self], resumed_from)
         records = Records(settings["folder"], settings["rollouts_every"])
-        if rank() == 0:
+        if loop.ranks.number == 0:
             records.start(after_step=self._steps)
         self._writer = EstimateWriter(self.driver, records, loop.policy.decode)
         self.driver.start(loop)
-        self._started = time.perf_counter()
+        self._writer.begin()
 
     def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
         """Begins an optimizer step in microbatches of these sizes."""
@@ -119,13 +117,13 @@ class Measurement:
             return {}
         loss = ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
         self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
-        measured = self._writer.finish_line(self._steps, self._started, self._metrics)
-        self._started += self._metrics["step_time"]
+        measured = self._writer.finish_line(self._steps, self._metrics)
         return {name: [value] for name, value in measured.items()}
 
     def save(self, folder: Path) -> None:
         """Writes the probes' states beside verl's. On all ranks."""
-        save_probe_states([*self.driver.probes, self.driver, self], folder, self._loop.ranks.count, rank())
+        ranks = self._loop.ranks
+        save_probe_states([*self.driver.probes, self.driver, self], folder, ranks.count, ranks.number)
         torch.distributed.barrier()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -237,8 +235,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
 
 
 def register() -> None:
-    """Registers the engine with verl, once. ValueError for a verl whose engine is another."""
-    refuse_other_methods(ProbedEngine)
+    """Registers the engine with verl, once."""
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
     EngineRegistry.register("language_model", ["fsdp2"], device, vendor)(ProbedEngine)

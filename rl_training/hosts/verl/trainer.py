@@ -14,12 +14,11 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
-from verl.trainer.ppo.v1.trainer_base import KVBatchMeta, register_trainer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from rl_training.hosts.verl.engine import SETTINGS
-from rl_training.hosts.verl.versions import refuse_other_methods, refuse_other_parameters
 
 TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
 ACTOR, MODEL, ROLLOUT = ("actor_rollout_ref." + part for part in ("actor", "model", "rollout"))
@@ -157,8 +156,6 @@ def why_selected(algorithm: Any) -> str:
 def with_probes(config: DictConfig) -> DictConfig:
     """Returns verl's configuration with this engine and this trainer in it. ValueError for what cannot be measured."""
     model = config.actor_rollout_ref.model
-    refuse_other_methods(ProbedTrainer)
-    refuse_other_parameters("KVBatchMeta", KVBatchMeta, ["keys", "tags", "partition_id", "fields", "extra_info"])
     refuse_what_cannot_be_measured(config)
     with open_dict(config):
         libraries = model.external_lib if model.external_lib is not None else []

@@ -14,16 +14,11 @@ import pytest
 
 pytest.importorskip("verl.workers")
 
-from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from rl_training.hosts.verl import __main__ as command
-from rl_training.hosts.verl import engine, trainer
 from rl_training.hosts.verl.__main__ import with_probe_choice
-from rl_training.hosts.verl.trainer import with_probes
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SETTINGS = [
@@ -89,25 +84,6 @@ def test_another_version_of_verl_is_refused_before_its_modules_are_missed(
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ValueError, match=rf"this is {installed}: pip install 'verl>=0.9,<0.10'"):
         importlib.import_module("rl_training.hosts.verl")
-
-
-def test_an_engine_with_another_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, batch: None)
-    with pytest.raises(ValueError, match="forward_step"):
-        engine.register()
-
-
-@pytest.mark.parametrize("name", ["_balance_batch", "_update_actor"])
-def test_a_trainer_without_a_method_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(PPOTrainer, name)
-    with pytest.raises(ValueError, match=name):
-        with_probes(OmegaConf.create({"actor_rollout_ref": {"model": {}}}))
-
-
-def test_another_kind_of_batch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "KVBatchMeta", lambda keys, rows: None)
-    with pytest.raises(ValueError, match=r"KVBatchMeta\(keys, rows\)"):
-        with_probes(OmegaConf.create({"actor_rollout_ref": {"model": {}}}))
 
 
 def test_what_the_command_imports_of_verl_s_own_extras_comes_with_ours() -> None:
