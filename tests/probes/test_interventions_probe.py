@@ -70,7 +70,7 @@ class InterventionsTwin(Twin):
         size = len(self.lengths) // MICROBATCHES
         first = size * (fold[0] // size)
         advantages = self.step.rollout.advantages.tolist()
-        tokens = [(i, t) for i in range(first, first + size) for t in range(self.lengths[i])]
+        tokens = [(i, t) for i in range(first, first + size) for t in range(int(self.lengths[i]))]
         mean_a = sum(advantages[i] for i, _ in tokens) / len(tokens)
         mean_l = sum(float(self.logps[i][t]) for i, t in tokens) / len(tokens)
         tokens.sort(key=lambda at: -(advantages[at[0]] - mean_a) * (float(self.logps[at[0]][at[1]]) - mean_l))
