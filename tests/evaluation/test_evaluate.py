@@ -129,7 +129,8 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     assert {"prompt", "response", "reward", "length", "mean_logp", "mean_entropy"} <= set(json.loads(lines[0]))
     events = EventAccumulator(str(run / "logs" / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("evaluation/reward")] == [1, 2]
+    steps = {event.step for event in events.Scalars("evaluation/reward")}  # in no order: files are read by their names,
+    assert steps == {1, 2}  # in which the tenth writer of a process comes before its ninth, where both are of a second
 
     anew = [
         *asked[:3],
