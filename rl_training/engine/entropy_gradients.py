@@ -107,7 +107,7 @@ def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, 
     at_once = max(len(rows) for rows in batch.microbatch_rows)
     numbers, is_chosen = chosen.nonzero().squeeze(1), chosen.tolist()
     sizes = [sum(sum(is_chosen[part.start : part.stop]) for part in group.passes) for group in step.folds]
-    parts = [rows.split(at_once) if len(rows) else () for rows in numbers.split(sizes)]
+    parts = [torch.split(rows, at_once) if len(rows) else () for rows in numbers.split(sizes)]
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
     for group, part, count in zip(step.folds, parts, step.ranks.largest(counts).tolist(), strict=True):
         yield group, [*part, *[numbers[:0]] * (int(count) - len(part))]

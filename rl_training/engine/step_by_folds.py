@@ -84,14 +84,15 @@ def pairs_of(
             factor = reward
         directions.append(Direction(gradient.rows, [step.num_sequences * part for part in gradient.mean], factor))
     pairs: dict[str, Pair] = {}
+    names = list(by_basis)
+    bases = bases_of(step, [LossWeights.of_stacked(further[name]) for name in names])
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
         products = ChangedSteps(folds.steps, reduce, basis).products(list(changes.values()), directions)
         pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
 
     measure({**changes, **without_basis})
-    names = list(by_basis)
-    for number, basis in bases_of(step, [LossWeights.of_stacked(further[name]) for name in names]):
+    for number, basis in bases:  # one after another: they are large
         measure(by_basis[names[number]], basis)
     return pairs
 

@@ -163,11 +163,14 @@ def reward_gradient(step: Step) -> float | LossWeights | None:
     own_sample = batch.rollout.sampling_logps is None
     if own_sample and not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
         return -batch.loss_settings.max_length * group / (group - 1)
-    rewards, mask, logs = batch.rollout.rewards, batch.scores.mask, log_ratios(batch)
-    if rewards is None or logs is None:
+    rewards, mask = batch.rollout.rewards, batch.scores.mask
+    if rewards is None:
         return None
-    advantages = (over_the_others(rewards, batch.rollout.prompt_index) * logs.sum(dim=1).exp()).unsqueeze(1)
-    return LossWeights((advantages * mask * (group / (group - 1) / len(mask))).to(batch.scores.logps), None)
+    advantages, logs = over_the_others(rewards, batch.rollout.prompt_index), log_ratios(batch)
+    if logs is None:
+        return None
+    weights = (advantages * logs.sum(dim=1).exp()).unsqueeze(1) * mask * (group / (group - 1) / len(mask))
+    return LossWeights(weights.to(batch.scores.logps), None)
 
 
 def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:

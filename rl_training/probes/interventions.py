@@ -24,11 +24,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
+from rl_training.engine.changed_steps import Change
 from rl_training.engine.probe import Need, Probe
-from rl_training.engine.step import Step
-from rl_training.engine.step_by_folds import why_no_folds
-from rl_training.interventions.effects import Effects, effects_of
+from rl_training.engine.step import OptimizerView, Step
+from rl_training.engine.step_by_folds import pairs_of, why_no_folds
+from rl_training.interventions.loss import loss_inputs, reward_gradient
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
+from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
 
@@ -85,14 +89,26 @@ class InterventionsProbe(Probe):
         if why:
             self._answers = dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why))
             return
-        effects = effects_of(step, self.which)
-        plain = effects.pairs[PLAIN], self.running[PLAIN].add(effects.pairs[PLAIN])
-        answers = [estimate for pair in plain for estimate in pair.both("" if effects.has_reward else NO_REWARD)]
+        with_reference = any("reference" in each.needs for each in self.which)
+        reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
+        loss, reward = loss_inputs(step.batch, step.ranks.reduce, reference), reward_gradient(step)
+        unavailable = {each.name: each.why_unavailable(loss[0]) for each in self.which}
+        changes: dict[str, Change | None] = {PLAIN: None}
+        weights = {}
         for each in self.which:
-            if each.name in effects.unavailable:
-                answers += [Estimate.missing(effects.unavailable[each.name])] * len(QUANTITIES)
+            if each.function is None:
+                changes[each.name] = Change(lr_factor=each.lr_factor, max_grad_norm=each.max_grad_norm)
+            elif not unavailable[each.name]:
+                weights[each.name] = torch.cat([each.weights(part).stacked() for part in loss], dim=1)
+        pairs = pairs_of(step, changes, weights, reward)
+        plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN])
+        no_reward = NO_REWARD if reward is None else ""
+        answers = [estimate for pair in plain for estimate in pair.both(no_reward)]
+        for each in self.which:
+            if unavailable[each.name]:
+                answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
             else:
-                answers += self._estimates(each, effects, FIRST_OF_ADAM if step.optimizer.first_of_adam else "")
+                answers += self._estimates(each, pairs[each.name], step.optimizer, no_reward)
         self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
 
     def num_vectors(self, num_folds: int) -> int:
@@ -102,32 +118,51 @@ class InterventionsProbe(Probe):
     def _metrics(self) -> list[str]:
         return [f"intervention/{each.name}/{quantity}" for each in self.which for quantity in QUANTITIES]
 
-    def _estimates(self, each: Intervention, effects: Effects, first: str) -> list[Estimate]:
-        """Returns the QUANTITIES of an intervention, and adds this step to the means.
+    def _estimates(self, each: Intervention, pair: Pair, optimizer: OptimizerView, no_reward: str) -> list[Estimate]:
+        """Returns the QUANTITIES of an intervention at this step, and adds it to the means.
 
-        first  a remark where this is Adam's first step
+        pair       ΔH per token and Δreward per response, less those of the step as it is
+        no_reward  why every Δreward is nan
         """
-        pair, running, factor = effects.pairs[each.name], self.running[each.name], effects.kept[each.name]
-        has_reward, why_no_reward = effects.has_reward, "" if effects.has_reward else NO_REWARD
-        is_small = abs(float(pair.values[0])) < SMALLEST
-        remarks = [RATIOS_ARE_ONE] if each.nothing_on_policy else [each.remark, first, TOO_SMALL * is_small]
-        delta, reward = pair.both(why_no_reward, "; ".join(filter(None, remarks)))
-        kept = pair.times(factor)
+        is_small, factor = abs(float(pair.values[0])) < SMALLEST, kept_factor(each, optimizer)
+        remarks = [each.remark, FIRST_OF_ADAM * optimizer.first_of_adam, TOO_SMALL * is_small]
+        remark = RATIOS_ARE_ONE if each.nothing_on_policy else "; ".join(filter(None, remarks))
+        delta, reward = pair.both(no_reward, remark)
+        kept, running = pair.times(factor), self.running[each.name]
         mean, mean_kept = running.add(pair), self.running[each.name + KEPT].add(kept)
         unknown = OTHER_BETAS if math.isnan(factor) else ""
-        mean_delta, mean_reward = mean.both(why_no_reward)
-        price, mean_price = (p.minus_ratio(LOST) if has_reward else reward for p in (pair, mean))
+        mean_delta, mean_reward = mean.both(no_reward)
+        price, mean_price = (reward if no_reward else p.minus_ratio(LOST) for p in (pair, mean))
         return [
             delta,
             kept.estimate(0, unknown or delta.reason),
             reward,
-            Estimate.missing(TOO_SMALL) if is_small and has_reward else price,
+            Estimate.missing(TOO_SMALL) if is_small and not no_reward else price,
             replace(mean_delta, detail={"measured_steps": running.steps}),
             mean_kept.estimate(0, unknown),
             mean_reward,
             mean_price,
             kept_halving(each, mean_kept, self.running[PLAIN].mean()),
         ]
+
+
+def kept_factor(intervention: Intervention, optimizer: OptimizerView) -> float:
+    """Returns what a step does once all of the momentum includes an intervention, as a multiple of its effect now.
+
+    (1 − β1^t) / (1 − β1) at the t-th step of Adam, 1 / (1 − μ) of SGD; 1 where only learning rates change, which act at
+    once; nan where parameters differ.
+    """
+    if intervention.lr_factor != 1.0:
+        return 1.0
+    factors = set()
+    for state in (optimizer.states or {}).values():
+        if isinstance(state, AdamWState):
+            beta = state.betas[0]
+            factor = (1.0 - beta ** (state.step + 1)) / (1.0 - beta)
+        else:
+            factor = 1.0 / (1.0 - state.momentum)
+        factors |= {factor} if state.moves else set()
+    return factors.pop() if len(factors) == 1 else math.nan
 
 
 def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Estimate:

@@ -18,12 +18,11 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import Estimate, attach
 from rl_training.engine.changed_steps import changes_by_basis
 from rl_training.engine.step import OptimizerView
-from rl_training.interventions.effects import kept_factor
 from rl_training.interventions.named import intervention
 from rl_training.mathematics.running_pairs import Pair
 from rl_training.mathematics.sgd import SGDState
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
-from rl_training.probes.interventions import kept_halving
+from rl_training.probes.interventions import kept_factor, kept_halving
 
 NUM_FOLDS, G, MICROBATCHES = 8, 4, 4
 WHICH = [
