@@ -193,7 +193,7 @@ class ChangedSteps:
         mixed = sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
         gradient = clips.to(gradients[0]).unsqueeze(1) * mixed
         state = dataclasses.replace(piece.state, lr=change.lr_factor * piece.state.lr)
-        return state.delta(piece.param, gradient).total
+        return dataclasses.replace(piece, state=state).delta(gradient).total
 
 
 class GradientParts(ChangedSteps):
@@ -207,4 +207,4 @@ class GradientParts(ChangedSteps):
 
     def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:
         clips = clipping(self._squares[:, 0, 0], self._plain.max_grad_norm).to(gradients[0]).unsqueeze(1)
-        return piece.state.gradient_factor(piece.param, clips * gradients[0]) * clips * gradients[-1]
+        return piece.gradient_factor(clips * gradients[0]) * clips * gradients[-1]

@@ -41,7 +41,6 @@ from rl_training.mathematics.square_norms import adam_roots
 from rl_training.mathematics.vectors import Layout
 
 logger = logging.getLogger(__name__)
-NO_BAR = "no error bar: it describes this step"
 IN_PARTS = (
     "the gradient differs from that of the microbatches, since parameters got theirs in several parts: call backward "
     "once for each microbatch, and use checkpointing with use_reentrant=False"
@@ -81,7 +80,7 @@ class StepDriver:
         if not needs:
             return
         keep = Need.FOLD_GRADIENTS in needs, Need.SQ_NORMS in needs
-        self._rows = GradientRows(self._reduction, self._layout, *keep, offload=offload)
+        self._rows = GradientRows(self._reduction, self._layout, *keep, offload, self._requirements.rows_dtype)
         if loop.ranks.number == 0:
             plan, missing = announcement(loop, self._requirements, self._layout)
             logger.info(plan)
@@ -171,13 +170,13 @@ class StepDriver:
         step = self.open_step
         if step is None or step.view is None:
             return
-        if self._memory is not None and self._memory.history.is_open(step.number):
-            self._memory.history.finish(step.number, self._layout.vector(self._loop.shard.weights().values()))
+        if self._memory is not None:
+            self._memory.history.finish(step.number, self._loop.shard.weights())
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 probe.after_step(step.view)
         if self._guard is not None:
-            step.formula_error = self._guard.stepped()
+            step.check = self._guard.stepped()
 
     def abandon(self) -> None:
         """Discards the step that has begun; called instead of `gradients_ready` when the loop skips the step."""
@@ -194,9 +193,8 @@ class StepDriver:
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 answers[probe.name] = probe.checked_results(step.number)
-        if step.formula_error is not None:
-            first = predicting(step.probes)[0].name
-            answers[first]["step/formula_error"] = Estimate(step.formula_error, reason=NO_BAR)
+        if step.check:
+            answers[predicting(step.probes)[0].name] |= step.check
         return answers
 
     # --- costs, state, end --------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from rl_training.engine.updates import (
 from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
+from rl_training.mathematics.rounding import kept_change
 from rl_training.mathematics.vectors import Layout, Vector, add, dot
 
 LEVELS = 3  # columns of a row before the products
@@ -76,7 +77,7 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
         return EntropyChange(settings, layout, labels, NO_TOKENS)
-    update, steps = _updates(step, layout)
+    intended, update, steps = _updates(step, layout)
     sizes = step.fold_sizes
     products, rows = None, None
     if Need.ENTROPY_CHANGE in needs:
@@ -96,12 +97,13 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         labels,
         why_no_forward=_why_no_forward(step),
         why_no_backward=history.why_none(step.number) or step.capabilities.reused,
+        intended=intended,
         update=update,
         levels=levels,
         rows=rows,
         steps_without=steps,
     )
-    history.keep(step.number, update, layout.vector(step.gradients.weights.values()) if update is None else [])
+    history.keep(step.number, None if step.optimizer.rounded else update, step.gradients.weights)
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 
@@ -126,18 +128,22 @@ def _why_no_forward(step: Step) -> str:
     return step.optimizer.reason or step.gradients.why_no_rows or one_fold or step.capabilities.reused
 
 
-def _updates(step: Step, layout: Layout) -> tuple[Vector | None, StepsWithoutFolds | None]:
-    """Returns δθ of the step, and the steps without each fold; None where it is not available."""
+def _updates(step: Step, layout: Layout) -> tuple[Vector | None, Vector | None, StepsWithoutFolds | None]:
+    """Returns δθ by the formula, as the weights keep it, and the steps without each fold; None where not available."""
     gradients, max_grad_norm, reduce = step.gradients, step.optimizer.max_grad_norm, step.ranks.reduce
     if step.optimizer.states is None:
-        return None, None
+        return None, None, None
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     mean = layout.vector(gradients.mean.values())
-    update = whole_update(layout, pieces, mean, float(clipping(reduce(dot(mean, mean)), max_grad_norm)))
+    intended = whole_update(layout, pieces, mean, float(clipping(reduce(dot(mean, mean)), max_grad_norm)))
+    update = intended
+    if step.optimizer.rounded:
+        by_name = layout.by_name(intended)
+        update = layout.vector(kept_change(weight, by_name[name]) for name, weight in gradients.weights.items())
     if gradients.rows is None or _why_no_forward(step):
-        return update, None
+        return intended, update, None
     folds = fold_means(mean, gradients.rows, step.fold_sizes)
-    return update, steps_without_folds(pieces, folds, max_grad_norm, reduce)
+    return intended, update, steps_without_folds(pieces, folds, max_grad_norm, reduce)
 
 
 def _with_quantities(

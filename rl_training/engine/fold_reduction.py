@@ -4,13 +4,16 @@ A hook on a leaf sees this process's gradient alone, before a loop averages it o
 `.grad`. Leaves are handled in chunks, in one fixed order on all processes: a chunk is sent when it is complete and
 those before it are sent, what is missing at the end as zeros. Of every chunk a process receives its own entries from
 each of the N, and adds up those of one fold. It sends as many bytes as a reduce-scatter would.
+
+Where each backward reduces by itself (FSDP2), and all processes are in one fold, there are no hooks, and nothing is
+sent: what the backward has added to a process's entries of `.grad` is their mean.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +82,7 @@ class FoldReduction:
         self._handles: list[RemovableHandle] = []
         self._held: dict[str, Tensor] = {}
         self._target: Vector = []
+        self._before: Mapping[str, Tensor | None] = {}  # the gradients that the loop's own reduction adds to
         self.bytes_sent = 0
         # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
         self.late = 0
@@ -92,6 +96,10 @@ class FoldReduction:
         """
         self.disarm()
         self._target, self._sent = target, 0
+        if not consume and self._is_reduced(fold_of_rank):
+            found = self._shard.gradients().items()
+            self._before = {name: None if gradient is None else gradient.clone() for name, gradient in found}
+            return
         first = {fold: fold_of_rank.index(fold) for fold in fold_of_rank}
         self._ranks_of = {fold: slice(rank, rank + fold_of_rank.count(fold)) for fold, rank in first.items()}
         for name, leaf in self._shard.leaves().items():
@@ -99,6 +107,9 @@ class FoldReduction:
 
     def disarm(self) -> None:
         """Sends what is left and removes the hooks. A collective, if they were set."""
+        if self._before:
+            self._add_reduced(self._target, self._shard.gradients())
+            self._target, self._before = [], {}
         if not self._handles:
             return
         while self._handles:
@@ -112,7 +123,18 @@ class FoldReduction:
         while self._handles:
             self._handles.pop().remove()
         self._held.clear()
-        self._target = []
+        self._target, self._before = [], {}
+
+    def _is_reduced(self, fold_of_rank: Sequence[int]) -> bool:
+        return len(set(fold_of_rank)) == 1 and self._shard.reduces_each_backward
+
+    def _add_reduced(self, target: Vector, gradients: Mapping[str, Tensor | None]) -> None:
+        """Adds what the gradients have become, less what they were when the target was armed, over all processes."""
+        for name, rows in self._layout.by_name(target).items():
+            before, after = self._before.get(name), gradients[name]
+            if after is not None:
+                added = after if before is None else after - before
+                rows[0].add_(added.to(rows), alpha=self._shard.num_ranks)
 
     def add(
         self, target: Vector, fold_of_rank: Sequence[int], fresh: Scores, weights: LossWeights, keep_graph: bool = False
@@ -123,6 +145,10 @@ class FoldReduction:
         weights     of these rows, c and d
         keep_graph  for another backward through the same scores
         """
+        if self._is_reduced(fold_of_rank):
+            self.disarm()
+            self._add_reduced(target, self._shard.backward(*outputs_and_weights(fresh, weights), keep_graph))
+            return
         with self.into(target, fold_of_rank):
             self._shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
 

@@ -26,7 +26,7 @@ from rl_training.mathematics.vectors import Layout, Vector, add, copy, num_bytes
 class GradientRows:
     """Catches the gradients of one step at a time. Nothing of parameter size is held between steps.
 
-    keep_rows      keep every row, in host memory with `offload`
+    keep_rows      keep every row, in host memory with `offload`, in `dtype` if that is given
     keep_sq_norms  measure square norms, with one row at a time in memory where rows are not kept
     """
 
@@ -37,10 +37,11 @@ class GradientRows:
         keep_rows: bool = True,
         keep_sq_norms: bool = False,
         offload: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._reduction, self.layout = reduction, layout
         self._keep_rows, self._keep_sq_norms = keep_rows, keep_sq_norms
-        self._device = "cpu" if offload else None
+        self._device, self._dtype = "cpu" if offload else None, dtype
         self.rows: Vector | None = None  # (F, n) of each bucket
         self.sq_norms: Tensor | None = None  # (F, parameters, 2) fp64: of this process's entries, |g_k|² and Σ P g_k²
         self._groups: Sequence[FoldGroup] = ()
@@ -58,7 +59,7 @@ class GradientRows:
         self._groups, self._roots = groups, roots
         num_folds = groups[-1].folds.stop
         if self._keep_rows:
-            self.rows = self.layout.zeros(num_folds, device=self._device)
+            self.rows = self.layout.zeros(num_folds, device=self._device, dtype=self._dtype)
         if self._keep_sq_norms:
             self.sq_norms = torch.zeros(
                 num_folds, len(self.layout.names), 2, dtype=torch.float64, device=self.layout.device
@@ -112,7 +113,7 @@ class GradientRows:
         self._measure_passing()
         factors = float(sizes.sum()) / (num_ranks * sizes)
         if self.rows is not None:
-            of_rows = factors.to(self.rows[0]).unsqueeze(1)
+            of_rows = factors.to(self.rows[0].device, self.layout.dtype).unsqueeze(1)
             for part in self.rows:
                 part *= of_rows
         if self.sq_norms is not None and self.rows is not None:

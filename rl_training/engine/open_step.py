@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import OptimizerView, Step
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import FoldGroup, ranges_of, split_prompts
 from rl_training.mathematics.scores import Scores
 
@@ -72,7 +73,7 @@ class OpenStep:
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
     other_terms: bool = False  # the loss has terms beside these
     view: Step | None = None  # once all gradients are in, if it is measured
-    formula_error: float | None = None  # once the optimizer has stepped, where its step has a formula
+    check: Mapping[str, Estimate] = field(default_factory=dict)  # of what was predicted, once the optimizer has stepped
 
     @property
     def microbatch_rows(self) -> tuple[range, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rl_training.engine.precision import named
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import OptimizerView
 from rl_training.mathematics.adamw import AdamWState
@@ -43,14 +44,16 @@ def view_optimizer(shard: Shard) -> OptimizerView:
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
     groups, states = shard.states()
-    reason = _why_not_these(shard.trained, groups, keeps_fp32_copies=shard.keeps_fp32_copies)
-    if reason:
-        return OptimizerView(None, max_grad_norm, reason)
-    known = _with_steps_as_numbers(states)
+    outside = [name for name in shard.trained if name not in groups]
+    if outside:
+        return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
+    known, weights = _with_steps_as_numbers(states), shard.weights()
+    short = {name: named(weight.dtype) for name, weight in weights.items() if weight.dtype.itemsize < 4}
     read = _read_sgd_state if isinstance(optimizer, torch.optim.SGD) else _read_adam_state
     return OptimizerView(
-        {name: read(weight, known[name], groups[name]) for name, weight in shard.weights().items()}, max_grad_norm
-    )
+        {name: read(weight, known[name], groups[name]) for name, weight in weights.items()}, max_grad_norm,
+        rounded=next((f"{name} is kept in {dtype}" for name, dtype in short.items()), ""),
+    )  # fmt: skip
 
 
 def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -69,18 +72,6 @@ def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type])
         return f"the step of {type(optimizer).__name__} has no formula here; supported are {names}"
     if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
         return "amsgrad and maximize have no formula here"
-    return ""
-
-
-def _why_not_these(parameters: Mapping[str, nn.Parameter], groups: Container[str], *, keeps_fp32_copies: bool) -> str:
-    """Returns why the formula does not say how these parameters move, "" if it does."""
-    rounded = [name for name, param in parameters.items() if not keeps_fp32_copies and param.dtype.itemsize < 4]
-    if rounded:
-        dtype = str(parameters[rounded[0]].dtype).removeprefix("torch.")
-        return f"{rounded[0]} is kept in {dtype}, whose rounding changes the step: train weights in float32"
-    outside = [name for name in parameters if name not in groups]
-    if outside:
-        return f"parameter {outside[0]} is trainable but not in the optimizer"
     return ""
 
 

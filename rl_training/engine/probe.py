@@ -17,6 +17,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_training.engine.step import EntropySettings, Step
@@ -42,6 +43,7 @@ class Probe:
     every      measure each `every`-th step, the first one included
     num_folds  with FOLD_GRADIENTS: folds of whole prompts, over all processes; None for the default, 8 or some more
     offload    with FOLD_GRADIENTS: keep them in the CPU's memory
+    rows_dtype with FOLD_GRADIENTS: keep them in it; None for fp32, or what weights have beyond that
     entropy    with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
     measured   prefixes of the metrics that do not depend on what the optimizer's step is
     running    averages over steps, with state_dict and load_state_dict, which a checkpoint keeps; None: none
@@ -51,6 +53,7 @@ class Probe:
     needs: Need = Need.NOTHING
     num_folds: int | None = None
     offload: bool = False
+    rows_dtype: torch.dtype | None = None
     entropy: EntropySettings | None = None
     measured: tuple[str, ...] = ()
     running: Any = None

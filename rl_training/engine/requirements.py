@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from rl_training.engine.open_step import Shape
 from rl_training.engine.probe import Need, Probe
@@ -22,6 +25,7 @@ class Requirements:
     """What some probes require together.
 
     num_folds  over all processes; None for the default  offload  keep the folds' gradients in the CPU's memory
+    rows_dtype  of these; None for fp32
     """
 
     probes: Sequence[Probe]
@@ -29,6 +33,7 @@ class Requirements:
     num_folds: int | None
     entropy: EntropySettings
     offload: bool
+    rows_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, probes: Sequence[Probe]) -> Requirements:
@@ -40,7 +45,9 @@ class Requirements:
         folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
         num_folds = _common({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
         entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
-        return cls(probes, needs, num_folds, entropy or EntropySettings(), any(probe.offload for probe in folding))
+        dtype = _common({p.name: p.rows_dtype for p in folding if p.rows_dtype is not None}, "rows_dtype")
+        offload = any(probe.offload for probe in folding)
+        return cls(probes, needs, num_folds, entropy or EntropySettings(), offload, dtype)
 
     def folds(
         self, shape: Shape, sizes: Sequence[int], sizes_of_ranks: Sequence[Sequence[int]] | None = None
@@ -60,8 +67,8 @@ class Requirements:
 
     def num_vectors(self, num_folds: int) -> int:
         """Returns how many fp32 vectors of a process's entries a measured step holds on the device."""
-        by_fold = (Need.FOLD_GRADIENTS in self.needs) + (Need.ENTROPY_ROWS in self.needs)
-        rows = 0 if self.offload else num_folds * by_fold
+        by_fold = (Need.FOLD_GRADIENTS in self.needs) / (1 if self.rows_dtype is None else 2)
+        rows = 0 if self.offload else math.ceil(num_folds * (by_fold + (Need.ENTROPY_ROWS in self.needs)))
         beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_GRADIENT in self.needs)
         return rows + beside + max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
 

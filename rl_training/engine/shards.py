@@ -13,8 +13,7 @@ DeepSpeed's are in hosts/trl/sharding.py.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from rl_training.engine.precision import named
 from rl_training.mathematics.adamw import clipping_threshold
 
 EXCHANGED = 2**22  # entries of a process that are exchanged at once, where a parameter has no more
@@ -56,7 +56,6 @@ class Shard:
     """
 
     gathers_weights = False  # forward passes gather them: all processes run equally many
-    keeps_fp32_copies = False  # what is updated is fp32, whatever the forward pass computes with
     readable_optimizers: tuple[type[torch.optim.Optimizer], ...] = (  # whose states can be read here
         torch.optim.AdamW,
         torch.optim.Adam,
@@ -178,9 +177,20 @@ class Shard:
         """Returns the tensors that autograd delivers whole gradients to, by name: always the same objects."""
         return self.trained
 
-    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
-        """Runs a backward that hooks on the leaves see; what training has accumulated stays as it is."""
+    @property
+    def reduces_each_backward(self) -> bool:
+        """Whether each backward adds the mean over processes to `gradients()`, in at least fp32."""
+        return False
+
+    def backward(
+        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
+    ) -> dict[str, Tensor | None]:
+        """Runs a backward that hooks on the leaves see; what training has accumulated stays as it is.
+
+        Returns the gradients that it has reduced, of this process's entries; none where a backward does not reduce.
+        """
         torch.autograd.grad(outputs, list(self.leaves().values()), weights, retain_graph=keep_graph, allow_unused=True)
+        return {}
 
 
 class FullyShard(Shard):
@@ -219,8 +229,9 @@ class FullyShard(Shard):
         ]
         if not rounded:
             return ""
-        dtype = str(self._leaves[rounded[0]].dtype).removeprefix("torch.")
-        return f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
+        return (
+            f"FSDP2 gathers {rounded[0]} in {named(self._leaves[rounded[0]].dtype)}, so the model's numbers are rounded"
+        )
 
     def put(self, entries: Mapping[str, Tensor]) -> None:
         reshard(self.model)  # gathered ones would be used instead
@@ -230,6 +241,17 @@ class FullyShard(Shard):
 
     def leaves(self) -> Mapping[str, Tensor]:
         return self._leaves
+
+    @property
+    def reduces_each_backward(self) -> bool:
+        states: list[Any] = [m._get_fsdp_state() for m in self.model.modules() if isinstance(m, FSDPModule)]
+        groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]  # of newer torch
+        # What microbatches without reduction have left is reduced with the next.
+        left = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
+        left += [leaf.grad for leaf in self._leaves.values()]
+        exact = all(param.dtype.itemsize >= 4 for param in self.trained.values())
+        reducing = bool(groups) and all(group.reduce_grads for group in groups)
+        return exact and reducing and all(gradient is None for gradient in left)
 
     def _find_leaves(self) -> dict[str, Tensor]:
         """Returns the gathered parameters, gathering one module's after another."""
@@ -244,18 +266,16 @@ class FullyShard(Shard):
             module.reshard()
         return {name: leaves[name] for name in self.trained}
 
-    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
+    def backward(
+        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
+    ) -> dict[str, Tensor | None]:
         # The DTensors are not in the graph: FSDP's own backward runs, and what it leaves in .grad is put back.
-        with self._gradients_put_back():
-            torch.autograd.backward(outputs, weights, retain_graph=keep_graph)
-
-    @contextlib.contextmanager
-    def _gradients_put_back(self) -> Iterator[None]:
         before = {param: param.grad for param in self.trained.values()}
-        for param in before:
-            param.grad = None
         try:
-            yield
+            for param in before:
+                param.grad = None
+            torch.autograd.backward(outputs, weights, retain_graph=keep_graph)
+            return self.gradients()
         finally:
             for param, gradient in before.items():
                 param.grad = gradient

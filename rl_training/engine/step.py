@@ -33,6 +33,7 @@ class OptimizerView:
     states: Mapping[str, AdamWState | SGDState] | None
     max_grad_norm: float  # gradient clipping threshold; inf when there is none
     reason: str = ""
+    rounded: str = ""  # which weights are kept in less than fp32, and what is left of a step depends on rounding
 
     @property
     def first_of_adam(self) -> bool:
@@ -92,7 +93,8 @@ class EntropyChange:
     why_none: str = ""  # why there is no entropy gradient, and nothing of what follows
     why_no_forward: str = ""  # why no fold can be left out of the step
     why_no_backward: str = ""  # why the step before cannot be multiplied with the entropy gradient
-    update: Vector | None = None  # δθ; None where the optimizer's step has no formula
+    intended: Vector | None = None  # δθ by the optimizer's formula; None where its step has none
+    update: Vector | None = None  # what the rounding of the weights leaves of it: in fp32 the same vector
     levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `why_none` is ""
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None  # (2,), of ½(forward + backward) from this batch; with Need.ENTROPY_CHANGE

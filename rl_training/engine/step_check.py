@@ -12,19 +12,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rl_training.engine.attribution import layer
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Step
 from rl_training.engine.updates import UpdateHistory
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.rounding import kept_change
 from rl_training.mathematics.vectors import Layout, dot, dots
 
 SAMPLED = 2**20  # entries of the step that are compared, at most
 LIMIT = 1e-3  # of the norm of what was calculated
 LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
+LIMIT_OF_ROUNDED_WEIGHTS = 0.25  # a sixteenth of those that move may be others
+HALF_PRECISION = 2.0**-5  # of a step: how much that of an optimizer may differ that calculates in half precision
+KEPT = 0.9  # share of a step below which what is lost is worth a remark
 NOT_THE_FORMULA = (
     "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
     "(step/formula_error); clip as max_grad_norm says, and step once, with this optimizer and learning rate"
 )
+NOT_TO_NEAREST = "; if all of that is so, it rounds otherwise than to nearest, and its steps are not predicted"
+SHARE = "update/surviving_share"
+NO_STEP = "the formula moves no weight here"
+NO_BAR = "no error bar: it describes this step"
+LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
 EDITED = "weights were changed after it by something else than the optimizer"
 ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
 
@@ -43,7 +54,8 @@ def why_not_the_sum(step: Step, rounded: bool) -> str:
     off = torch.stack([dots(difference, difference) for difference in differences]).sum()
     parts = torch.cat([torch.stack([off, dot(mean, mean)]), dot(rows, rows).to(off.device)])
     off, norm, *norms = reduce(parts).sqrt().tolist()
-    allowed = (LIMIT_ROUNDED if rounded else LIMIT) * norm + ROUNDING * sum(norms)
+    limit = LIMIT_ROUNDED if rounded or rows[0].dtype.itemsize < 4 else LIMIT
+    allowed = limit * norm + ROUNDING * sum(norms)
     if not math.isfinite(off) or off <= allowed:
         return ""
     return (
@@ -65,10 +77,25 @@ class StepGuard:
         self, shard: Shard, layout: Layout, history: UpdateHistory, reduce: Callable[[Tensor], Tensor]
     ) -> None:
         self._shard, self._layout, self._history, self._reduce = shard, layout, history, reduce
+        weights, layers = shard.weights(), [layer(name) for name in layout.names]
+        self._layers = list(dict.fromkeys(layers))
+        numbers = [self._layers.index(own) for own in layers]
+        self._layer_of = self._of_each(numbers).long()
+        self._is_short = self._of_each([weight.dtype.itemsize < 4 for weight in weights.values()]).bool()
+        dtypes = {weight.dtype for weight in weights.values()}
+        self._short = min(dtypes, key=lambda dtype: dtype.itemsize)
+        self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
         self._probes: list[Probe] = []  # of the step that is checked
         self._states: list[Mapping[str, Tensor]] = []  # theirs before it
-        self._before = self._formula = torch.empty(0)  # some weights before the step, and what the formula adds to them
+        self._why_unknown = self._rounded = ""
+        self._before = torch.empty(0)  # some weights before the step, and what the formula adds to them
+        self._formula: Tensor | None = None
         self._after: Tensor | None = None  # and after it
+
+    def _of_each(self, numbers: Sequence[float]) -> Tensor:
+        """Returns the number of the parameter that each entry of the sample belongs to."""
+        pairs = zip(numbers, self._shard.weights().values(), strict=True)
+        return sampled(self._layout, [torch.tensor(float(number)).expand(len(weight)) for number, weight in pairs])
 
     def notice_edits(self) -> None:
         """Forgets the step before where weights are no longer those that it ended with. A collective."""
@@ -80,35 +107,58 @@ class StepGuard:
 
     def ready(self, step: Step, probes: Sequence[Probe]) -> None:
         """Keeps what it takes to check the step that follows."""
-        self._probes = predicting(probes) if step.first_order is not None and step.first_order.update else []
-        if self._probes and step.first_order is not None and step.first_order.update is not None:
+        self._probes, self._formula, change = predicting(probes), None, step.first_order
+        if self._probes and change is not None:
             self._states = [probe.state_dict() for probe in self._probes]
+            self._rounded, self._why_unknown = step.optimizer.rounded, change.why_none or step.optimizer.reason
             self._before = sampled(self._layout, step.gradients.weights.values())
-            self._formula = sampled(self._layout, self._layout.by_name(step.first_order.update).values())
+            if change.intended is not None:
+                self._formula = sampled(self._layout, self._layout.by_name(change.intended).values())
 
-    def stepped(self) -> float | None:
-        """Returns |what happened − formula| / |formula|, None where there was no formula. A collective."""
+    def stepped(self) -> dict[str, Estimate]:
+        """Returns how far the step was from the formula, and what rounding has left of it. A collective."""
         if not self._probes:
-            return None
-        weights = self._shard.weights()
-        self._after = sampled(self._layout, weights.values())
-        error = self._error(self._after, max(torch.finfo(weight.dtype).eps for weight in weights.values()))
-        if error > LIMIT:
-            reason = NOT_THE_FORMULA.format(error=error)
-            self._history.forget(reason)
+            return {}
+        names = ["step/formula_error", SHARE, *(f"{SHARE}/layer/{name}" for name in self._layers)]
+        if self._formula is None:
+            return dict.fromkeys(names, Estimate.missing(self._why_unknown))
+        self._after = sampled(self._layout, self._shard.weights().values())
+        error, *shares = self._compare(self._after - self._before, self._formula)
+        if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT):
+            reason = NOT_THE_FORMULA.format(error=error) + (NOT_TO_NEAREST if self._rounded else "")
+            if not self._rounded:  # then δθ is the formula's, and not measured
+                self._history.forget(reason)
             for probe, state in zip(self._probes, self._states, strict=True):
                 probe.load_state_dict(state)
                 probe.discard(reason)
-        return error
+        found = {name: _remaining(share) for name, share in zip(names[1:], shares, strict=True)}
+        return {names[0]: Estimate(error, reason=NO_BAR)} | found
 
-    def _error(self, after: Tensor, precision: float) -> float:
-        """Returns the error beyond the rounding of weights; inf where the formula says that nothing happens."""
-        rounding = precision * self._before.abs()
-        off = (after - self._before - self._formula).abs().sub_(rounding).clamp_(min=0.0)
-        off_square, square = self._reduce(torch.stack([off.square().sum(), self._formula.square().sum()])).tolist()
-        if square == 0.0:
-            return 0.0 if off_square == 0.0 else math.inf
-        return math.sqrt(off_square / square)
+    def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
+        """Returns the error beyond rounding, and (δ_actual · δ) / δ² of all weights and of each layer.
+
+        The error is inf where weights move that would not; a share nan where the formula moves none.
+        """
+        ends = [self._kept((1.0 + off) * formula) for off in (-HALF_PRECISION, HALF_PRECISION)]
+        off = moved - torch.where(self._is_short, moved.clamp(torch.minimum(*ends), torch.maximum(*ends)), formula)
+        off = (off.abs() - torch.where(self._is_short, 0.0, self._precision * self._before.abs())).clamp_(min=0.0)
+        products = (off.square(), self._kept(formula).square(), moved * formula, formula.square())
+        sums = torch.zeros(len(self._layers), 4, dtype=torch.float64, device=moved.device)
+        by_layer = self._reduce(sums.index_add_(0, self._layer_of, torch.stack(products, dim=1))).cpu()
+        by_part = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # all of it first
+        off_square, square = by_part[0, :2].tolist()
+        error = math.sqrt(off_square / square) if square else math.inf if off_square else 0.0
+        return [error, *(by_part[:, 2] / by_part[:, 3]).tolist()]
+
+    def _kept(self, change: Tensor) -> Tensor:
+        """Returns what rounding leaves of a change of the sampled weights."""
+        return torch.where(self._is_short, kept_change(self._before.to(self._short), change), change)
+
+
+def _remaining(share: float) -> Estimate:
+    if math.isnan(share):
+        return Estimate.missing(NO_STEP)
+    return Estimate(share, reason=LOST.format(lost=1.0 - share) if share < KEPT else NO_BAR)
 
 
 def predicting(probes: Sequence[Probe]) -> list[Probe]:

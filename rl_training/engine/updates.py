@@ -21,6 +21,7 @@ from torch import Tensor
 from rl_training.engine.kept_vector import KeptVector
 from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import shares_of_others
+from rl_training.mathematics.rounding import kept_share
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import Layout, Vector, dot, dots, join, num_bytes, sums_of_spans
 
@@ -53,8 +54,27 @@ class Run:
 class Piece(Run):
     """A run with its parameters and their optimizer's state, as vectors."""
 
-    param: Tensor  # (n,), before the step
-    state: AdamWState | SGDState  # of (n,) tensors
+    param: Tensor  # (n,), before the step, as it is kept
+    state: AdamWState | SGDState  # of (n,) tensors, in at least fp32
+
+    def intended(self, gradient: Tensor) -> UpdateParts:
+        """Returns the optimizer's step with a clipped gradient, (…, n), in its parts."""
+        return self.state.delta(self.param.to(gradient.dtype), gradient)
+
+    def delta(self, gradient: Tensor) -> UpdateParts:
+        """Returns what the rounding of the weights leaves of it: of an entry, of each part the same share."""
+        parts = self.intended(gradient)
+        if self.param.dtype == gradient.dtype:
+            return parts
+        share = kept_share(self.param, parts.total)
+        return UpdateParts(*(share * part for part in parts))
+
+    def gradient_factor(self, gradient: Tensor) -> Tensor:
+        """Returns a, elementwise: `delta(gradient).gradient` is a · gradient."""
+        factor = self.state.gradient_factor(self.param.to(gradient.dtype), gradient)
+        if self.param.dtype == gradient.dtype:
+            return factor
+        return factor * kept_share(self.param, self.intended(gradient).total)
 
 
 class OptimizerPieces:
@@ -72,14 +92,14 @@ class OptimizerPieces:
         longest: int | None = None,
     ) -> None:
         """longest: entries of a piece of a large parameter; None: as the layout has them."""
-        self._parameters, self._states = parameters, states or {}
+        self._parameters, self._states, self._dtype = parameters, states or {}, layout.dtype
         self._runs = list(_runs(layout, parameters, states, longest or layout.at_once)) if states else []
 
     def __iter__(self) -> Iterator[Piece]:
         for run in self._runs:
             alike = [self._states[name] for name in run.names]
             moments: dict[str, Any] = {
-                key: run.joined(getattr(state, key) for state in alike)
+                key: run.joined(getattr(state, key) for state in alike).to(self._dtype)
                 for key, value in vars(alike[0]).items()
                 if isinstance(value, Tensor)
             }
@@ -133,10 +153,10 @@ def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
 
 
 def whole_update(layout: Layout, pieces: Iterable[Piece], gradient: Vector, clip: float) -> Vector:
-    """Returns δθ of the step with this mean gradient."""
+    """Returns δθ of the step with this mean gradient, before the weights are rounded."""
     update = layout.zeros()
     for piece in pieces:
-        piece.of(update).copy_(piece.state.delta(piece.param, clip * piece.of(gradient)).total)
+        piece.of(update).copy_(piece.intended(clip * piece.of(gradient)).total)
     return update
 
 
@@ -160,7 +180,7 @@ class FoldMeans:
     """A gradient's mean over all folds, and over each: this process's entries."""
 
     mean: Vector
-    rows: Vector  # (F, n) of each bucket, perhaps in host memory
+    rows: Vector  # (F, n) of each bucket, perhaps in host memory, or in bf16
     sizes: Tensor  # (F,) fp64, n_k
     share_of_mean: Tensor  # (F, 1), where the entries are
     share_of_fold: Tensor  # (F, 1)
@@ -168,7 +188,7 @@ class FoldMeans:
     def without(self, folds: int | slice, piece: Piece) -> Tensor:
         """Returns g_(−k) of a fold, (n,), or of some, (folds, n), where the parameters are."""
         mean = piece.of(self.mean)
-        rows = piece.of(self.rows)[folds].to(mean.device)
+        rows = piece.of(self.rows)[folds].to(mean)
         return torch.addcmul(rows * self.share_of_fold[folds], self.share_of_mean[folds], mean)  # in two passes
 
 
@@ -195,7 +215,7 @@ class StepsWithoutFolds:
         gradient = self.gradient.without(fold, piece)
         if clipped:
             gradient.mul_(float(self.clips[fold]))
-        return piece.state.delta(piece.param, gradient)
+        return piece.delta(gradient)
 
     def parts(self, fold: int) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the step without a fold in it."""
@@ -216,15 +236,15 @@ def steps_without_folds(
 class UpdateHistory(KeptVector):
     """δθ of the step before, for `backward`: it goes into the checkpoint.
 
-    Where a step has no formula, the parameters before it are kept until those after it are there.
+    Where a step has no formula, or weights are rounded, those before it are kept until those after it are there.
     """
 
-    _before: Vector | None = None
+    _before: Mapping[str, Tensor] = {}  # weights, (n,) each
     _why_unknown = ""  # why δθ of the step that was kept is not known
 
     @property
     def num_bytes(self) -> int:
-        return super().num_bytes + num_bytes(self._before)
+        return super().num_bytes + num_bytes([*self._before.values()])
 
     def before(self, step: int) -> Vector | None:
         """Returns δθ of step − 1, None if it is not known."""
@@ -238,28 +258,25 @@ class UpdateHistory(KeptVector):
             return f"step {step - 1} was not measured, so its update is not known; backward needs every=1"
         return self._why_unknown
 
-    def keep(self, step: int, update: Vector | None, parameters: Vector) -> None:
-        """Keeps this step's δθ; where there is none, a copy of the parameters that it starts from."""
+    def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
+        """Keeps this step's δθ; where there is none, a copy of the weights that it starts from."""
         self.step, self.vector, self._why_unknown = step, update, ""
-        self._before = None if update is not None else [part.clone() for part in parameters]
+        self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
-    def finish(self, step: int, parameters: Vector) -> None:
-        """Stores δθ of a step without a formula, as the difference of the parameters after and before it."""
-        if self._before is not None and self.is_open(step):
-            self.vector = [new - old for new, old in zip(parameters, self._before, strict=True)]
-            self._before = None
+    def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """Stores δθ of a step of which weights are kept, as the difference of those after it and before."""
+        if self._before and self.step == step:
+            dtype = self._layout.dtype
+            changes = (weights[name].to(dtype) - before.to(dtype) for name, before in self._before.items())
+            self.vector, self._before = self._layout.vector(changes), {}
 
     def forget(self, reason: str) -> None:
         """Discards δθ of the step that was kept last: the step was another one."""
         self._why_unknown = f"step {self.step}: {reason}"
 
-    def is_open(self, step: int) -> bool:
-        """Returns whether `finish` still needs the parameters after this step."""
-        return self._before is not None and self.step == step
-
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self._why_unknown else super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._before, self._why_unknown = None, ""
+        self._before, self._why_unknown = {}, ""
         super().load_state_dict(state)

@@ -131,7 +131,7 @@ def _make_trainer(
         buffer=buffer or None,
     )
     _check_sharding(trainer)
-    _check_precision(trainer)
+    _warn_of_rounding(trainer)
     _check_number_of_prompts(trainer)
     _check_longest_prompt(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
@@ -205,11 +205,11 @@ def _check_longest_prompt(trainer: DrGRPOTrainer) -> None:
         )
 
 
-def _check_precision(trainer: DrGRPOTrainer) -> None:
-    """Raises ValueError when the trained weights are kept in 16 bits; DeepSpeed keeps an fp32 copy of its own."""
+def _warn_of_rounding(trainer: DrGRPOTrainer) -> None:
+    """Warns where the trained weights are kept in 16 bits; DeepSpeed keeps an fp32 copy of its own."""
     rounded = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4}
     if rounded and not trainer.is_deepspeed_enabled:
-        raise ValueError(
+        logger.warning(
             f"all weights are trained and kept in {', '.join(rounded).replace('torch.', '')}, which loses small "
             "changes of a weight (below 0.2 % in bfloat16); reinforcement learning makes smaller ones: use "
             "model.dtype=float32 (trainer.bf16 still computes in bf16), or adapter=lora, whose adapter is fp32"

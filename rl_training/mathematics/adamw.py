@@ -81,7 +81,8 @@ class AdamWState:
         Where v is still 0, P would be 1/ε and drown everything else: those entries are 0.
         """
         correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))  # √v̂ = √v / correction
-        root = torch.threshold_(self.exp_avg_sq.reshape(-1).sqrt(), 0.0, math.inf)
+        second = self.exp_avg_sq.reshape(-1)
+        root = torch.threshold_(second.to(torch.promote_types(second.dtype, torch.float32)).sqrt(), 0.0, math.inf)
         return root.div_(correction).add_(self.eps).reciprocal_()
 
 

@@ -27,7 +27,7 @@ def square_norms(layout: Layout, rows: Vector, roots: Vector | None) -> Tensor:
     """Returns |g|² and Σ P g² by row and parameter, (rows, parameters, 2) fp64; the second is nan without roots."""
     found = []
     for number, (bucket, part) in enumerate(zip(layout.buckets, rows, strict=True)):
-        own = part.to(layout.device)
+        own = part.to(layout.device, layout.dtype)
         plain = _by_parameter(own, bucket.sizes)
         weighted = torch.full_like(plain, torch.nan)
         if roots is not None:

@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,10 +84,12 @@ class Layout:
             join([next(parts).detach().reshape(-1).to(self.dtype) for _ in bucket.names]) for bucket in self.buckets
         ]
 
-    def zeros(self, *leading: int, device: torch.device | str | None = None) -> Vector:
+    def zeros(
+        self, *leading: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Vector:
         """Returns a vector of zeros, or several: (*leading, n) of each bucket."""
-        where = device or self.device
-        return [torch.zeros(*leading, bucket.size, dtype=self.dtype, device=where) for bucket in self.buckets]
+        kind: Any = {"dtype": dtype or self.dtype, "device": device or self.device}
+        return [torch.zeros(*leading, bucket.size, **kind) for bucket in self.buckets]
 
     def by_name(self, vector: Vector) -> dict[str, Tensor]:
         """Returns the parameters' entries of a vector, or of several: (…, n) views, by name."""

@@ -210,6 +210,8 @@ def refuse_without_gradients(
 def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: OptimizerView, checkpoint: Path) -> None:
     if optimizer.states is None:
         raise ValueError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
+    if optimizer.rounded:
+        raise ValueError(f"{optimizer.rounded}, whose rounding changes the step: analyze with model.dtype=float32")
     for name, state in optimizer.states.items():
         if not isinstance(state, AdamWState):
             continue

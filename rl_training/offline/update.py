@@ -101,7 +101,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     pieces = OptimizerPieces(layout, restored.parameters, restored.optimizer.states)
     max_norm = restored.optimizer.max_grad_norm
     clip = float(clip_coefficient(torch.linalg.vector_norm(mean, dtype=torch.float64), max_norm))
-    by_piece = [piece.state.delta(piece.param, clip * mean[piece.flat]) for piece in pieces]
+    by_piece = [piece.delta(clip * mean[piece.flat]) for piece in pieces]
     parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
     sizes, num_prompts = fold_prompts[list(kept)], float(fold_prompts.sum())
     vectors = layout.split(mean), layout.split(folds)

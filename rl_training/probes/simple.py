@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from rl_training.engine.entropy_gradients import levels_of_folds
@@ -47,6 +48,7 @@ class SimpleEntropyProbe(Probe):
     per_sequence          predict in nats per sequence too, `…_sequence`: a second backward, from which error bars per
                           token have the noise of the H_tok inside of X as well
     offload               keep the gradients of the folds in the CPU's memory
+    rows_dtype            keep them in it: "float32", or "bfloat16" in half the memory
     error_decay           weight of a step relative to the next in the average of the variances of single steps; 0 for
                           the bar of the batch alone, which is in probes.jsonl in any case (`stderr_of_batch`)
     every                 measure each `every`-th step; backward, trapezoid and the sums need every=1
@@ -54,7 +56,7 @@ class SimpleEntropyProbe(Probe):
 
     name = "simple"
     needs = Need.ENTROPY_CHANGE
-    measured = ("entropy/",)
+    measured = ("entropy/", "delta_h/backward")
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class SimpleEntropyProbe(Probe):
         num_folds: int | None = None,
         per_sequence: bool = False,
         offload: bool = False,
+        rows_dtype: str = "float32",
         error_decay: float = 0.5,
         every: int = 1,
     ) -> None:
@@ -72,7 +75,9 @@ class SimpleEntropyProbe(Probe):
             self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay)
         except ValueError as error:
             raise ValueError(f"simple: {error}") from error
-        self.num_folds = num_folds
+        if rows_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
+        self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None
         self.per_sequence, self.offload = per_sequence, offload
         self._sum = TrapezoidSum()
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import forks
 import pytest
@@ -70,7 +71,7 @@ def shard_of(model: nn.Module, kind: type[Shard] = Shard) -> Shard:
     return kind(model, torch.optim.SGD(model.parameters()), None)
 
 
-def rows_of(model: nn.Module, **options: bool) -> GradientRows:
+def rows_of(model: nn.Module, **options: Any) -> GradientRows:
     shard = shard_of(model)
     layout = Layout(shard.weights())
     return GradientRows(FoldReduction(shard, layout), layout, **options)
@@ -238,6 +239,16 @@ def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype
         for name, gradient in own_gradient(TiedModel(dtype), tokens).items():
             got, tolerance = kept(rows)[name][k], 1e-12 if count == 3 else 0.0
             torch.testing.assert_close(got, gradient.to(got), rtol=tolerance, atol=0.01 * tolerance)
+
+
+def test_rows_in_bf16_are_the_rows_with_eight_significant_bits() -> None:
+    exact, halved = TiedModel(torch.float32), TiedModel(torch.float32)
+    rows, short = rows_of(exact), rows_of(halved, dtype=torch.bfloat16)
+    for model, own in ((exact, rows), (halved, short)):
+        train_step(model, own, microbatches(3))
+    assert {part.dtype for part in short.rows} == {torch.bfloat16}
+    for name, row in kept(rows).items():
+        torch.testing.assert_close(kept(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # two roundings
 
 
 def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: GradientRows) -> None:

@@ -14,18 +14,23 @@ from plain_loop import CLIP, Action, nothing, train
 from shared_rollouts import PROMPTS, G
 
 from rl_training import Estimate, measured_loop
+from rl_training.engine import step_check
+from rl_training.mathematics.adamw import adamw_delta
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 
 SIZE = PROMPTS * G // 4
 
 
-def estimates(after: Action = nothing, **wrong: Any) -> list[dict[str, Estimate]]:
+def estimates(
+    after: Action = nothing, dtype: torch.dtype = torch.float32, rate: float = 3e-4, **wrong: Any
+) -> list[dict[str, Estimate]]:
     """Returns the estimates of the two steps of a plain loop that promises max_grad_norm=CLIP.
 
-    after  what happens behind the optimizer's step, before it has ended; all else as plain_loop.train takes it
+    after        what happens behind the optimizer's step, before it has ended
+    dtype, rate  of the weights, of learning; all else as plain_loop.train takes it
     """
-    model = model_of(OPTIONS | {"dtype": torch.float32})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-5)
+    model = model_of(OPTIONS | {"dtype": dtype})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5)
     measured = measured_loop(
         model, optimizer, [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1)], responses_per_prompt=G,
         microbatch_size=SIZE, microbatches=4, max_grad_norm=CLIP, dr_grpo=True,
@@ -93,10 +98,79 @@ def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(wr
     assert last["entropy/token"].value > 0.0
 
 
+class ExactShares:
+    """The share of each step that rounding leaves, from all weights in fp64: of the whole, and of the first layer."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+
+    def late(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.before = {name: param.detach().double() for name, param in model.named_parameters()}
+        group, self.intended = optimizer.param_groups[0], {}
+        for name, param in model.named_parameters():
+            state = optimizer.state[param] or {"exp_avg": 0.0 * param, "exp_avg_sq": 0.0 * param, "step": 0}
+            moments = [state[key].double() for key in ("exp_avg", "exp_avg_sq")]
+            settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            parts = adamw_delta(self.before[name], param.grad.double(), *moments, int(state["step"]), **settings)
+            self.intended[name] = parts.total
+
+    def after(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        moved = {name: param.detach().double() - self.before[name] for name, param in model.named_parameters()}
+        first = [name for name in moved if ".layers.0." in name]
+        self.found.append((self.share(moved, list(moved)), self.share(moved, first)))
+
+    def share(self, moved: dict[str, torch.Tensor], names: list[str]) -> float:
+        products = sum((moved[name] * self.intended[name]).sum() for name in names)
+        return float(products / sum(self.intended[name].square().sum() for name in names))
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
+def test_the_surviving_share_of_bf16_weights_is_that_of_all_entries_to_a_hundredth(rate: float, monkeypatch) -> None:
+    monkeypatch.setattr(step_check, "SAMPLED", 2**14)  # of 105 thousand
+    exact = ExactShares()
+    steps = estimates(dtype=torch.bfloat16, rate=rate, late=exact.late, after=exact.after)
+    for step, (whole, first) in zip(steps, exact.found, strict=True):
+        assert step["update/surviving_share"].value == pytest.approx(whole, abs=0.01)
+        assert step["update/surviving_share/layer/0"].value == pytest.approx(first, abs=0.02)
+        assert f"{1.0 - step['update/surviving_share'].value:.0%} of this step is lost" in (
+            step["update/surviving_share"].reason
+        )
+        assert step["step/formula_error"].value < 0.05
+        assert math.isfinite(step["delta_h/forward"].value)
+    assert exact.found[-1][0] < 0.5
+
+
+def round_at_random(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Moves each weight to one of its neighbours, half of them up: not to nearest."""
+    with torch.no_grad():
+        for param in model.parameters():
+            ulp = torch.finfo(param.dtype).eps
+            param.mul_(1.0 + ulp * torch.randint(-1, 2, param.shape))
+
+
+WRONG_IN_BF16: dict[str, dict[str, Any]] = {
+    "another rounding": {"late": round_at_random},
+    "another learning rate": {"late": another_rate},
+    "garbage": {"late": each_weight(torch.randn_like)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_IN_BF16.values(), ids=WRONG_IN_BF16)
+def test_a_step_of_bf16_weights_that_is_not_rounded_to_nearest_is_only_looked_back_on(wrong: dict[str, Any]) -> None:
+    """The step itself is measured, from the weights; a garbled model predicts little, but does not fail."""
+    last = estimates(dtype=torch.bfloat16, rate=1e-4, **wrong)[-1]
+    assert math.isnan(last["delta_h/forward"].value)
+    assert "rounds otherwise than to nearest" in last["delta_h/forward"].reason
+    assert math.isfinite(last["delta_h/backward"].value)
+
+
 def test_a_right_loop_is_the_formula_to_rounding() -> None:
     for step in estimates():
         assert step["step/formula_error"].value < 1e-5
         assert math.isfinite(step["delta_h/forward"].value)
+        shares = [e for name, e in step.items() if name.startswith("update/surviving_share")]
+        assert len(shares) == 5  # of all, two layers, embedding and norm
+        assert all(share.value == pytest.approx(1.0, abs=1e-3) and "lost" not in share.reason for share in shares)
 
 
 @pytest.mark.parametrize("change", [lambda w: w * 1.01, torch.randn_like], ids=["edited", "loaded"])

@@ -49,7 +49,6 @@ class Zero(Shard):
     """ZeRO stages 1 and 2, whose engine clips and steps. Weights are not sharded. ValueError for other stages."""
 
     KIND = "DeepSpeedZeroOptimizer"  # that is read here
-    keeps_fp32_copies = True
     readable_optimizers = (torch.optim.AdamW, torch.optim.Adam)
 
     def __init__(self, engine: Any) -> None:
