@@ -97,14 +97,18 @@ class Policy(abc.ABC):
         """Returns a context in which `score` leaves out autocast, TF32 and dropout; the backward belongs in it too."""
         return self.scorer.measuring()
 
+    def shifted(self, shift: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Returns a context in which parameters point to moved copies."""
+        return self.pointing_to({name: self.model.get_parameter(name).data + moved for name, moved in shift.items()})
+
     @contextlib.contextmanager
-    def shifted(self, shift: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which parameters point to moved copies; what they pointed to is never written to."""
-        parameters = {name: self.model.get_parameter(name) for name in shift}
+    def pointing_to(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which parameters point to other tensors; what they pointed to is never written to."""
+        parameters = {name: self.model.get_parameter(name) for name in weights}
         originals = {name: param.data for name, param in parameters.items()}
         try:
             for name, param in parameters.items():
-                param.data = param.data + shift[name]
+                param.data = weights[name]
             yield
         finally:
             for name, param in parameters.items():

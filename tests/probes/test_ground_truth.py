@@ -47,6 +47,8 @@ METRICS = {
 class TruthProbe(Kept, GroundTruthProbe):
     """The probe at every step, with its answers kept."""
 
+    name = GroundTruthProbe.name
+
     def __init__(self, sequences: int = 512, every: int = 1) -> None:
         super().__init__(every, sequences)
 

@@ -41,11 +41,7 @@ class LaggingSampler:
 
     def generate(self, original: Callable[[list], tuple], prompts: list) -> tuple:
         """Returns what TRL's `_generate` does, by the sampler and with its log-probabilities."""
-        model, weights = self.trainer.model, self.weights()
-        originals = {name: model.get_parameter(name).data for name in weights}
-        try:
-            for name, weight in weights.items():
-                model.get_parameter(name).data = weight
+        with self.policy.pointing_to(self.weights()):
             generated = list(original(prompts))
             device = self.trainer.accelerator.device
             asked, said = ([torch.tensor(row, device=device) for row in rows] for rows in generated[:2])
@@ -53,7 +49,4 @@ class LaggingSampler:
             logps = self.policy.score_rollout(rollout).logps
             lengths = rollout.completion_mask.sum(dim=1).tolist()
             generated[4] = [row[:length].tolist() for row, length in zip(logps, lengths, strict=True)]
-        finally:
-            for name, data in originals.items():
-                model.get_parameter(name).data = data
         return tuple(generated)
