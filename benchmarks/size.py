@@ -1,0 +1,178 @@
+"""Do the predictions hold for larger models and longer responses? GRPO runs of 200 written-out tokens a response.
+
+    OMP_NUM_THREADS=1 python benchmarks/size.py train --size 1m            trains a base model, then 40 GRPO steps
+    OMP_NUM_THREADS=1 python benchmarks/size.py train --size 10m --lora
+    OMP_NUM_THREADS=1 python benchmarks/size.py table                      of all runs there
+
+A response is a chain of sums modulo 10 that the model chooses itself, 50 lines `+3=0` after the prompt `q7:`. It earns 1
+if every line is right. The base model, a Qwen2 of random weights, has learned from chains with errors, rare after +1, +2
+and +3 and frequent after the others: so half of the responses are right, and there is something to find.
+
+Beside each measured step stands the change of entropy on fresh responses (probes/ground_truth.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import rl_training.job.silence  # noqa: F401
+
+import torch
+from datasets import Dataset
+from default_task import Progress, default_trainer
+from peft import LoraConfig
+from tqdm import tqdm
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rl_training.mathematics.calibration import interval_covers
+from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
+from rl_training.records.jsonl import Records, read_estimates
+from rl_training.tasks.task import Task
+from rl_training.tasks.tiny import build_tokenizer
+
+LINES = 50  # of a response, 4 tokens each
+EASY, ERROR = (1, 2, 3), (0.002, 0.02)  # additions; how often a worked line with one of them, or another, is wrong
+# hidden size, layers, steps of the base model's training and their rate, prompts x responses of a GRPO step
+SIZES = {"1m": (128, 5, 300, 2e-3, 16, 8), "10m": (320, 8, 150, 1e-3, 8, 4)}
+
+
+def prompts(seed: int, number: int) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{rng.choice('abcdefghijklmnopqrstuvwxyz')}{rng.randrange(10)}:" for _ in range(number)]
+
+
+def chain(prompt: str, rng: random.Random) -> str:
+    """Returns a worked response; the prompt's letter decides how often it adds 1, 2 or 3."""
+    total, lines = int(prompt[1]), []
+    for _ in range(LINES):
+        easy = rng.random() < 0.3 + 0.02 * (ord(prompt[0]) - ord("a"))
+        added = rng.choice(EASY if easy else (4, 5, 6, 7, 8, 9))
+        total = rng.randrange(10) if rng.random() < ERROR[not easy] else (total + added) % 10
+        lines.append(f"+{added}={total}")
+    return "".join(lines)
+
+
+def all_lines_right(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    return [float(_is_right(int(prompt[1]), text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def _is_right(total: int, text: str) -> bool:
+    lines = [text[start : start + 4] for start in range(0, len(text), 4)]
+    for line in lines:
+        if not (len(line) == 4 and line[0] == "+" and line[2] == "=" and line[1].isdigit() and line[3].isdigit()):
+            return False
+        total = (total + int(line[1])) % 10
+        if total != int(line[3]):
+            return False
+    return len(lines) == LINES
+
+
+def base_model(folder: Path, size: str) -> None:
+    """Trains the model that GRPO starts from on worked responses, and saves it with its tokenizer."""
+    hidden, layers, steps, rate, _, _ = SIZES[size]
+    tokenizer = build_tokenizer()
+    tokenizer.model_max_length = 256
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, max_position_embeddings=256,
+        tie_word_embeddings=True, initializer_range=0.05, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    ))  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    rng = random.Random(0)
+    for step in (bar := tqdm(range(steps), desc=f"base model, {model.num_parameters():,} parameters")):
+        rows = [prompt + chain(prompt, rng) for prompt in prompts(step, 32)]
+        ids = torch.tensor(tokenizer(rows).input_ids)
+        labels = ids.clone()
+        labels[:, :3] = -100
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.4f}")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences: int) -> None:
+    """Trains one run and records every prediction, and the truth of each `every`-th step."""
+    base, folder = output / f"base_{size}", output / f"{size}{'_lora' if lora else ''}"
+    if not base.is_dir():
+        base_model(base, size)
+    num_prompts, responses = SIZES[size][-2:]
+    train_dataset, eval_dataset = (Dataset.from_dict({"prompt": prompts(seed, 4096)}) for seed in (-1, -2))
+    settings = {"peft_config": LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")} if lora else {}
+    probes = [SimpleEntropyProbe(), GroundTruthProbe(every, sequences)]
+    began = time.time()
+    with tempfile.TemporaryDirectory() as scratch, tqdm(total=steps, desc=folder.name, unit="step") as bar:
+        trainer = default_trainer(
+            scratch, probes, steps, 2e-3 if lora else 3e-4, records=Records(folder), model_folder=base,
+            task=Task(train_dataset, eval_dataset, all_lines_right), num_generations=responses,
+            per_device_train_batch_size=num_prompts * responses // 8, max_completion_length=4 * LINES, **settings,
+        )  # fmt: skip
+        trainer.add_callback(Progress(bar))
+        trainer.train()
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    facts = {"parameters": parameters, "prompts": num_prompts, "seconds": time.time() - began}
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    facts["rewards"] = rewards
+    (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def row_of(folder: Path) -> str:
+    """Returns a line of the table: coverage of single steps, sums over the run, and c."""
+    by_name: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read_estimates(folder):
+        by_name.setdefault(row["name"], {})[row["about_step"]] = row
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    truth = by_name["delta_h/true"]
+    cells = [folder.name, f"{facts['parameters']:,}", f"{facts['rewards'][0]:.2f} → {facts['rewards'][-1]:.2f}"]
+    for name in ("forward", "backward", "trapezoid"):
+        held = [
+            interval_covers(
+                p["value"] - truth[step]["value"], p["stderr"], int(p["num_samples"]), truth[step]["stderr"]
+            )
+            for step, p in by_name[f"delta_h/{name}"].items()
+            if step in truth and p["value"] is not None and p["stderr"] is not None
+        ]
+        cells.append(f"{sum(held):.0f} of {len(held)}")
+    predicted, measured = (by_name[f"delta_h/cumulative_{name}"] for name in ("predicted", "measured"))
+    last = max(predicted)
+    cells += [f"{row[last]['value']:+.4f} ± {1.96 * row[last]['stderr']:.4f}" for row in (predicted, measured)]
+    forward = [row for row in by_name["delta_h/forward"].values() if row["value"] is not None and row["stderr"]]
+    size = abs(sum(row["value"] for row in forward) / len(forward))
+    spread = math.sqrt(sum(row["stderr"] ** 2 for row in forward) / len(forward) * facts["prompts"])
+    return f"| {' | '.join([*cells, f'{spread / size:.1f}'])} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["train", "table"])
+    parser.add_argument("--size", choices=SIZES, default="1m")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--every", type=int, default=2, help="steps between measurements on fresh responses")
+    parser.add_argument("--sequences", type=int, default=512, help="fresh responses of each measurement")
+    parser.add_argument("--output", type=Path, default=Path("runs/size"))
+    options = parser.parse_args()
+    if options.part == "train":
+        train(options.output, options.size, options.lora, options.steps, options.every, options.sequences)
+        return
+    print("| run | parameters | reward | forward | backward | trapezoid | Σ predicted | measured | c |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for folder in sorted(path.parent for path in options.output.glob("*/facts.json")):
+        print(row_of(folder))
+
+
+if __name__ == "__main__":
+    main()
