@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/size.py train --size 10m --lora
     OMP_NUM_THREADS=1 python benchmarks/size.py table                      of all runs there
 
-A response is a chain of sums modulo 10 that the model chooses itself, 50 lines `+3=0` after the prompt `q7:`. It earns 1
-if every line is right. The base model, a Qwen2 of random weights, has learned from chains with errors, rare after +1, +2
-and +3 and frequent after the others: so half of the responses are right, and there is something to find.
+A response is a chain of sums modulo 10 that the model chooses itself, 50 lines `+3=0` after the prompt `q7:`. It earns
+1 if every line is right. The base model, a Qwen2 of random weights, has learned from chains with errors, rare after +1,
++2 and +3 and frequent after the others: so a third of the responses are right, and there is something to find.
 
 Beside each measured step stands the change of entropy on fresh responses (probes/ground_truth.py).
 """
