@@ -127,6 +127,20 @@ def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p:
     assert [each.reason == CUT for each in found] == [flagged] * len(found)
 
 
+@pytest.mark.parametrize(("noise", "length"), [(0.1, 16), (0.2, 16), (0.1, 64)])
+def test_the_effective_size_falls_by_twice_the_divergence_of_the_whole_response(noise: float, length: int) -> None:
+    """ESS/N = exp(−2 KL T) to 5 %, down to .6."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 2.0 * torch.randn(4096, length, 16, generator=draw, dtype=torch.float64)
+    sampler = (logits + noise * torch.randn(logits.shape, generator=draw, dtype=torch.float64)).log_softmax(-1)
+    tokens = torch.multinomial(sampler.exp().flatten(0, 1), 1, generator=draw).view(4096, length, 1)
+    logps, sampled = (each.gather(-1, tokens).squeeze(-1) for each in (logits.log_softmax(-1), sampler))
+    found = answers(batch_of(logps, sampled, torch.ones_like(logps), torch.zeros(4096, dtype=torch.float64)))
+    expected = math.exp(-2.0 * found["sampler/kl"].value * length)
+    assert found["sampler/ess"].value == pytest.approx(expected, rel=0.05)
+    assert expected < 0.91
+
+
 @pytest.mark.parametrize(
     ("correction", "expected"),
     [
