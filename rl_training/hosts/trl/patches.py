@@ -80,8 +80,8 @@ READABLE_STAGES = (1, 2, 3)  # of ZeRO
 FIXES = Fixes(
     whole_prompts="use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences "
     "in a microbatch",
-    dr_grpo="set loss_type='dr_grpo', scale_rewards='none', beta=0 and mask_truncated_completions=False, or use "
-    "DrGRPOTrainer",
+    dr_grpo="set loss_type='dr_grpo', scale_rewards='none', beta=0, mask_truncated_completions=False and, with vLLM, "
+    "vllm_importance_sampling_correction=False, or use DrGRPOTrainer",
 )
 
 
