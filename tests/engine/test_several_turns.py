@@ -158,8 +158,7 @@ def ask_and_look(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any
     more, _ = trainer._generate_single_turn([asked[i] + given[i] for i in calls], None, {}, 1)
     for i, ids in zip(calls, more, strict=True):
         given[i], masks[i] = given[i] + ids, masks[i] + [1] * len(ids)
-    nothing = [[0.0] * len(ids) for ids in given]
-    return {"prompt_ids": asked, "completion_ids": given, "logprobs": nothing, "env_mask": masks}
+    return {"prompt_ids": asked, "completion_ids": given, "logprobs": None, "env_mask": masks}
 
 
 TURNS: dict[str, dict[str, Any]] = {
