@@ -120,7 +120,7 @@ class Twin:
         ragged = [[row.tolist() for row in values] for values in (self.logps, self.entropies)]
         prompts = rollout.prompt_index.tolist()
         self.entropy_of = [dot_product(*rows) for rows in zip(prefixes[0], ragged[1], strict=True)]
-        self.lengths = [sum(row) for row in prefixes[0]]
+        self.lengths = [sum(row) for row in prefixes[0]] if weighted else self.lengths  # tokens, or ρ over them
         self.weights = {
             target: reference.surrogate_weights(ragged[1], prompts, target, ratios=prefixes)
             for target in ("sequence", "length")
