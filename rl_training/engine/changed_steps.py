@@ -22,6 +22,7 @@ from rl_training.engine.updates import EVERY_FOLD, FoldMeans, Piece, StepsWithou
 from rl_training.mathematics.vectors import Vector, dots
 
 AT_ONCE = 2**28  # bytes of bases' rows that are held together
+SHARE_OF_GPU = 1 / 32  # the same on a GPU, of its memory
 ROUNDING = 1e-11  # of a sum of squares of weights in fp32: what they may be off a multiple
 
 
@@ -90,7 +91,7 @@ def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, 
     """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
     A forward pass over the sequences with any weight, and a backward. Weights on at least half of all such sequences
-    share their forward passes, as many as fit AT_ONCE. A collective.
+    share their forward passes, as many as fit. A collective.
     """
     if not weights:
         return
@@ -98,7 +99,10 @@ def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, 
     counts = [float(weighed(some).sum()) for some in (*([one] for one in weights), weights)]
     shares = step.ranks.reduce(torch.tensor(counts, dtype=torch.float64, device=batch.fold.device)).tolist()
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
-    at_once = max(1, AT_ONCE // (layout.dtype.itemsize * batch.num_folds * layout.num_entries))
+    fitting = _bytes_at_once(layout.device) // (layout.dtype.itemsize * batch.num_folds * layout.num_entries)
+    at_once = max(
+        1, -int(step.ranks.largest(torch.tensor(-float(fitting), dtype=torch.float64, device=batch.fold.device)))
+    )
     together = [dense[first : first + at_once] for first in range(0, len(dense), at_once)]
     alone = [[number] for number in range(len(weights)) if number not in dense]
     sizes = step.fold_sizes
@@ -107,6 +111,12 @@ def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, 
         found = _rows_of(step, [weights[number] for number in numbers])
         for number, rows in zip(numbers, found, strict=True):
             yield number, fold_means([shares_of_folds @ part for part in rows], rows, sizes)
+
+
+def _bytes_at_once(device: torch.device) -> int:
+    if device.type != "cuda":
+        return AT_ONCE
+    return max(AT_ONCE, int(torch.cuda.get_device_properties(device).total_memory * SHARE_OF_GPU))
 
 
 def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:

@@ -133,9 +133,8 @@ class StepDriver:
         step = self.open_step
         assert step is not None, "call begin(number) first"
         self.disarm()
-        seen = seen or Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
         step.rollouts.append(rollout)
-        step.scores.append(seen)
+        step.scores.append((seen or scores).detached())
         step.other_terms |= other_terms
         if step.probes:
             step.watch_loss(scores)

@@ -80,8 +80,8 @@ class Piece(Run):
 class OptimizerPieces:
     """The parameters and their optimizer's states in pieces that follow one another; none without a formula.
 
-    Small neighbours that are alike are joined, as copies that last as long as their piece is in use; large parameters
-    are cut, and not copied.
+    Small neighbours that are alike are joined, as copies that last as long as their piece is in use, or as all pieces
+    where these are few entries; large parameters are cut, and not copied.
     """
 
     def __init__(
@@ -94,8 +94,12 @@ class OptimizerPieces:
         """longest: entries of a piece of a large parameter; None: as the layout has them."""
         self._parameters, self._states, self._dtype = parameters, states or {}, layout.dtype
         self._runs = list(_runs(layout, parameters, states, longest or layout.at_once)) if states else []
+        self._kept = list(self._made()) if layout.num_entries <= layout.at_once else None
 
     def __iter__(self) -> Iterator[Piece]:
+        return self._made() if self._kept is None else iter(self._kept)
+
+    def _made(self) -> Iterator[Piece]:
         for run in self._runs:
             alike = [self._states[name] for name in run.names]
             moments: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -14,3 +15,16 @@ class Scores:
     logps: Tensor  # (B, T)
     entropies: Tensor  # (B, T), exact entropy of the next-token distribution
     mask: Tensor  # (B, T), 1 on sampled tokens; values elsewhere mean nothing
+
+    def detached(self) -> Scores:
+        """Returns them without graph, in at least fp32: a sum over tokens in bf16 is off by percents.
+
+        >>> half = torch.ones(1, 300, dtype=torch.bfloat16)
+        >>> Scores(half, half, half).detached().entropies.cumsum(dim=1)[0, -1]
+        tensor(300.)
+        """
+        logps, entropies = (
+            values.detach().to(torch.promote_types(values.dtype, torch.float32))
+            for values in (self.logps, self.entropies)
+        )
+        return Scores(logps, entropies, self.mask)
