@@ -267,6 +267,25 @@ class Twin:
         mean = sum(values) / len(values)
         return math.sqrt((len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values))
 
+    def reward(self) -> tuple[float, float]:
+        """The change of the mean reward by the steps without each fold, and its error, as `stderr` has it."""
+        rewards, prompts = self.step.rollout.rewards.tolist(), self.step.rollout.prompt_index.tolist()
+        above = []
+        for i, own in enumerate(rewards):
+            others = [r for j, r in enumerate(rewards) if j != i and prompts[j] == prompts[i]]
+            above.append(own - sum(others) / len(others))
+        each = torch.stack([x * self.gradient(logps.sum()) for x, logps in zip(above, self.logps, strict=True)])
+        sizes, by_fold = [len(fold) for fold in self.folds], torch.stack([each[fold].sum(dim=0) for fold in self.folds])
+        own = torch.linalg.vecdot(by_fold, self.update_without)
+        less = [by_fold @ (update - self.update) for update in self.update_without]
+        without = [
+            sum(float(own[k] + less[out][k]) for k in range(len(sizes)) if k != out) / (sum(sizes) - sizes[out])
+            for out in range(len(sizes))
+        ]
+        mean = sum(without) / len(without)
+        spread = sum((value - mean) ** 2 for value in without)
+        return float(own.sum()) / sum(sizes), math.sqrt((len(sizes) - 1) / len(sizes) * spread)
+
 
 def dot_product(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
@@ -279,3 +298,7 @@ def per_token(sums: list[float], level: float | None = None) -> float:
 
 def per_sequence(sums: list[float], level: float | None = None) -> float:
     return sums[3] / sums[2]
+
+
+def per_length(sums: list[float]) -> float:
+    return sums[4] / sums[2]

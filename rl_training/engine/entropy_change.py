@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rl_training.engine.entropy_gradients import fold_gradients, levels_of_folds, log_ratios, prefix_ratios
 from rl_training.engine.fold_products import PRODUCTS, FoldProducts
+from rl_training.engine.length_and_reward import length_and_reward
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
 from rl_training.engine.quantities import Quantity
@@ -51,6 +52,7 @@ from rl_training.mathematics.vectors import Layout, Vector, add, dot
 
 LEVELS = 3  # columns of a row before the products
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
+LENGTH_AND_REWARD = "length_and_reward"  # the two numbers of this quantity
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 NO_SAMPLING_LOGPS = (
     "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
@@ -167,6 +169,8 @@ def _with_quantities(
         Quantity(name, value, stderr, step.number).unless(reasons.get(name, change.why_no_forward))
         for name, value, stderr in zip(("entropy", *PRODUCTS, *change.labels), values, stderrs, strict=False)
     )
+    if change.settings.per_sequence:
+        rows.append(_length_and_reward(change, step, total, without))
     variances, batches = memory.errors.add(torch.stack([row.stderr for row in rows]).square())
     averaged = [
         dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
@@ -175,6 +179,15 @@ def _with_quantities(
     quantities = {row.name: row for row in (entropy, *averaged)}
     quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
     return dataclasses.replace(change, quantities=quantities, half_step_stderr=stderrs[-1])
+
+
+def _length_and_reward(change: EntropyChange, step: Step, total: Tensor, without: Tensor) -> Quantity:
+    unknown = torch.full((2,), torch.nan)
+    if change.steps_without is None:
+        return Quantity(LENGTH_AND_REWARD, unknown, unknown, step.number, change.why_no_forward)
+    columns = [*range(LEVELS), *range(LEVELS + 2 * FORWARD, LEVELS + 2 * FORWARD + 2)]
+    values, stderrs = length_and_reward(step, change.steps_without, total[columns], without[:, columns])
+    return Quantity(LENGTH_AND_REWARD, values, stderrs if step.num_folds >= FEWEST_FOLDS else unknown, step.number)
 
 
 # --- sums over folds --------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class StepMemory:
         self.history.load_state_dict(state)
         prefix = "error."
         errors = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        if errors and len(errors["sum"]) > len(PRODUCTS) + len(self.attribution.labels):
+        rows = len(PRODUCTS) + len(self.attribution.labels) + self.settings.per_sequence
+        if errors and len(errors["sum"]) > rows:
             # A checkpoint of an earlier version has a row of `own_prompts`, the fourth, which is no longer measured.
             errors = {name: torch.cat([rows[:3], rows[4:]]) for name, rows in errors.items()}
         self.errors.load_state_dict(errors)

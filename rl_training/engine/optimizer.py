@@ -69,7 +69,8 @@ def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type])
     """Returns why the step of this optimizer has no formula here, "" if it has one."""
     if type(optimizer) not in supported:
         names = ", ".join(kind.__name__ for kind in supported)
-        return f"the step of {type(optimizer).__name__} has no formula here; supported are {names}"
+        kind = type(optimizer).__name__
+        return f"the step of {kind} has no formula here (supported are {names}): probe=measured says what it did"
     if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
         return "amsgrad and maximize have no formula here"
     return ""

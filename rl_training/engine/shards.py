@@ -163,7 +163,7 @@ class Shard:
             for name, width in zip(names, widths, strict=True)
         ])  # fmt: skip
         table = own.new_empty(self.num_ranks, len(own))
-        dist.all_gather_into_tensor(table.view(-1), own)
+        dist.all_gather(list(table), own)
         whole = {}
         for name, columns in zip(names, table.split(widths, dim=1), strict=True):
             cuts = [self.cut(name, rank) for rank in range(self.num_ranks)]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Batch, LossSettings, Rollout
 from rl_training.engine.entropy_gradients import log_ratios
+from rl_training.engine.length_and_reward import reward_factor
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.mathematics.scores import Scores
@@ -159,10 +160,9 @@ def reward_gradient(step: Step) -> float | LossWeights | None:
     None where the rewards are unknown. A response's own reward is in its group's mean: hence the factor G / (G − 1).
     Responses of another sampler are weighed by their ratios.
     """
-    batch, group = step.batch, step.batch.responses_per_prompt
-    own_sample = batch.rollout.sampling_logps is None
-    if own_sample and not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
-        return -batch.loss_settings.max_length * group / (group - 1)
+    batch, group, factor = step.batch, step.batch.responses_per_prompt, reward_factor(step)
+    if factor is not None:
+        return factor
     rewards, mask = batch.rollout.rewards, batch.scores.mask
     if rewards is None:
         return None

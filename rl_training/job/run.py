@@ -47,7 +47,7 @@ SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all:
 SHOWN = {
     "reward": (("reward",), ".3f"),
     "entropy": (("entropy/token", "entropy"), ".3f"),
-    "δH": (("delta_h/forward",), "+.4f"),
+    "δH": (("delta_h/forward", "measured/delta_h"), "+.4f"),
 }
 # Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
 FORMAT = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"

@@ -9,8 +9,11 @@ Added to them is
 
     trapezoid    ½ (forward + backward)        exact to second order: compare this with the measured change
 
-in nats per token and, if asked for, in nats per sequence. forward is split by cause (momentum, this step's gradient,
+in nats per token and, if asked for, in nats per sequence, and then with the first-order changes of length and reward
+(engine/length_and_reward.py). forward is split by cause (momentum, this step's gradient,
 weight decay), by layer and by kind of module, and set beside what it would be without gradient clipping.
+
+How many prompts it would take for a step to be known to half of its size: mathematics/needed_prompts.py.
 
 The variances of single steps are averaged over about three (running_variance.py). Sums use each batch's own, but for
 the end of their last step.
@@ -18,24 +21,33 @@ the end of their last step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from rl_training.engine.entropy_change import LENGTH_AND_REWARD
 from rl_training.engine.entropy_gradients import levels_of_folds
 from rl_training.engine.fold_products import PRODUCTS
+from rl_training.engine.length_and_reward import NO_REWARD, reward_factor
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_units
+from rl_training.mathematics.needed_prompts import DECAY, needed_prompts, relative_error, square_and_variance
+from rl_training.mathematics.running_pairs import RunningPair
 from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum
 
+NEEDED, RELATIVE = "delta_h/needed_prompts", "delta_h/relative_error"
+REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 UNITS = ("token", "sequence")  # that each sum is kept in
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
 HOLE_IN_SUM = "an earlier step has no trapezoid estimate, so the sum is incomplete"
+NOT_KNOWN = "which responses are cut off at the maximum length is not known here"
+NO_BAR = "no error bar: it describes this batch"
 HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
 
 
@@ -45,8 +57,8 @@ class SimpleEntropyProbe(Probe):
     responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
     num_folds             folds of whole prompts, over all processes; None: 8 to 15 where that takes no further pass.
                           More than there are microbatches costs what another forward pass and backward do
-    per_sequence          predict in nats per sequence too, `…_sequence`: a second backward, from which error bars per
-                          token have the noise of the H_tok inside of X as well
+    per_sequence          predict in nats per sequence too, `…_sequence`, and length and reward: a second backward,
+                          from which error bars per token have the noise of the H_tok inside of X as well
     offload               keep the gradients of the folds in the CPU's memory
     rows_dtype            keep them in it: "float32", or "bfloat16" in half the memory
     error_decay           weight of a step relative to the next in the average of the variances of single steps; 0 for
@@ -79,14 +91,17 @@ class SimpleEntropyProbe(Probe):
             raise ValueError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
         self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None
         self.per_sequence, self.offload = per_sequence, offload
-        self._sum = TrapezoidSum()
+        self._sum, self._needed = TrapezoidSum(), RunningPair(DECAY)
 
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
         if change.why_none or change.half_step_stderr is None:
-            names = ("entropy", *PRODUCTS, *change.labels, *SUMS)
+            names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
             missing = Estimate.missing(change.why_none)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
+            self._answers |= {NEEDED: missing, RELATIVE: missing} | (
+                {TRUNCATED: truncated_share(step)} if self.per_sequence else {}
+            )
             if step.capabilities.sampling_mismatch:
                 self._answers |= visited_entropy(step)
             return
@@ -103,22 +118,45 @@ class SimpleEntropyProbe(Probe):
             for row in (*change.quantities.values(), *sums)
             for metric, estimate in zip(self._metrics(row.name), row.estimates(step.num_folds), strict=False)
         }
+        if self.per_sequence and not change.why_no_forward and reward_factor(step) is None:
+            self._answers[REWARD] = Estimate.missing(NO_REWARD)
+        alone = change.quantities["forward"].stderr_of_batch
+        prompts = step.num_sequences / step.batch.responses_per_prompt
+        if math.isfinite(float(closed.trapezoid.stderr[0])) and alone is not None:
+            change_of_step = float(closed.trapezoid.value[0]), float(closed.trapezoid.stderr[0])
+            variance = float(alone[0]) ** 2 * prompts
+            self._needed.add(square_and_variance(*change_of_step, variance, step.num_folds - 1))
+        needed = needed_prompts(self._needed)
+        self._answers |= {NEEDED: needed, RELATIVE: relative_error(needed, prompts)}
+        if self.per_sequence:
+            self._answers[TRUNCATED] = truncated_share(step)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"sum.{name}": tensor for name, tensor in self._sum.state_dict().items()}
+        return {f"sum.{k}": tensor for k, tensor in self._sum.state_dict().items()} | {"needed": self._needed.state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in state.items():
             if name.startswith("sum.") and name != "sum.step" and tensor.shape != (len(UNITS),):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(len(UNITS),)}")
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
+        self._needed.state = state.get("needed", torch.zeros_like(self._needed.state))
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
         """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""
         if quantity == "entropy":
             return "entropy/token", "entropy/sequence"
+        if quantity == LENGTH_AND_REWARD:
+            return ("delta_length/forward", REWARD) if self.per_sequence else ()
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
+
+
+def truncated_share(step: Step) -> Estimate:
+    """Returns the share of the responses that are cut off at the maximum length. A collective."""
+    truncated = step.batch.rollout.truncated
+    count = torch.tensor(torch.nan) if truncated is None else truncated.sum()
+    share = float(step.ranks.reduce(count.to(step.batch.fold.device, torch.float64))) / step.num_sequences
+    return Estimate(share, reason=NOT_KNOWN if truncated is None else NO_BAR)
 
 
 def visited_entropy(step: Step) -> dict[str, Estimate]:

@@ -12,14 +12,16 @@ import reference
 import torch
 from peft import LoraConfig
 from seen import Seen
-from simple_twin import L_MAX, Answers, Recorder, Twin, per_sequence, per_token
+from simple_twin import L_MAX, Answers, Recorder, Twin, per_length, per_sequence, per_token
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from trainers import FEW, graded, trainer_maker
 
 from rl_training.engine.driver import StepDriver
+from rl_training.engine.length_and_reward import NO_REWARD
 from rl_training.engine.policy import Policy
 from rl_training.mathematics.jackknife import JackknifeUnits
+from rl_training.mathematics.needed_prompts import LOST
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import (
@@ -95,6 +97,15 @@ def test_every_estimate_equals_the_plain_twin(
             assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(stderr, **same)
         assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
         assert answer["entropy/sequence"].value == pytest.approx(sum(twin.entropy_of) / len(twin.lengths), **same)
+        if both:
+            length = twin.change(twin.update_without, per_length), twin.stderr(twin.update_without, per_length)
+            found = answer["delta_length/forward"]
+            assert (found.value, found.stderr) == pytest.approx(length, **same)
+            found = answer["delta_reward/forward"]
+            assert found.reason == (NO_REWARD if masked else "")
+            assert masked or (found.value, found.stderr) == pytest.approx(twin.reward(), **same)
+            cut = twin.step.rollout.truncated.double().mean()
+            assert answer["delta_length/truncated"].value == pytest.approx(float(cut))
     first, second, third = probe.all
     rows = twins[1].rows(twins[1].products(twins[0].update))
     backward = twins[1].change(twins[0].update, per_token)
@@ -161,6 +172,11 @@ def test_measuring_per_sequence_adds_a_twin_to_each_change_and_to_bars_per_token
         trainer.train()
         said.append(dict(trainer.attachment.latest))
     alone, both = said
+    for name in ("delta_length/forward", "delta_length/truncated", "delta_reward/forward"):
+        assert name not in alone
+        del both[name]
+    for name in ("delta_h/needed_prompts", "delta_h/relative_error"):  # made of bars
+        del alone[name], both[name]
     added = {f"{name}_sequence" for name in alone if name.startswith("delta_h/")} - alone.keys()
     assert both.keys() - alone.keys() == {name for name in added if "cumulative_measured" not in name}
     for name, estimate in alone.items():
@@ -402,3 +418,27 @@ def test_all_zero_advantages_leave_momentum_and_decay_only(make_trainer) -> None
     make_trainer(probes=[probe], weight_decay=0.0, **settings).train()
     assert all(answer["delta_h/forward"].value == 0.0 for answer in probe.all)
     assert all(answer["delta_h/reuse"].value == 0.0 for answer in probe.all)
+
+
+def test_prompts_that_a_step_takes_are_four_times_the_variance_of_one_over_the_square_of_the_change(
+    make_trainer,
+) -> None:
+    """Averaged over steps with weights .9^age, apart; from the bar of each batch, and the trapezoid it closes."""
+    probe = Answers(num_folds=K)
+    make_trainer(probes=[probe], max_steps=5, **EIGHT_FOLDS, **SMOOTH).train()
+    assert math.isnan(probe.all[0]["delta_h/needed_prompts"].value)
+    numerator = denominator = 0.0
+    for answer in probe.all[1:]:
+        change, forward = answer["delta_h/trapezoid"], answer["delta_h/forward"]
+        numerator = 0.9 * numerator + 4 * K * forward.stderr**2
+        denominator = 0.9 * denominator + change.value**2 - change.stderr**2
+        found = answer["delta_h/needed_prompts"]
+        if math.isnan(found.value):
+            assert found.reason == LOST
+        else:
+            assert found.value == pytest.approx(numerator / denominator)
+            assert answer["delta_h/relative_error"].value == pytest.approx(math.sqrt(found.value / 4 / K))
+    assert probe.state_dict()["needed"][1:3].tolist() == pytest.approx([-denominator, numerator])
+    resumed = Answers(num_folds=K)
+    resumed.load_state_dict(probe.state_dict())
+    assert torch.equal(resumed.state_dict()["needed"], probe.state_dict()["needed"])

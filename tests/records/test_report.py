@@ -474,10 +474,15 @@ def test_evaluations_checkpoint_evaluations_are_in_the_report_with_their_errors(
 
 def test_the_report_opens_with_level_rate_and_trust_in_plain_words(tmp_path: Path) -> None:
     """Entropy falls from 5 by 1 a step; forward is −0.9 at each."""
-    record_run(tmp_path, range(1, 5))
+    records = Records(record_run(tmp_path, range(1, 5)) / "logs")
+    needed = Estimate(46.0, interval=(29.6, 80.2)), Estimate(0.6, reason="no error bar")
+    names = "delta_h/needed_prompts", "delta_h/relative_error"
+    records.write_estimates(4, 1, "simple", dict(zip(names, needed, strict=True)))
     assert opening(read_run(tmp_path)) == [
         "Token entropy has fallen from 4.500 to 2.500 nats, by 44%.",
         "It is falling now: -0.900 ± 0.059 nats a step over the last 4 steps.",
+        "A single step is known to ± 60% of its change: for ± 50% it takes 46 (30 … 80) prompts a step, or more "
+        "probes.simple.responses_per_prompt.",
         "The predictions hold so far: they add up to -3.00 ± 0.24 nats, and -3.00 ± 0.47 was measured.",
     ]
 

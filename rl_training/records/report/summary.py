@@ -28,6 +28,7 @@ from rl_training.records.report.words import MILLI, MISSING, in_words, times_in_
 
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 AHEAD = 20  # steps of the alert: what can be told best
+UNCERTAIN = 0.5  # error of a single step over its change, above which it is said
 REACH = 0.35  # KL per token times tokens at which importance weights leave half of the sequences: ESS/N ≈ exp(−2 KL T)
 SURVIVING = 0.9  # share of a step: with less, what is lost to rounding is said
 STEP_NUMBERS: dict[
@@ -50,7 +51,7 @@ class Row(NamedTuple):
 
 def opening(run: Run) -> list[str]:
     """Returns the sentences that open: does it learn, is entropy collapsing, how fast, are the predictions right."""
-    sentences = (_no_signal(run), _level(run), _rate(run), _trust(run), _rounding(run))
+    sentences = (_no_signal(run), _level(run), _rate(run), _single_steps(run), _trust(run), _rounding(run))
     return [sentence for sentence in sentences if sentence]
 
 
@@ -86,6 +87,18 @@ def _rate(run: Run) -> str:
     if not is_significant(rate):
         return f"It does not detectably move now ({figures})."
     return f"It is {'predicted to rise' if rate.value > 0 else 'falling'} now: {figures}."
+
+
+def _single_steps(run: Run) -> str:
+    """Returns how well a single step is known, where its error is above half of its change."""
+    error, needed = (last_of(run.known(f"delta_h/{name}")) for name in ("relative_error", "needed_prompts"))
+    if error is None or needed is None or error.value <= UNCERTAIN:
+        return ""
+    low, high = needed.ends()
+    return (
+        f"A single step is known to ± {error.value:.0%} of its change: for ± 50% it takes {needed.value:.0f} "
+        f"({max(low, 0.0):.0f} … {high:.0f}) prompts a step, or more probes.simple.responses_per_prompt."
+    )
 
 
 def _trust(run: Run) -> str:

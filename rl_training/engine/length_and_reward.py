@@ -1,0 +1,52 @@
+"""What a step does to length and reward to first order, leave-fold-out like `forward`, from what is there for entropy.
+
+length  Σ_k n_k ∂E[T]_k · δθ_(−k) / N     X per sequence less X per token is H_tok ∂E[T]: no further backward
+reward  Σ_k n_k J_k · δθ_(−k) / N         J_k = −g_k L G/(G−1) is the gradient of the mean reward in Dr-GRPO: the
+                                          step's own, without a response's reward in its group's mean
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.changed_steps import ChangedSteps, Direction
+from rl_training.engine.step import Step
+from rl_training.engine.updates import StepsWithoutFolds
+from rl_training.mathematics.jackknife import jackknife_stderr
+
+NO_REWARD = "the step's own gradient is that of the reward in Dr-GRPO's loss only, on the policy's fresh responses"
+
+
+def reward_factor(step: Step) -> float | None:
+    """Returns J as a multiple of the step's own gradient; None where it is none."""
+    batch, group = step.batch, step.batch.responses_per_prompt
+    own_sample = batch.rollout.on_policy and batch.rollout.sampling_logps is None
+    if not own_sample or step.capabilities.not_dr_grpo or batch.loss_settings is None:
+        return None
+    return -batch.loss_settings.max_length * group / (group - 1)
+
+
+def length_and_reward(
+    step: Step, steps: StepsWithoutFolds, forward: Tensor, forward_without: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the changes of E[T], tokens, and of the reward, (2,), and their standard errors. A collective.
+
+    forward          (5,), sums over folds: responses, their entropies and lengths, n_k X_k · δθ_(−k) per token and
+                     per sequence
+    forward_without  (F, 5), the same without each fold
+    """
+    sizes, gradient, factor = step.fold_sizes, steps.gradient, reward_factor(step)
+    own = lost = torch.full((len(sizes), 1), torch.nan, dtype=torch.float64)
+    if factor is not None:
+        direction = Direction(gradient.rows, [step.num_sequences * part for part in gradient.mean], factor)
+        ((own, lost),) = ChangedSteps(steps, step.ranks.reduce).products([None], [direction])
+    products = sizes.unsqueeze(1) * own
+    reward = products.sum(dim=0)
+
+    def changes(sums: Tensor) -> Tensor:
+        count, entropy, length, token, sequence, reward = sums.unbind(-1)
+        return torch.stack([(sequence - token) * length / entropy / count, reward / count], dim=-1)
+
+    total, sums = torch.cat([forward, reward]), torch.cat([forward_without, reward - products + lost], dim=1)
+    return changes(total), jackknife_stderr(changes, total, sums)
