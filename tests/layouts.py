@@ -138,7 +138,8 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             found.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})
-    return {"estimates": found, "digest": digest(trained, optimizer)}
+        sent = measured._driver._reduction.bytes_sent
+    return {"estimates": found, "digest": digest(trained, optimizer), "sent": sent}
 
 
 def digest(trained: list[Any], optimizer: torch.optim.Optimizer) -> str:

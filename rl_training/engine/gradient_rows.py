@@ -31,14 +31,9 @@ class GradientRows:
     """
 
     def __init__(
-        self,
-        reduction: FoldReduction,
-        layout: Layout,
-        keep_rows: bool = True,
-        keep_sq_norms: bool = False,
-        offload: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, reduction: FoldReduction, layout: Layout, keep_rows: bool = True, keep_sq_norms: bool = False,
+        offload: bool = False, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self._reduction, self.layout = reduction, layout
         self._keep_rows, self._keep_sq_norms = keep_rows, keep_sq_norms
         self._device, self._dtype = "cpu" if offload else None, dtype

@@ -56,18 +56,10 @@ class Shard:
     """
 
     gathers_weights = False  # forward passes gather them: all processes run equally many
-    readable_optimizers: tuple[type[torch.optim.Optimizer], ...] = (  # whose states can be read here
-        torch.optim.AdamW,
-        torch.optim.Adam,
-        torch.optim.SGD,
-    )
+    readable_optimizers: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that have formulas
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        max_grad_norm: float | None,
-        alone: bool = False,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, alone: bool = False
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.max_grad_norm = clipping_threshold(max_grad_norm)

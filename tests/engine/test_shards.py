@@ -73,3 +73,9 @@ def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: s
 
 def by_step_and_name(found: Found) -> dict[tuple[int, str], tuple[float, float]]:
     return {(step, name): row[:2] for step, rows in enumerate(found["estimates"]) for name, row in rows.items()}
+
+
+def test_where_fsdp2_reduces_each_backward_probes_send_only_gradients_of_some_processes_alone(trained) -> None:
+    """The same folds under DDP send all of them; what is left is of gns, which splits prompts of one process each."""
+    reduced, sent = (trained(name, 2)[0]["sent"] for name in ("fsdp2", "ddp_last"))
+    assert 0 < reduced < 0.3 * sent
