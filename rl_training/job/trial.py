@@ -226,18 +226,13 @@ def run_wave(trial: Trial, branches: Sequence[Branch]) -> None:
 
 def compare(branches: Sequence[Branch], comparisons: int) -> list[Candidate]:
     """Returns the candidates that have finished branches, over the seeds at which plain has finished too."""
-    by_name: dict[str, dict[int, Any]] = {}
-    for branch in branches:
-        by_name.setdefault(branch.name, {})
-        if branch.is_finished:
-            by_name[branch.name][branch.seed] = branch.values()
-    plain, steps = by_name.pop(PLAIN), branches[0].steps
+    values = {(branch.name, branch.seed): branch.values() for branch in branches if branch.is_finished}
     found = []
-    for name, values in by_name.items():
-        seeds = sorted(values.keys() & plain.keys())
+    for name in dict.fromkeys(branch.name for branch in branches if branch.name != PLAIN):
+        seeds = sorted(seed for other, seed in values if other == name and (PLAIN, seed) in values)
         if seeds:
-            own, theirs = ([each[seed] for seed in seeds] for each in (values, plain))
-            found.append(candidate(name, steps, own, theirs, comparisons))
+            own, plain = ([values[each, seed] for seed in seeds] for each in (name, PLAIN))
+            found.append(candidate(name, branches[0].steps, own, plain, comparisons))
     return found
 
 

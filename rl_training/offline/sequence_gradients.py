@@ -76,7 +76,7 @@ class SequenceGradients:
             raise ValueError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
 
     def record(self, forward: Callable[[], Scored]) -> tuple[Scored, Recording]:
-        """Returns what `forward` returns, and the recording that takes gradients of it.
+        """Returns what `forward` returns, and what takes gradients of it.
 
         forward  runs the model once, on a batch of sequences, with graph
 
