@@ -42,7 +42,7 @@ from rl_training.records.report.page import render
 from rl_training.records.report.series import read_run
 
 PAGE, RESULT = "try.html", "result.json"
-OF_TRIAL = {
+TRIAL_RANGES = {
     "steps": Range(int, 1), "seeds": Range(int, 1, 100), "jobs": Range(int, 1),
     "evaluation.fraction": Range(float, 0, 1, open=True), "evaluation.responses_per_prompt": Range(int, 2),
 }  # fmt: skip
@@ -88,8 +88,8 @@ class Trial:
 
     @property
     def evaluation(self) -> str:
-        asked = self.cfg.evaluation
-        return f"try_{asked.fraction:g}x{asked.responses_per_prompt}"
+        evaluation = self.cfg.evaluation
+        return f"try_{evaluation.fraction:g}x{evaluation.responses_per_prompt}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Branch:
 
 def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -> Trial:
     """Returns the trial that was asked for. ValueError for whatever the user got wrong."""
-    check_ranges(cfg, OF_TRIAL)
+    check_ranges(cfg, TRIAL_RANGES)
     check_kind("halving", cfg.halving, True)
     checkpoint, given = checkpoint_in_a_run("run", cfg.run), cfg.interventions
     names = preferred(read_run(checkpoint.parents[1])) if given == "auto" else _listed(given)

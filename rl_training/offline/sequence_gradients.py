@@ -197,10 +197,10 @@ def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
     module = use.owner.module
     own = {name: getattr(module, name).detach() for name in use.owner.names}
 
-    def of_one(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    def one_sequence(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
         def forward(parameters: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(module, parameters, (x.unsqueeze(0),)).squeeze(0)
 
         return torch.func.vjp(forward, own)[1](dy)[0]
 
-    return torch.func.vmap(of_one)(use.x, dy)
+    return torch.func.vmap(one_sequence)(use.x, dy)
