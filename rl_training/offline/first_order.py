@@ -155,7 +155,7 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
 
 
 def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction: Tensor) -> dict[str, Any]:
-    norm, real_norm = math.sqrt(_inner(step, step)), math.sqrt(_inner(real, real))
+    norm, real_norm = (math.sqrt(_inner(own, own)) or math.nan for own in (step, real))  # without a gradient of U: 0
     gain, own_gain = -_inner(gradient, real), -_inner(gradient, step)
     per_token = _inner(direction[TOKEN], step)
     return {
