@@ -80,9 +80,9 @@ class Against(SamplerProbe):
 
     name, needs = "against", Need.ENTROPY_CHANGE | Need.ENTROPY_ROWS
 
-    def __init__(self, truth: Named, directions: list[Named]) -> None:
+    def __init__(self, setting: str, truth: Named, directions: list[Named], other_half: list[Named]) -> None:
         super().__init__()
-        self.truth, self.directions = truth, directions
+        self.setting, self.truth, self.directions, self.other_half = setting, truth, directions, other_half
         self.rows: list[list[float]] = []
         self.far: list[list[float]] = []
 
@@ -105,6 +105,30 @@ class Against(SamplerProbe):
             for direction in self.directions
         ]
         self.rows.append([forward.value, forward.half_width(), truth, *along])
+        if len(self.rows) % 25 == 0:
+            self.report()
+
+    def report(self) -> None:
+        """Prints what the batches so far come to."""
+        kl, ess, tokens = map(statistics.fmean, zip(*self.far, strict=True))
+        held = [abs(value - truth) <= width for value, width, truth, *_ in self.rows]
+        error = [value - truth for value, _, truth, *_ in self.rows]
+        number = len(held)
+        print(f"{self.setting}: KL {kl:.2e}, {tokens:.1f} tokens, ESS {ess:.3f}, {number} of {len(self.far)}; covered "
+              f"{statistics.fmean(held):.3f}, mean error {1e3 * statistics.fmean(error):+.4f} ± "
+              f"{1e3 * statistics.stdev(error) / math.sqrt(number):.4f} mnats", flush=True)  # fmt: skip
+        for i, direction in enumerate(self.directions):
+            truths = [sum(float((part[n] * direction[n]).sum()) for n in part) for part in self.other_half]
+            se = statistics.stdev(truths) / math.sqrt(len(truths))
+            line = (
+                f"  X along {('momentum', 'X itself')[i]}: truth {1e3 * statistics.fmean(truths):.4f} ± {1e3 * se:.4f}"
+            )
+            for word, column in (("with ratios", 3 + i), ("without", 3 + len(self.directions) + i)):
+                values = [row[column] for row in self.rows]
+                sd = statistics.stdev(values)
+                mean = 1e3 * statistics.fmean(values)
+                line += f"; {word} {mean:.4f} ± {1e3 * sd / math.sqrt(number):.4f} (sd {1e3 * sd:.4f})"
+            print(line, flush=True)
 
 
 def product(change: EntropyChange, sizes: Tensor, direction: Any) -> float:
@@ -185,33 +209,12 @@ def main() -> None:
         for setting in args.settings:
             lag = int(setting.partition("-")[2] or 0)
             sampler = five_bits(weights) if setting == "int5" else run.weights[args.state - lag]
-            probe, frozen = Against(mean_of(parts), directions), Frozen((weights, optimizer))
+            probe = Against(setting, mean_of(parts), directions, parts[half:])
             probes = [SimpleEntropyProbe(num_folds=8), probe]
-            again = trainer(probes, frozen, args.batches, folder, seed=1, sampler_lag=1)
+            again = trainer(probes, Frozen((weights, optimizer)), args.batches, folder, seed=1, sampler_lag=1)
             again.lagging_sampler = Fixed(again, TrainerPolicy(again), 1)
             again.lagging_sampler.fixed = sampler
             again.train()
-            report(setting, probe, parts[half:])
-
-
-def report(setting: str, probe: Against, other_half: list[Named]) -> None:
-    kl, ess, tokens = map(statistics.fmean, zip(*probe.far, strict=True))
-    held = [abs(value - truth) <= width for value, width, truth, *_ in probe.rows]
-    error = [value - truth for value, _, truth, *_ in probe.rows]
-    number = len(held)
-    print(f"{setting}: KL {kl:.2e}, {tokens:.1f} tokens, ESS {ess:.3f}, {number} of {len(probe.far)} batches; covered "
-          f"{statistics.fmean(held):.3f}, mean error {1e3 * statistics.fmean(error):+.4f} ± "
-          f"{1e3 * statistics.stdev(error) / math.sqrt(number):.4f} mnats", flush=True)  # fmt: skip
-    for i, direction in enumerate(probe.directions):
-        truths = [sum(float((part[n] * direction[n]).sum()) for n in part) for part in other_half]
-        se = statistics.stdev(truths) / math.sqrt(len(truths))
-        line = f"  X along {('momentum', 'X itself')[i]}: truth {1e3 * statistics.fmean(truths):.4f} ± {1e3 * se:.4f}"
-        for word, column in (("with ratios", 3 + i), ("without", 3 + len(probe.directions) + i)):
-            values = [row[column] for row in probe.rows]
-            sd = statistics.stdev(values)
-            mean = 1e3 * statistics.fmean(values)
-            line += f"; {word} {mean:.4f} ± {1e3 * sd / math.sqrt(number):.4f} (sd {1e3 * sd:.4f})"
-        print(line, flush=True)
 
 
 if __name__ == "__main__":
