@@ -7,6 +7,7 @@ so every layout measures the same. A case is a dictionary: `kind` (one, ddp, fsd
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
@@ -22,13 +23,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from rl_training import measured_loop
+from rl_training import Rollout, measured_loop
 from rl_training.engine.batch import take_rows
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
     InterventionsProbe,
     MeasuredStepProbe,
+    SamplerProbe,
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
@@ -47,6 +49,7 @@ OPTIONS: dict[str, Any] = {
     "compile": False,
     "probes": True,
     "optimizer": "adamw",
+    "sampler": False,  # another policy has sampled
     "num_folds": None,
 }
 
@@ -59,6 +62,7 @@ def probes(case: dict[str, Any]) -> list[Any]:
         MeasuredStepProbe(responses_per_prompt=2),
         GradientNoiseScaleProbe(split_prompts=16),
         EffectiveSampleSizeProbe(),
+        SamplerProbe(),
         InterventionsProbe(["bonus:0.5", "nsr", "lr:0.5"], every=1),
         TokenClassesProbe(every=1),
     ]
@@ -105,10 +109,21 @@ def rows_of(case: dict[str, Any], rank: int, world: int) -> Iterator[Tensor]:
         yield torch.arange(first, first + size)
 
 
+def by_another(policy: nn.Module, rollout: Rollout, number: int) -> Rollout:
+    """Returns the rollout as if a policy that is some noise away had sampled it."""
+    with torch.no_grad():
+        logps = scores_of(policy, rollout)[0]
+    noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(number), dtype=logps.dtype)
+    return dataclasses.replace(rollout, sampling_logps=logps + 0.05 * noise)
+
+
 def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Returns the estimates of each step, and a digest of this process's weights, optimizer and random numbers."""
     case = OPTIONS | case
     policy = model_of(case)
+    rollouts = {number: rollout_of(number) for number in range(1, STEPS + 1)}
+    if case["sampler"]:
+        rollouts = {number: by_another(policy, rollout, number) for number, rollout in rollouts.items()}
     model = wrapped(policy, case)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=3e-4, eps=1e-5, weight_decay=0.1)
@@ -122,7 +137,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         microbatches=count, max_grad_norm=CLIP, dr_grpo=True,
     ) as measured:  # fmt: skip
         for number in range(1, STEPS + 1):
-            rollout = rollout_of(number)
+            rollout = rollouts[number]
             with measured.step(number) as metrics:
                 for m, rows in enumerate(rows_of(case, rank, world)):
                     part, last = take_rows(rollout, rows), m == count - 1

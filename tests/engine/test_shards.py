@@ -13,12 +13,12 @@ import torch
 from same_estimates import differences
 
 Found = dict[str, Any]
-ONE = {"one": {}, "one_lora": {"lora": True}}
+ONE = {"one": {}, "one_lora": {"lora": True}, "one_sampler": {"sampler": True}}
 LAST = {"microbatch": 4, "sync": "last"}  # a microbatch of both processes is a fold
 TWO: dict[str, dict[str, Any]] = {
     "ddp_groups": {"kind": "ddp", "checkpointing": True},  # a microbatch of each process is
-    "ddp_last": {"kind": "ddp"} | LAST,
-    "fsdp2": {"kind": "fsdp2", "microbatch": 4},
+    "ddp_last_sampler": {"kind": "ddp", "sampler": True} | LAST,
+    "fsdp2_sampler": {"kind": "fsdp2", "microbatch": 4, "sampler": True},
     "fsdp2_groups_lora": {"kind": "fsdp2", "reshard": False, "lora": True, "checkpointing": True, "sync": "last"},
     "fsdp2_slices": {"kind": "fsdp2", "microbatch": 16, "num_folds": 8},
 }
@@ -61,7 +61,7 @@ def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: s
     Slices are scored without the padding of training's forward pass, and the model's table of positions is fp32: 1e-6.
     """
     tolerance = 1e-6 if "slices" in name else 1e-10
-    (one,) = trained("one_lora" if "lora" in name else "one", 1)
+    (one,) = trained(next((other for other in ("one_lora", "one_sampler") if other[4:] in name), "one"), 1)
     same_microbatches = (TWO | FOUR)[name].get("microbatch", layouts.FOLD) == layouts.FOLD
     both = [by_step_and_name(one), by_step_and_name(trained(name, CASES[name])[0])]
     if not same_microbatches:  # the weights of a bonus depend on the tokens of a microbatch
