@@ -118,7 +118,9 @@ def train(condition: str, seed: int, steps: int) -> list[dict[str, Any]]:
     truth = Truth(lambda: trainer, seed)
     said: dict[int, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = default_trainer(folder, [*measured, SimpleEntropyProbe(), truth], steps + 1, seed=seed, **settings)
+        beside = [SimpleEntropyProbe()] if condition.startswith("adamw") else []
+        trainer = default_trainer(folder, [*measured, *beside, truth], steps + 1, seed=seed, **settings)
+        trainer.attachment._policy._batch_size = 256  # of forward passes: large ones are faster here
         if condition in OPTIMIZERS:
             trainer.optimizer = OPTIMIZERS[condition]([p for p in trainer.model.parameters() if p.requires_grad])
         finish = trainer.attachment.driver.finish

@@ -6,17 +6,17 @@ import multiprocessing
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
-Work = Callable[[], Iterable[Any]]
+Send = Callable[[Any], None]
 
 
-def run_in_process(work: Work, receive: Callable[[Any], None], imports: Sequence[str] = ()) -> str:
-    """Returns why `work` failed, or "" when it did not; every object that it yields is given to `receive` meanwhile.
+def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None], imports: Sequence[str] = ()) -> str:
+    """Returns why `work` failed, or "" when it did not; every object that it sends is given to `receive` meanwhile.
 
     The other process inherits nothing, no CUDA context and no thread, and ends with this one.
 
@@ -43,21 +43,21 @@ def run_in_process(work: Work, receive: Callable[[Any], None], imports: Sequence
             except (EOFError, OSError):  # it ended without a last word, perhaps in the middle of one
                 process.join()
                 return _how_it_ended(process.exitcode)
-            if kind == "ended":
+            if kind == "sent":
+                receive(content)
+            else:
                 process.join(timeout=10)
                 return content
-            receive(content)
     finally:
         process.kill()  # where it has not ended: `receive` raised, or Ctrl-C
         process.join()
         own_end.close()
 
 
-def _run(work: Work, connection: Connection) -> None:
+def _run(work: Callable[[Send], None], connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a server that somebody else has started
     try:
-        for content in work():
-            connection.send(("sent", content))
+        work(lambda content: connection.send(("sent", content)))
         connection.send(("ended", ""))
     except BrokenPipeError:  # the parent is gone
         return

@@ -56,8 +56,8 @@ def _composed(name: str, task: Callable[[DictConfig, list[str]], None], is_liste
 
 def train() -> None:
     """Trains with GRPO and probes, and writes the report."""
-    is_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # it has the settings of its run
-    _composed("train", _train, lambda word: not is_branch and key_of(word) != "trainer")
+    of_a_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # it has the settings of its run
+    _composed("train", _train, lambda word: not of_a_branch and key_of(word) != "trainer")
 
 
 def _train(cfg: DictConfig, words: list[str]) -> None:
@@ -78,9 +78,9 @@ def analyze() -> None:
 
 
 def _analyze(cfg: DictConfig, words: list[str]) -> None:
-    run_words = words_of_the_run(words)
+    of_the_run = words_of_the_run(words)
     cfg = OmegaConf.masked_copy(cfg, list(load_plain(CONF / "offline.yaml").keys() & cfg.keys()))
-    cfg.run = [*cfg.run, *run_words]
+    cfg.run = [*cfg.run, *of_the_run]
     if HydraConfig.get().mode == RunMode.MULTIRUN and "name" not in map(key_of, words):
         typed = [word for word in sys.argv[1:] if key_of(word)]
         swept = {word.key_or_group for word in parsed(typed) if word.is_sweep_override()} - {"checkpoint"}
@@ -97,10 +97,10 @@ def try_interventions() -> None:
     """Tries interventions from a checkpoint on: branches, evaluated and compared."""
     if len(sys.argv) > 1 and "=" not in sys.argv[1] and not sys.argv[1].startswith("-"):
         sys.argv[1] = f"run={as_text(sys.argv[1])}"
-    _composed("try", _try, lambda word: not _is_for_branches(word))
+    _composed("try", _try, lambda word: not _of_branches(word))
 
 
-def _is_for_branches(word: str) -> bool:
+def _of_branches(word: str) -> bool:
     """Returns whether a word is one that conf/try.yaml lacks: a setting of all branches, or of Hydra's launcher."""
     return key_of(word) not in {*load_plain(CONF / "try.yaml"), ""} or key_of(word) == "hydra"
 
@@ -110,9 +110,9 @@ def _try(cfg: DictConfig, words: list[str]) -> None:
     with importing():
         from rl_training.job.trial import decide, read_trial
 
-    further = [word.lstrip("+") for word in words if _is_for_branches(word)]
-    hydra_words = [word for word in further if key_of(word) == "hydra"]
-    sys.exit(decide(read_trial(cfg, [word for word in further if word not in hydra_words], hydra_words)))
+    further = [word.lstrip("+") for word in words if _of_branches(word)]
+    of_hydra = [word for word in further if key_of(word) == "hydra"]
+    sys.exit(decide(read_trial(cfg, [word for word in further if word not in of_hydra], of_hydra)))
 
 
 def evaluate() -> None:

@@ -6,10 +6,10 @@ batches; the main one measures and writes. With one, `evaluation.jobs` checkpoin
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
+import queue
 import sys
 import threading
 from collections.abc import Sequence
@@ -73,10 +73,10 @@ class _Evaluation:
 
     def run_side_by_side(self) -> int:
         """Evaluates what is pending, `jobs` at once, and returns the exit code."""
-        thread, numbers, stopped = threading.local(), itertools.count(), threading.Event()
-
-        def begin() -> None:
-            thread.device = _device(next(numbers))
+        devices: queue.Queue[str] = queue.Queue()
+        stopped = threading.Event()
+        for job in range(self.plan.options.jobs):
+            devices.put(_device(job))
 
         def received(num_responses: int) -> None:
             if stopped.is_set():  # it was only starting when the others were killed
@@ -84,9 +84,13 @@ class _Evaluation:
             self.bar.update(num_responses)
 
         def work(step: int) -> tuple[int, CheckpointResponses]:
-            return step, ask(self.plan, self.pending[step], thread.device, on_responses=received)
+            device = devices.get()
+            try:
+                return step, ask(self.plan, self.pending[step], device, on_responses=received)
+            finally:
+                devices.put(device)
 
-        pool = ThreadPoolExecutor(self.plan.options.jobs, initializer=begin)
+        pool = ThreadPoolExecutor(self.plan.options.jobs)
         try:
             for future in as_completed([pool.submit(work, step) for step in self.pending]):
                 self.finish(*future.result())

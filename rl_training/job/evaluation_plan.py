@@ -10,7 +10,7 @@ import functools
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.utils import logging
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.policy import load_policy
 from rl_training.evaluation.responses import Response, batches_of, choose_rows, generate_responses
-from rl_training.evaluation.workers import run_in_process
+from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.explain import differences, make
 from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import check_evaluation
@@ -218,11 +218,13 @@ def ask(
     """Returns the result of one checkpoint, from its own process."""
     answers = CheckpointResponses()
 
-    def receive(batch: tuple[list[Response], dict[str, float]]) -> None:
-        responses, answers.seconds = batch
-        answers.responses += responses
-        if on_responses:
-            on_responses(len(responses))
+    def receive(content: list[Response] | dict[str, float]) -> None:
+        if isinstance(content, dict):
+            answers.seconds = content
+        else:
+            answers.responses += content
+            if on_responses:
+                on_responses(len(content))
 
     start = time.perf_counter()
     work = functools.partial(_answer, plan, checkpoint, device, share, num_shares)
@@ -231,10 +233,8 @@ def ask(
     return answers
 
 
-def _answer(
-    plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int
-) -> Iterator[tuple[list[Response], dict[str, float]]]:
-    """Yields the responses of this checkpoint, batch by batch, and the seconds that all took so far."""
+def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send) -> None:
+    """Sends the responses of this checkpoint, batch by batch, and then the seconds that it all took."""
     logging.disable_progress_bar()
     start = time.perf_counter()
     model = plan.config.get("model") or {}
@@ -251,7 +251,8 @@ def _answer(
     task = plan.task()
     seconds = {"load": time.perf_counter() - start}
     for responses in generate_responses(policy, task, plan.batches(share, num_shares), plan.options.seed, seconds):
-        yield responses, seconds
+        send(responses)
+    send(seconds)
 
 
 def join(parts: list[CheckpointResponses]) -> CheckpointResponses:

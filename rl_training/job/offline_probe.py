@@ -103,9 +103,9 @@ class OfflineEntropyProbe:
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
             words = self.words(checkpoint_path)
-            run_words = words_of_the_run(words)
-            cfg = compose("offline", overrides=[word for word in words if word not in run_words])
-            cfg.run = run_words
+            of_the_run = words_of_the_run(words)
+            cfg = compose("offline", overrides=[word for word in words if word not in of_the_run])
+            cfg.run = of_the_run
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
             raise ValueError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")

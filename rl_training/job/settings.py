@@ -44,12 +44,12 @@ COUNTS = {name: Range(int, 0) for name in ("every", "responses_per_prompt", "cou
     "sequences": Range(int, 0, 2**16),  # of a buffer that a probe validates on
     "num_folds": Range(int, 0, or_none=True),
 }
-EVALUATION_RANGES = {
+OF_EVALUATION = {
     "fraction": Range(float, 0, 1, open=True), "responses_per_prompt": Range(int, 1), "k": Range(int, 1, or_none=True),
     "temperature": Range(float, 0, open=True, or_none=True), "max_completion_length": Range(int, 1, or_none=True),
     "seed": Range(int, 0), "batch_size": Range(int, 1), "jobs": Range(int, 1),
 }  # fmt: skip
-ANALYSIS_RANGES = {
+OF_ANALYSIS = {
     "evaluation.prompts": Range(int, 2), "evaluation.responses": Range(int, 1), "evaluation.seed": Range(int, 0),
     "update.prompts": Range(int, 1), "update.seed": Range(int, 0), "truth.etas": Range(float, 0, open=True),
     "memory.microbatch_size": Range(int, 1), "memory.generation_size": Range(int, 1),
@@ -244,7 +244,7 @@ def check_analysis(cfg: DictConfig) -> Settings:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     refuse_other_kinds(values, load_plain(CONF / "offline.yaml"))
     name_of(str(values["name"]))
-    check_ranges(cfg, ANALYSIS_RANGES)
+    check_ranges(cfg, OF_ANALYSIS)
     _check_choices(cfg)
     source = values["evaluation"]["source"]
     if isinstance(source, str) and source not in ("train", "eval"):
@@ -269,7 +269,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     refuse_unset(cfg)
     refuse_other_kinds(cfg, load_plain(CONF / "evaluate.yaml"))
     options = cfg.evaluation
-    check_ranges(cfg, {f"evaluation.{name}": numbers for name, numbers in EVALUATION_RANGES.items()})
+    check_ranges(cfg, {f"evaluation.{name}": numbers for name, numbers in OF_EVALUATION.items()})
     if options.k is not None and options.k > options.responses_per_prompt:
         raise ValueError(
             f"evaluation.k={options.k} is above evaluation.responses_per_prompt={options.responses_per_prompt}: pass@k "

@@ -42,7 +42,7 @@ from rl_training.records.report.page import render
 from rl_training.records.report.series import read_run
 
 PAGE, RESULT = "try.html", "result.json"
-TRIAL_RANGES = {
+OF_TRIAL = {
     "steps": Range(int, 1), "seeds": Range(int, 1, 100), "jobs": Range(int, 1),
     "evaluation.fraction": Range(float, 0, 1, open=True), "evaluation.responses_per_prompt": Range(int, 2),
 }  # fmt: skip
@@ -88,8 +88,8 @@ class Trial:
 
     @property
     def evaluation(self) -> str:
-        evaluation = self.cfg.evaluation
-        return f"try_{evaluation.fraction:g}x{evaluation.responses_per_prompt}"
+        asked = self.cfg.evaluation
+        return f"try_{asked.fraction:g}x{asked.responses_per_prompt}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Branch:
 
 def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -> Trial:
     """Returns the trial that was asked for. ValueError for whatever the user got wrong."""
-    check_ranges(cfg, TRIAL_RANGES)
+    check_ranges(cfg, OF_TRIAL)
     check_kind("halving", cfg.halving, True)
     checkpoint, given = checkpoint_in_a_run("run", cfg.run), cfg.interventions
     names = preferred(read_run(checkpoint.parents[1])) if given == "auto" else _listed(given)
@@ -226,13 +226,18 @@ def run_wave(trial: Trial, branches: Sequence[Branch]) -> None:
 
 def compare(branches: Sequence[Branch], comparisons: int) -> list[Candidate]:
     """Returns the candidates that have finished branches, over the seeds at which plain has finished too."""
-    values = {(branch.name, branch.seed): branch.values() for branch in branches if branch.is_finished}
+    by_name: dict[str, dict[int, Any]] = {}
+    for branch in branches:
+        by_name.setdefault(branch.name, {})
+        if branch.is_finished:
+            by_name[branch.name][branch.seed] = branch.values()
+    plain, steps = by_name.pop(PLAIN), branches[0].steps
     found = []
-    for name in dict.fromkeys(branch.name for branch in branches if branch.name != PLAIN):
-        seeds = sorted(seed for other, seed in values if other == name and (PLAIN, seed) in values)
+    for name, values in by_name.items():
+        seeds = sorted(values.keys() & plain.keys())
         if seeds:
-            own, plain = ([values[each, seed] for seed in seeds] for each in (name, PLAIN))
-            found.append(candidate(name, branches[0].steps, own, plain, comparisons))
+            own, theirs = ([each[seed] for seed in seeds] for each in (values, plain))
+            found.append(candidate(name, steps, own, theirs, comparisons))
     return found
 
 

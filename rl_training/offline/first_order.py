@@ -136,14 +136,14 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
     if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
         return []
     gradient = update.clip * update.gradient
-    root = _by_piece(update, gradient, _root)
-    momentum = _by_piece(update, gradient, lambda state, own: torch.lerp(own, state.exp_avg, state.betas[0]))
+    root = _of_pieces(update, gradient, _root)
+    momentum = _of_pieces(update, gradient, lambda state, own: torch.lerp(own, state.exp_avg, state.betas[0]))
     sizes = [param.numel() for param in restored.parameters.values()]
     # Their scale is arbitrary. One at a time: each is as large as all trainable parameters.
     directions: dict[str, Callable[[], Tensor]] = {
         "adam": lambda: update.delta,
         "momentum-free adam": lambda: (
-            -_by_piece(update, gradient, lambda state, own: own / (_root(state, own) + state.eps))
+            -_of_pieces(update, gradient, lambda state, own: own / (_root(state, own) + state.eps))
         ),
         "rms-only": lambda: torch.cat(
             [-m / rms.square().mean().sqrt() for m, rms in zip(momentum.split(sizes), root.split(sizes), strict=True)]
@@ -155,7 +155,7 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
 
 
 def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction: Tensor) -> dict[str, Any]:
-    norm, real_norm = (math.sqrt(_inner(own, own)) or math.nan for own in (step, real))  # without a gradient of U: 0
+    norm, real_norm = math.sqrt(_inner(step, step)), math.sqrt(_inner(real, real))
     gain, own_gain = -_inner(gradient, real), -_inner(gradient, step)
     per_token = _inner(direction[TOKEN], step)
     return {
@@ -167,7 +167,7 @@ def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction:
     }
 
 
-def _by_piece(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
+def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
     """Returns a flat vector, (P,), from what each piece's state makes of its gradient."""
     return torch.cat([form(piece.state, gradient[piece.flat]) for piece in update.pieces])  # type: ignore[arg-type]
 

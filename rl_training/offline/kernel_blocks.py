@@ -144,7 +144,7 @@ class KernelRows:
 
     def log_probability(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """Returns W_i = ∂S_i of these rows, (B, P); the next call writes over it."""
-        (own,) = self._recorded(rollout, rows)
+        (own,) = self._of(rollout, rows)
         return own
 
     def both(self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Iterator[Tensor]:
@@ -152,7 +152,7 @@ class KernelRows:
 
         logp_weights, entropy_weights  (N, T) w and u of the whole rollout. The second writes over the first.
         """
-        return self._recorded(rollout, rows, (logp_weights, entropy_weights))
+        return self._of(rollout, rows, (logp_weights, entropy_weights))
 
     def sum(
         self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor | None = None
@@ -160,12 +160,12 @@ class KernelRows:
         """Returns Σ_i Σ_k w_ik ∂log π(t_ik) + u_ik ∂h_ik over these rows, (P,), by an ordinary backward."""
         with without_dropout(self._model):
             scores = self._policy.score(rollout, rows)
-            entropy_part = None if entropy_weights is None else _at_rows(entropy_weights, rows, scores)
-            own = _at_rows(logp_weights, rows, scores)
+            entropy_part = None if entropy_weights is None else _of_rows(entropy_weights, rows, scores)
+            own = _of_rows(logp_weights, rows, scores)
             gradient = gradient_of(scores, own, entropy_part, list(self.parameters.values()))
         return torch.cat(self._recorder.layout.vector(gradient))
 
-    def _recorded(self, rollout: Rollout, rows: Tensor, *further: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+    def _of(self, rollout: Rollout, rows: Tensor, *further: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
         layout = self._recorder.layout
         if len(self._matrix) != len(rows):
             self._matrix = torch.empty(0)  # frees the old one before the new one is allocated
@@ -173,14 +173,14 @@ class KernelRows:
         with without_dropout(self._model):
             scores, recording = self._recorder.record(lambda: self._policy.score(rollout, rows))
         payloads = [([scores.logps], [scores.mask.to(scores.logps)])]
-        payloads += [([scores.logps, scores.entropies], [_at_rows(w, rows, scores) for w in pair]) for pair in further]
+        payloads += [([scores.logps, scores.entropies], [_of_rows(w, rows, scores) for w in pair]) for pair in further]
         for left, payload in zip(range(len(further), -1, -1), payloads, strict=True):
             with without_dropout(self._model):  # checkpointed modules run once more
                 recording.fill(self._matrix, *payload, keep_graph=left > 0)
             yield self._matrix
 
 
-def _at_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
+def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
     width = scores.logps.shape[1]
     return weights[rows, :width].to(scores.logps) * scores.mask.to(scores.logps)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -61,27 +62,27 @@ def write_report(folder: Path) -> Path:
     s = Structure.read(folder)
     distinct = distinct_texts(s)
     clusters, dendrogram = average_linkage(distinct.cosines, NUM_CLUSTERS)
-    tables: dict[str, list[Row] | pd.DataFrame] = {
+    tables = {
         "pairs": pair_table(s), "cosines": cosine_table(s), "top_pairs": top_pairs(s),
         "clusters": _members(distinct, clusters), "log_probabilities": predictions(s),
     }  # fmt: skip
     for name, rows in tables.items():
         pd.DataFrame(rows).to_csv(folder / f"{name}.csv", index=False)
-    place = {text: position for position, text in enumerate(distinct.rows["hash"].iloc[dendrogram.tolist()])}
+    place = {distinct.rows[n]["hash"]: position for position, n in enumerate(dendrogram.tolist())}
     buffers = {"evaluation": s.evaluation, "update": s.update}
-    orders: dict[str, dict[str, list[int]]] = {"prompt": {}, "cluster": {}}
-    for buffer, rows in buffers.items():
-        orders["prompt"][buffer] = rows.sort_values(["prompt", "response"]).index.to_list()
-        orders["cluster"][buffer] = rows["hash"].map(place).sort_values(kind="stable").index.to_list()
+    keys: dict[str, Callable[[Row], Any]] = {
+        "prompt": lambda row: (row["prompt"], row["response"]),
+        "cluster": lambda row: place.get(row["hash"], len(place)),
+    }
     write_atomically({folder / name: png for name, png in pictures([_log_probabilities(s)]).items()})
     data = {
         "about": _about(s, distinct),
-        **{buffer: rows[list(SHOWN)].to_dict("records") for buffer, rows in buffers.items()},
+        **{buffer: [{key: row[key] for key in SHOWN} for row in rows] for buffer, rows in buffers.items()},
         "cosine": s.cosines.tolist(),
         "contribution": s.contributions.tolist(),
         "kind": torch.stack(list(s.classes.values())).long().argmax(dim=0).tolist(),
         "kinds": CLASSES,
-        "order": orders,
+        "order": {name: {buffer: _order(rows, key) for buffer, rows in buffers.items()} for name, key in keys.items()},
         "pairs": tables["pairs"],
         "within": tables["cosines"],
         "top": tables["top_pairs"],
@@ -116,9 +117,13 @@ def _about(s: Structure, distinct: Distinct) -> str:
 
 def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
     """Returns a row for each distinct text, cluster by cluster."""
-    rows = distinct.rows.assign(cluster=clusters.tolist(), text=distinct.rows["prompt"] + distinct.rows["response"])
+    rows = pd.DataFrame(distinct.rows).assign(cluster=clusters, text=lambda row: row["prompt"] + row["response"])
     columns = ["cluster", "text", "times", "reward", "logp", "tokens", "buffer", "prompt_hash"]
     return rows.sort_values("cluster", kind="stable")[columns].to_dict("records")
+
+
+def _order(rows: Sequence[Row], key: Callable[[Row], Any]) -> list[int]:
+    return sorted(range(len(rows)), key=lambda number: key(rows[number]))
 
 
 def _within_bins(s: Structure, name: str) -> Tensor:
@@ -131,7 +136,7 @@ def _log_probabilities(s: Structure) -> Chart:
     """Returns the chart of the measured change of log π of E's sequences against the predicted one."""
     rows = predictions(s)
     slope, correlation = single_predictions(s)
-    predicted, measured = (rows[kind].to_list() for kind in ("predicted", "measured"))
+    predicted, measured = ([float(row[kind]) for row in rows] for kind in ("predicted", "measured"))
     cloud = Series("a sequence", BLUE, predicted, measured, line=False, mark="circle")
     return draw("log_probabilities", [diagonal([cloud], "y = x"), cloud], slope=slope, correlation=correlation)
 
@@ -146,7 +151,7 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
     """
     folder.mkdir(parents=True, exist_ok=True)
     kernels = sorted(zip(columns, structures, strict=True), key=lambda kernel: kernel[0]["step"])
-    texts = [s.evaluation["hash"].to_list() for _, s in kernels]
+    texts = [[row["hash"] for row in s.evaluation] for _, s in kernels]
     first: Tensor | None = None  # E's cosines at the first checkpoint
     rows, within = [], []
     for (numbers, s), own in zip(kernels, texts, strict=True):

@@ -68,7 +68,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
             truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, progress)
-    found = _buffer_numbers(restored, evaluation, update_buffer, update)
+    found = _of_buffers(restored, evaluation, update_buffer, update)
     found += _predicted(first_order, restored.learning_rate)
     found += [(in_both_units({"covariance": covariance}), NOT_FINITE if covariance else NOT_PREDICTED)]
     found += _measured(truth, first_order)
@@ -96,7 +96,7 @@ def _with_reasons(found: Sequence[Numbers]) -> tuple[dict[str, float], dict[str,
     return results, reasons
 
 
-def _buffer_numbers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, update: Update) -> list[Numbers]:
+def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, update: Update) -> list[Numbers]:
     rollout = u.rollout
     assert rollout.rewards is not None
     rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
@@ -155,8 +155,13 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
         numbers |= at.errors_of(predicted)
         off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
         further["slope_check"] = float(off.max())
-    found = [(in_both_units({key: value}), NOT_FINITE if value else NOT_ODD) for key, value in numbers.items()]
-    return [*found, (further, NOT_FINITE), ({"w_max": at.ahead.weights.largest}, OVERFLOW)]
+    known = {key: replicates for key, replicates in numbers.items() if replicates is not None}
+    return [
+        (in_both_units(known), NOT_FINITE),
+        (in_both_units({key: None for key in numbers if key not in known}), NOT_ODD),
+        (further, NOT_FINITE),
+        ({"w_max": at.ahead.weights.largest}, OVERFLOW),
+    ]
 
 
 def in_both_units(numbers: Mapping[str, Replicates | None]) -> dict[str, float]:

@@ -132,13 +132,12 @@ def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
         raise ValueError(otherwise)
     if trainer.mask_truncated_completions:
         raise ValueError("the step is analysed with all its responses: set mask_truncated_completions=false")
-    trained_with, own = trainer.attachment.loss_settings.differs, loss_settings(trainer).differs
-    if refused := sorted(own & NOT_READ | trained_with - own):
-        neutral = [f"trainer.{name}={DR_GRPO[name]}" if name in own else "intervention=null" for name in refused]
-        fix = " ".join(dict.fromkeys(neutral)).replace("None", "null")
+    trained_with = trainer.attachment.loss_settings.differs
+    if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
+        neutral = " ".join(f"trainer.{name}={DR_GRPO[name]}" for name in sorted(NOT_READ)).replace("None", "null")
         raise ValueError(
-            f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(refused)}: give "
-            f"{fix} to analyse the step that it would make from there"
+            f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
+            f"{neutral} intervention=null to analyse the step that it would make from there"
         )
 
 

@@ -76,7 +76,7 @@ class SequenceGradients:
             raise ValueError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
 
     def record(self, forward: Callable[[], Scored]) -> tuple[Scored, Recording]:
-        """Returns what `forward` returns, and what takes gradients of it.
+        """Returns what `forward` returns, and the recording that takes gradients of it.
 
         forward  runs the model once, on a batch of sequences, with graph
 
@@ -197,10 +197,10 @@ def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
     module = use.owner.module
     own = {name: getattr(module, name).detach() for name in use.owner.names}
 
-    def one_sequence(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    def of_one(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
         def forward(parameters: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(module, parameters, (x.unsqueeze(0),)).squeeze(0)
 
         return torch.func.vjp(forward, own)[1](dy)[0]
 
-    return torch.func.vmap(one_sequence)(use.x, dy)
+    return torch.func.vmap(of_one)(use.x, dy)

@@ -69,15 +69,15 @@ class Structure:
     """A finished kernel with its sequences."""
 
     kernel: Kernel
-    evaluation: pd.DataFrame  # a row for each sequence, as sequences.jsonl has it
-    update: pd.DataFrame
+    evaluation: list[Row]
+    update: list[Row]
 
     @classmethod
     def read(cls, folder: Path) -> Structure:
         """Returns the kernel in this folder. Raises ValueError when it is not finished."""
         kernel, text = load_kernel(folder), (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
-        rows = pd.DataFrame(from_json(json.loads(line)) for line in text.splitlines())  # null as nan
-        return cls(kernel, *(rows[rows["buffer"] == name].reset_index(drop=True) for name in (EVALUATION, UPDATE)))
+        rows = [from_json(json.loads(line)) for line in text.splitlines()]  # null as nan
+        return cls(kernel, *([row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)))
 
     @property
     def on_policy(self) -> bool:
@@ -110,16 +110,16 @@ class Structure:
         """Which pairs are of each of the CLASSES, (N_E, N_U) bool."""
         return _classes(self.evaluation, self.update)
 
-    def right(self, rows: pd.DataFrame) -> Tensor:
+    def right(self, rows: Sequence[Row]) -> Tensor:
         """Returns which sequences got more than half of what lies between the lowest and the highest reward in U."""
-        middle = (self.update["reward"].min() + self.update["reward"].max()) / 2
-        return torch.tensor((rows["reward"] > middle).to_list())
+        known = [row["reward"] for row in self.update]
+        middle = (min(known) + max(known)) / 2
+        return torch.tensor([row["reward"] > middle for row in rows])
 
 
-def _classes(a: pd.DataFrame, b: pd.DataFrame) -> dict[str, Tensor]:
+def _classes(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Tensor]:
     """Returns which pairs of these rows are of each of the CLASSES, (len(a), len(b)) bool."""
-    keys = ("hash", "prompt_hash")
-    text, prompt = (torch.from_numpy(a[key].to_numpy(object)[:, None] == b[key].to_numpy(object)) for key in keys)
+    text, prompt = (torch.tensor([[x[key] == y[key] for y in b] for x in a]) for key in ("hash", "prompt_hash"))
     return {SAME_TEXT: text, SAME_PROMPT: prompt & ~text, OTHER_PROMPT: ~prompt}
 
 
@@ -172,25 +172,25 @@ def cosine_table(s: Structure) -> list[Row]:
     return table
 
 
-def predictions(s: Structure) -> pd.DataFrame:
+def predictions(s: Structure) -> list[Row]:
     """Returns a row for each sequence of E: the predicted change of its log-probability, W·δθ by cause, and its own."""
-    by_cause = pd.DataFrame(s.kernel.tensors["products"].numpy(), columns=list(CAUSES))
-    by_cause["predicted"] = by_cause.sum(axis=1)
-    own = s.evaluation[["row", "logp_change", "reward", "tokens", "hash"]]
-    own = own.rename(columns={"row": "evaluation", "logp_change": "measured"})
-    return pd.concat([own[["evaluation"]], by_cause, own.drop(columns="evaluation")], axis=1)
+    by_cause = s.kernel.tensors["products"]
+    return [
+        {"evaluation": row["row"], **dict(zip(CAUSES, parts.tolist(), strict=True)), "predicted": float(parts.sum()),
+         "measured": row["logp_change"], "reward": row["reward"], "tokens": row["tokens"], "hash": row["hash"]}
+        for row, parts in zip(s.evaluation, by_cause, strict=True)
+    ]  # fmt: skip
 
 
 def top_pairs(s: Structure, count: int = 10) -> list[Row]:
     """Returns the pairs that lower entropy most, then those that raise it most, with texts, rewards and distances."""
     contributions, cosine = s.contributions, s.cosines
-    evaluation, update = s.evaluation.to_dict("records"), s.update.to_dict("records")
     order = contributions.flatten().argsort()
     chosen = [*order[:count].tolist(), *order[-count:].flip(0).tolist()]
     rows = []
     for flat in dict.fromkeys(chosen):
-        i, j = divmod(flat, len(update))
-        e, u = evaluation[i], update[j]
+        i, j = divmod(flat, len(s.update))
+        e, u = s.evaluation[i], s.update[j]
         rows.append({
             "contribution": float(contributions[i, j]), "cosine": float(cosine[i, j]), "advantage": u["advantage"],
             "evaluation": i, "update": j, "tokens_apart": edit_distance(e["ids"], u["ids"]),
@@ -213,7 +213,7 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
 def single_predictions(s: Structure) -> tuple[float, float]:
     """Returns slope and correlation of the measured change of log π of E's sequences on the predicted W_i·δθ."""
     predicted = s.kernel.tensors["products"].sum(dim=1)
-    measured = predicted.new_tensor(s.evaluation["logp_change"].to_list())
+    measured = predicted.new_tensor([row["logp_change"] for row in s.evaluation])
     pairs = torch.stack([predicted, measured])
     return float(torch.cov(pairs)[0, 1] / predicted.var()), float(torch.corrcoef(pairs)[0, 1])
 
@@ -225,19 +225,23 @@ def single_predictions(s: Structure) -> tuple[float, float]:
 class Distinct:
     """The distinct texts of E and U, with their cosines as sketches estimate them."""
 
-    rows: pd.DataFrame  # with `times`, how often the text is there
+    rows: list[Row]  # with `times`, how often the text is there
     cosines: Tensor  # (n, n)
     participation_ratio: float
 
 
 def distinct_texts(s: Structure) -> Distinct:
     """Returns the distinct texts of E and U; those without a gradient are left out."""
-    tensors, rows = s.kernel.tensors, pd.concat([s.evaluation, s.update], ignore_index=True)
+    tensors, rows = s.kernel.tensors, [*s.evaluation, *s.update]
     sketches = torch.cat([tensors["sketches"], tensors["update_sketches"]])
     sq_norms = torch.cat([tensors["sq_norms"], tensors["update_sq_norms"]])
-    rows["times"] = rows.groupby("hash")["row"].transform("size")
-    distinct = rows[(sq_norms > 0).numpy()].drop_duplicates("hash")
-    chosen = torch.tensor(distinct.index.to_list())
+    first: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        if sq_norms[number] > 0:
+            first.setdefault(row["hash"], number)
+    chosen = torch.tensor(list(first.values()))
+    times = {key: sum(row["hash"] == key for row in rows) for key in first}
+    distinct = [{**rows[n], "times": times[key]} for key, n in first.items()]
     return Distinct(distinct, *sketched_cosines(sketches[chosen], sq_norms[chosen]))
 
 

@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_training.engine.batch import take_rows
 from rl_training.engine.entropy_gradients import log_ratios
@@ -35,7 +35,6 @@ from rl_training.mathematics.entropy import running_sum
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.jackknife import estimates_over_units
-from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 from rl_training.mathematics.looking_back import differences_before
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.scores import Scores
@@ -52,7 +51,7 @@ OLD_ROLLOUT = "this rollout was sampled before an earlier step: its steps are me
 NO_REWARDS = "the rewards of these responses are not known"
 ROUNDED = "a central difference over ± {span} steps, of first order: {why}"
 FAR = "the effective sample size is {ess:.2f} of the responses, below {least}: measure smaller steps, or every=1"
-NO_BAR = "no error bar: it describes these responses"
+NO_BAR = "no error bar: it is a number of steps"
 
 
 class MeasuredStepProbe(Probe):
@@ -116,38 +115,37 @@ class MeasuredStepProbe(Probe):
 
     def _measure(self, step: Step, before: Vector, steps: int) -> dict[str, Estimate]:
         """Returns the estimates of the change by so many steps. A collective."""
-        rollout, why_rounded = step.batch.rollout, step.policy.scorer.why_training_rounds
-        chosen = response_number(rollout.prompt_index) < self.responses_per_prompt
-        rows = chosen.nonzero().squeeze(1)
+        rollout, logs, why_rounded = step.batch.rollout, log_ratios(step.batch), step.policy.scorer.why_training_rounds
+        assert logs is not None
+        rows = (response_number(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
         score = rounded_scores_before if why_rounded else scores_before
         now, then = score(step, rows, step.gradients.layout.by_name(before))
-        rewards = rollout.rewards
-        unknown = torch.full_like(rollout.advantages, torch.nan) if rewards is None else rewards
-        logs = log_ratios(step.batch)
-        assert logs is not None
-        terms = differences_before(now, then, rows, rollout.prompt_index, unknown, logs)
-        weights = step.ranks.reduce(torch.cat([kish_sums(terms[:, 4].exp()), terms.new_ones(1) * len(rows)])).tolist()
-        ess = kish_size_of_sums(*weights[:2]) / weights[2]
-        table = sums_by_prompt(step, rows, terms[:, :4], logs).cpu()
-        estimates = estimates_over_units((*CHANGES, KL), changes, table)
-        variances, batches = self._errors.add(torch.tensor([estimates[name].stderr ** 2 for name in CHANGES]).double())
-        remark = ROUNDED.format(span=SPAN, why=why_rounded) if why_rounded else ""
-        answers = {KL: estimates[KL], ESS: Estimate(ess, reason=NO_BAR), STEPS: Estimate(steps, reason=NO_BAR)}
-        if rewards is None:
-            estimates[CHANGES[3]] = Estimate.missing(NO_REWARDS)
+        rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
+        terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
+        by_prompt = sums_by_prompt(step, rows, terms, logs)
+        found = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, step.ranks.reduce)
+        found[STEPS] = Estimate(steps, reason=NO_BAR)
+        if rollout.rewards is None:
+            found[CHANGES[3]] = Estimate.missing(NO_REWARDS)
+        if found[ESS].value < MIN_ESS:
+            far = Estimate.missing(FAR.format(ess=found[ESS].value, least=MIN_ESS))
+            found |= dict.fromkeys(CHANGES, far)
+        else:
+            self._average_errors(found, ROUNDED.format(span=SPAN, why=why_rounded) if why_rounded else "")
+        return {name: dataclasses.replace(estimate, about_step=step.number - 1) for name, estimate in found.items()}
+
+    def _average_errors(self, found: dict[str, Estimate], remark: str) -> None:
+        """Gives each change the error averaged over a few steps, and this remark."""
+        variances, batches = self._errors.add(torch.tensor([found[name].stderr ** 2 for name in CHANGES]).double())
         for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
-            one = estimates[name]
-            if ess < MIN_ESS:
-                answers[name] = Estimate.missing(FAR.format(ess=ess, least=MIN_ESS))
-            elif math.isnan(one.stderr):
-                answers[name] = one
-            else:
-                num_samples = 1 + int((one.num_samples - 1) * count + 1e-9)
-                answers[name] = Estimate(
-                    one.value, math.sqrt(variance), num_samples, remark,
-                    detail={"stderr_of_batch": one.stderr},
-                )  # fmt: skip
-        return {name: dataclasses.replace(answers[name], about_step=step.number - 1) for name in NAMES}
+            one = found[name]
+            found[name] = dataclasses.replace(
+                one,
+                stderr=math.sqrt(variance),
+                num_samples=1 + int((one.num_samples - 1) * count + 1e-9),
+                reason=one.reason or remark,
+                detail={"stderr_of_batch": one.stderr},
+            )
 
 
 def scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
@@ -185,32 +183,25 @@ def rounded_scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]
 
 
 def sums_by_prompt(step: Step, rows: Tensor, terms: Tensor, logs: Tensor) -> Tensor:
-    """Returns (prompts, 8), of all processes: 1, and a prompt's means of H, T, the terms, and T of the scored ones.
+    """Returns what each prompt of this process adds to the sums of `statistic`, (prompts, 11).
 
-    A collective.
+    rows, terms  of the responses that were scored again
     """
     scores, index = step.batch.scores, step.batch.rollout.prompt_index
-    mask = scores.mask.double()
-    weights = mask * (running_sum(logs) - logs).exp()  # of tokens: 1 where the policy sampled itself
-    entropies = (weights * scores.entropies.double().masked_fill(mask == 0, 0.0)).sum(dim=1)
+    weights = scores.mask * (running_sum(logs) - logs).exp()  # of tokens: 1 where the policy sampled itself
+    entropies = (weights * scores.entropies.double().masked_fill(scores.mask == 0, 0.0)).sum(dim=1)
+    lengths, again = weights.sum(dim=1), terms[:, 4].exp()
     prompts, place = index.unique(return_inverse=True)
-
-    def means(values: Tensor, place: Tensor) -> Tensor:
-        sums = values.new_zeros(len(prompts), values.shape[1]).index_add_(0, place, values)
-        return sums / place.bincount(minlength=len(prompts)).unsqueeze(1)
-
-    lengths = weights.sum(dim=1)
-    all_of_them = torch.stack([torch.ones_like(lengths), entropies, lengths], dim=1)
-    own = torch.cat([means(all_of_them, place), means(torch.cat([terms, lengths[rows, None]], dim=1), place[rows])], 1)
-    counts = step.ranks.gather(own.new_tensor([float(len(own))])).long().flatten().tolist()
-    start = sum(counts[: step.ranks.number])
-    table = own.new_zeros(sum(counts), own.shape[1])
-    table[start : start + len(own)] = own
-    return step.ranks.reduce(table)
+    table = terms.new_zeros(len(prompts), 11)
+    table[:, :3].index_add_(0, place, torch.stack([torch.ones_like(lengths), entropies, lengths], dim=1))
+    columns = [torch.ones_like(again), *terms[:, :4].unbind(dim=1), lengths[rows], again, again.square()]
+    return table.index_add_(0, place[rows], nn.functional.pad(torch.stack(columns, dim=1), (3, 0)))
 
 
-def changes(sums: Tensor) -> Tensor:
-    """Returns (…, 5): CHANGES and the KL divergence per token, from sums over prompts."""
-    count, entropy, length, more_entropy, longer, more_reward, kl, scored = sums.unbind(-1)
+def statistic(sums: Tensor) -> Tensor:
+    """Returns (…, 6): CHANGES, the KL divergence per token and the share of the responses that weights leave."""
+    all_of_them, scored = sums[..., :3], sums[..., 3:] / sums[..., 3:4]
+    entropy, length = (all_of_them[..., 1:] / all_of_them[..., :1]).unbind(-1)
+    _, more_entropy, longer, more_reward, kl, tokens, weight, square = scored.unbind(-1)
     per_token = entropy / length - (entropy + more_entropy) / (length + longer)
-    return torch.stack([per_token, -more_entropy / count, -longer / count, -more_reward / count, kl / scored], dim=-1)
+    return torch.stack([per_token, -more_entropy, -longer, -more_reward, kl / tokens, weight.square() / square], dim=-1)

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
-from rl_training.evaluation.workers import run_in_process
+from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate, print_table
 from rl_training.job.evaluation_plan import fingerprint, read_plan
 from rl_training.mathematics.estimate import Estimate
@@ -277,16 +277,16 @@ def test_a_checkpoint_without_weights_or_left_unfinished_is_named(run: Path, tmp
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def kill_itself() -> Iterator[str]:
-    yield "begun"
+def kill_itself(send: Send) -> None:
+    send("begun")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_out_of_memory() -> Iterator[str]:
+def run_out_of_memory(send: Send) -> None:
     raise MemoryError
 
 
-def leave() -> Iterator[str]:
+def leave(send: Send) -> None:
     os._exit(3)
 
 
@@ -307,9 +307,9 @@ def test_whatever_ends_a_process_has_a_reason(work: Any, reason: str) -> None:
 INTERRUPTED = """
 import signal, sys
 from rl_training.evaluation.workers import run_in_process
-def work():
+def work(send):
     import slow
-    yield "worked"
+    send("worked")
 if __name__ == "__main__":
     print(repr(run_in_process(work, print, imports=["slow"])))
     print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set()))
@@ -335,9 +335,10 @@ def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returne
         custom_metrics("mine", lambda **_: returned, {0: [response]}, [{"prompt": "p"}])
 
 
-def hold(folder: Path) -> Iterator[str]:
+def hold(folder: Path, send: Send) -> None:
     with evaluated.locked(folder):
-        yield from kill_itself()
+        send("locked")
+        kill_itself(lambda _: None)
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
         (["data=gsm8k", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
         (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
+        (["resume=latest"], "holds no run to continue"),
         (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
         (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
         (["++probes.simple.own_prompts=true"], "probes.simple.own_prompts: this setting is gone"),

@@ -42,7 +42,6 @@ def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
         ("++trainer.epsilon_high=-1", "trainer.epsilon_high=-1 must be at least 0"),
         ("probes.simple.per_sequence=maybe", "probes.simple.per_sequence=maybe must be true or false"),
         ("probes.simple.responses_per_prompt=1.5", "must be a whole number"),
-        ("probes.simple.num_folds=1.5", "num_folds=1.5 must be a whole number, or null"),
         ("++trainer.num_iterations=0", "trainer.num_iterations=0 must be at least 1"),
         ("+probes.ground_truth.sequences=1e8", "probes.ground_truth.sequences=100000000.0 must be a whole number"),
         ("+probes.ground_truth.sequences=100000000", "at most 65536: more would take hours"),

@@ -21,7 +21,7 @@ from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings, words_of_the_run
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.offline.first_order import condition, predict
+from rl_training.offline.first_order import predict
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import print_table, write_result
@@ -183,15 +183,6 @@ def test_the_same_buffers_under_other_preconditioners(analysed: Analysis) -> Non
     assert rows["sgd"]["delta_h1"] == pytest.approx(plain, rel=1e-6)
     norms = torch.stack([p.square().sum() for p in analysed.update.parts])
     assert float(norms[2]) > 0  # weight decay is a part of the step
-
-
-def test_without_a_gradient_of_u_a_direction_of_no_length_has_no_number(
-    restored: RestoredTrainer, analysed: Analysis
-) -> None:
-    assert analysed.first_order is not None
-    idle = dataclasses.replace(analysed.update, gradient=torch.zeros_like(analysed.update.gradient))
-    rows = {row["name"]: row for row in condition(restored, idle, analysed.first_order.direction)}
-    assert {name for name, row in rows.items() if math.isnan(row["delta_h1"])} == {"momentum-free adam", "sgd"}
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def plain(before: Any, now: Any, step: Step, scored: int, steps: int = 1) -> dic
     rewards, rows_of = rollout.rewards.tolist(), {}
     for row, prompt in enumerate(rollout.prompt_index.tolist()):
         rows_of.setdefault(prompt, []).append(row)
-    table, weights = [], []
+    table = []
     for rows in rows_of.values():
         assert len(rows) == G
         terms = []
@@ -101,21 +101,28 @@ def plain(before: Any, now: Any, step: Step, scored: int, steps: int = 1) -> dic
                     [h[other] for other in others], [rewards[other] for other in others],
                 )
             )  # fmt: skip
-            weights.append(math.exp(terms[-1][4]))
         means = [sum(column) / scored for column in zip(*terms, strict=True)]
+        weights = [math.exp(term[4]) for term in terms]
         tokens = sum(len(h[row]) for row in rows[:scored]) / scored
-        table.append([1.0, sum(sum(h[r]) for r in rows) / G, sum(len(h[r]) for r in rows) / G, *means[:4], tokens])
+        table.append([1.0, sum(sum(h[r]) for r in rows) / G, sum(len(h[r]) for r in rows) / G, *means[:4], tokens,
+                      sum(weights), sum(weight**2 for weight in weights)])  # fmt: skip
 
     def changes(sums: list[float]) -> list[float]:
-        count, entropy, length, more, longer, reward, kl, tokens = sums
+        count, entropy, length, more, longer, reward, kl, tokens, weight, square = sums
         token = entropy / length - (entropy + more) / (length + longer)
-        return [token, -more / count, -longer / count, -reward / count, kl / tokens]
+        return [
+            token,
+            -more / count,
+            -longer / count,
+            -reward / count,
+            kl / tokens,
+            weight**2 / square / (count * scored),
+        ]
 
     values = changes([sum(column) for column in zip(*table, strict=True)])
-    errors = [reference.jackknife_stderr(lambda sums, i=i: changes(sums)[i], table) for i in range(5)]
-    found = dict(zip((*CHANGES, KL), zip(values, errors, strict=True), strict=True))
-    size = sum(weights) ** 2 / sum(weight**2 for weight in weights) / len(weights)
-    return found | {ESS: (size, math.nan), STEPS: (float(steps), math.nan)}
+    errors = [reference.jackknife_stderr(lambda sums, i=i: changes(sums)[i], table) for i in range(6)]
+    found = dict(zip((*CHANGES, KL, ESS), zip(values, errors, strict=True), strict=True))
+    return found | {STEPS: (float(steps), math.nan)}
 
 
 def assert_same(found: dict[str, Estimate], expected: dict[str, tuple[float, float]], tolerance: float = 2e-3) -> None:
