@@ -247,5 +247,8 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         (destination / name).mkdir(parents=True)
         torch.multiprocessing.start_processes(
-            train, args=(destination, name, forks.free_port()), nprocs=int(name.split("_")[1]), start_method="fork"
+            train,
+            args=(destination, name, forks.free_port()),
+            nprocs=int(name.split("_")[1]),
+            start_method="spawn" if "_gpu" in name else "fork",  # what was imported may have started CUDA
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 JOINED = 2**18  # entries that are handled at once on a CPU, which has them in its cache
 # On a GPU, where an operation's start is the cost: at least these, and no more parts than these of all entries.
-JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 32
+JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 16
 SEGMENT = 2**16  # entries that one block of a GPU sums
 SHARD = "shard."  # how names of tensors in a checkpoint begin that hold one process's entries
 

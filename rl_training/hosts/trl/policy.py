@@ -44,6 +44,9 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
 }
 
 
+SHARE = 1 / 8  # of a GPU's memory: for keys and values of responses that a probe generates
+
+
 class TrainerPolicy(Policy):
     """The policy of this trainer.
 
@@ -111,6 +114,9 @@ class TrainerPolicy(Policy):
             )
         prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in mine]
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        if accelerator.device.type == "cuda":  # of all its memory: the same run draws the same batches again
+            memory = torch.cuda.get_device_properties(accelerator.device).total_memory
+            size = min(size, caches_that_fit(trainer.model.config, trainer.max_completion_length, memory))
         prompt_ids, completion_ids = [], []
         for number, part in enumerate(self.in_batches(torch.arange(len(mine), device=accelerator.device), size)):
             # A seed per batch: how many numbers a batch uses depends on its longest response, hence on the parameters.
@@ -123,6 +129,14 @@ class TrainerPolicy(Policy):
 
     def decode(self, ids: Tensor) -> str:
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def caches_that_fit(config: Any, tokens: int, memory: float) -> int:
+    """Returns how many responses' keys and values, in fp32, take at most SHARE of a GPU's memory; at least 1."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return max(1, int(SHARE * memory) // (2 * 4 * text.num_hidden_layers * heads * width * tokens))
 
 
 def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[list[Tensor], list[Tensor]]:

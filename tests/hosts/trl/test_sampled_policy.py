@@ -10,11 +10,11 @@ import pytest
 import torch
 from seen import Seen
 from trainers import trainer_maker
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl.policy import why_sampling_mismatch
+from rl_training.hosts.trl.policy import caches_that_fit, why_sampling_mismatch
 from rl_training.offline.restored import restore
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -161,3 +161,11 @@ def test_a_checkpoint_is_not_analysed_with_another_policy_s_samples_or_another_l
 ) -> None:
     with pytest.raises(ValueError, match=way_out):
         restore(make_trainer(**settings), tmp_path)
+
+
+def test_so_many_responses_are_generated_at_once_as_an_eighth_of_a_gpu_has_caches_for() -> None:
+    """Of a 7B's 28 layers with 4 key-value heads of width 128 in fp32: 114,688 bytes a token."""
+    shape = {"num_hidden_layers": 28, "num_attention_heads": 28, "hidden_size": 3584}
+    config = Qwen2Config(**shape, num_key_value_heads=4)
+    assert caches_that_fit(config, 16384, 80e9) == 10_000_000_000 // (114_688 * 16384) == 5
+    assert caches_that_fit(GPT2Config(n_layer=28, n_head=28, n_embd=3584), 16384, 80e9) == 1
