@@ -102,6 +102,13 @@ class Intervention:
         """The new threshold of clipping; None: as it is."""
         return self.strength if self.trl == "max_grad_norm" else None
 
+    @property
+    def differs(self) -> str:
+        """How it changes the loss, as LossSettings.differs has it: "beta" for what is no weight on advantages."""
+        if self.trl == "entropy_coef":
+            return self.trl
+        return "intervention" if {"advantages", "sampler"} & {*self.needs} else "beta"
+
     def why_unavailable(self, loss: LossInputs) -> str:
         """Returns why it is not available with this loss, "" if it is."""
         return next((NEEDS[need] for need in self.needs if not has(loss, need)), "")

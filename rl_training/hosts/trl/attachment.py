@@ -109,7 +109,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def loss_settings(self) -> LossSettings:
         """What the loss that is trained with is set to, interventions and all."""
         settings = batches.loss_settings(self._trainer)
-        return dataclasses.replace(settings, differs=settings.differs | self._loss.differs)
+        return dataclasses.replace(settings, differs=settings.differs | {each.differs for each in self._loss.on_loss})
 
     def remove(self) -> None:
         """Removes everything from the trainer; what was measured is kept."""

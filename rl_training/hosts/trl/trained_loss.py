@@ -76,18 +76,6 @@ class TrainedLoss:
         self.on_loss = [each for each in interventions if each.function is not None]
         self._silent_share = 0.0  # of the rollout's prompts
 
-    @property
-    def differs(self) -> frozenset[str]:
-        """How they change the loss, see LossSettings: by a term on log-probabilities other than the advantage's."""
-        return frozenset(
-            each.trl
-            if each.trl == "entropy_coef"
-            else "intervention"
-            if {"advantages", "sampler"} & {*each.needs}
-            else "beta"
-            for each in self.on_loss
-        )
-
     def begin(self, rollout: Rollout) -> None:
         """Registers a fresh rollout of this rank. A collective."""
         if self.on_loss:
