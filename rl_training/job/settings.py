@@ -54,6 +54,7 @@ OF_ANALYSIS = {
     "update.prompts": Range(int, 1), "update.seed": Range(int, 0), "truth.etas": Range(float, 0, open=True),
     "memory.microbatch_size": Range(int, 1), "memory.generation_size": Range(int, 1),
     "kernel.memory_gb": Range(float, 0, open=True), "kernel.microbatch_size": Range(int, 1),
+    "kernel.sketch_repeats": Range(int, 2),
     "sweep.evaluation_sizes": Range(int, MIN_SIZE), "sweep.update_prompts": Range(int, 1),
     "sweep.update_seeds": Range(int, 0), "learning_rate": Range(float, 0, open=True, or_none=True),
 }  # fmt: skip
@@ -61,6 +62,7 @@ LISTS = ("truth.etas", "sweep.evaluation_sizes", "sweep.update_prompts", "sweep.
 CHOICES = {
     "logger.metrics": ("core", "all"), "evaluation.overlap": get_args(Overlap), "log.level": LEVELS,
     "kernel.source": get_args(Source), "kernel.dtype": ("float32", "bfloat16"),
+    "kernel.sketch_buckets": tuple(2**bits for bits in range(21)),
 }  # fmt: skip
 HINTS = {
     "trainer.max_grad_norm": "; 0 switches clipping off",
@@ -144,7 +146,7 @@ def _check_choices(cfg: DictConfig) -> None:
     for key, choices in CHOICES.items():
         value = OmegaConf.select(cfg, key, default=choices[0])
         if value not in choices:
-            raise ValueError(f"{key}={value}: choose from {', '.join(choices)}")
+            raise ValueError(f"{key}={value}: choose from {', '.join(map(str, choices))}")
 
 
 def _check_probes(probes: Any) -> None:

@@ -101,6 +101,8 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
         ("truth.enabled=false first_order.enabled=false", "neither prediction nor truth"),
         ("kernel.enabled=true first_order.enabled=false", "needs the entropy gradient"),
         ("kernel.dtype=float16", "kernel.dtype=float16: choose from float32, bfloat16"),
+        ("kernel.sketch_buckets=500", "kernel.sketch_buckets=500: choose from 1, 2, 4, .*, 512,"),
+        ("kernel.sketch_repeats=1", "kernel.sketch_repeats=1 must be at least 2"),
         ("evaluation=5", "evaluation=5 must be a group of settings"),
         ("kernel.memory_gb=lots", "kernel.memory_gb=lots must be a number"),
         ("evaluation.overlap=null", "evaluation.overlap=null has no meaning"),
