@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from configs import QUICK, composed, composing
 from torch import Tensor
 
 from rl_training import Estimate, Probe
@@ -27,10 +26,9 @@ from rl_training.offline.settings import (
     UpdateConfig,
 )
 
-ROOT = Path(__file__).parents[1]
 RUN = [
-    "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=8", "logger=none", "probe=none",
-    "++trainer.disable_tqdm=true", "trainer.max_steps=3", "trainer.save_steps=1", "++trainer.save_total_limit=null",
+    *QUICK, "batch.microbatch_size=8", "probe=none",
+    "trainer.max_steps=3", "trainer.save_steps=1", "++trainer.save_total_limit=null",
     "++trainer.weight_decay=0.1", "++trainer.max_grad_norm=0.1", "trainer.lr_scheduler_type=linear",
     "trainer.max_completion_length=24", "+probes.recorder._target_=analysed_runs.Recorder",
 ]  # fmt: skip
@@ -56,11 +54,6 @@ class Recorder(Probe):
         return {"recorder/steps": Estimate(float(len(SEEN)))}
 
 
-def composed(name: str, *overrides: str) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(name, overrides=list(overrides))
-
-
 @functools.cache
 def trained(temporary: Path) -> Path:
     folder = temporary / "trained" / "run_1"
@@ -73,7 +66,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def restored_at(run: Path, step: int, *changes: str, learning_rate: float | None = None) -> RestoredTrainer:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with composing():
         return build_restored(run_settings(checkpoint(run, step), changes), checkpoint(run, step), learning_rate)
 
 

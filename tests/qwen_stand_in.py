@@ -10,16 +10,13 @@ import json
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from configs import QUICK, composed
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.tasks.gsm8k import gsm8k
-
-CONF = Path(__file__).parents[1] / "conf"
 
 EOS = "<|endoftext|>"
 
@@ -31,14 +28,8 @@ ROWS = [
 ]
 
 SMALL = [
-    "trainer.max_steps=2", "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4",
-    "trainer.max_completion_length=16", "logger=none", "++trainer.disable_tqdm=true", "++trainer.save_strategy=no",
+    *QUICK, "trainer.max_steps=2", "trainer.max_completion_length=16", "++trainer.save_strategy=no",
 ]  # fmt: skip
-
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=list(overrides))
 
 
 @functools.cache
@@ -104,9 +95,5 @@ def teach_the_form(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts
 
 
 def experiment(folder: Path, run_dir: Path, *overrides: str) -> TrainingRun:
-    return build_run(
-        composed(
-            "experiment=qwen_gsm8k", f"model.name={folder / 'model'}", f"data.path={folder / 'rows.jsonl'}",
-            f"run_dir={run_dir}", *SMALL, *overrides,
-        )
-    )  # fmt: skip
+    data = (f"model.name={folder / 'model'}", f"data.path={folder / 'rows.jsonl'}")
+    return build_run(composed("train", "experiment=qwen_gsm8k", *data, f"run_dir={run_dir}", *SMALL, *overrides))

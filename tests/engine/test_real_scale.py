@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from configs import composed
 from peft import LoraConfig
-from qwen_stand_in import composed, experiment
+from qwen_stand_in import experiment
 from seen import Seen
 from torch import Tensor, nn
 from trainers import FEW
@@ -64,7 +65,7 @@ def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(stan
 
 
 def test_the_batch_of_the_experiment_divides_among_1_2_4_and_8_processes_with_an_error_bar() -> None:
-    cfg = composed("experiment=qwen_gsm8k")
+    cfg = composed("train", "experiment=qwen_gsm8k")
     batch = (cfg.batch.sequences_per_step, cfg.batch.microbatch_size)
     steps = {n: accumulation_steps(*batch, n, cfg.trainer.num_generations) for n in (1, 2, 4, 8)}
     assert steps == {1: 16, 2: 8, 4: 4, 8: 2}
@@ -156,8 +157,8 @@ def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_to
 
 def test_qlora_composes_with_the_experiment_and_loads_4_bits(stand_in: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    cfg = composed("experiment=qwen_gsm8k", "adapter=qlora", f"model.name={stand_in / 'model'}")
-    assert cfg.adapter == composed("adapter=lora").adapter
+    cfg = composed("train", "experiment=qwen_gsm8k", "adapter=qlora", f"model.name={stand_in / 'model'}")
+    assert cfg.adapter == composed("train", "adapter=lora").adapter
     model, _ = load_causal_lm(cfg.model.name, cfg.model.dtype, cfg.model.quantization)
     quantised = {name.split(".")[-1] for name, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
     assert quantised == LINEAR  # not the head, which is the embedding
@@ -176,7 +177,7 @@ def test_qlora_composes_with_the_experiment_and_loads_4_bits(stand_in: Path) -> 
 )
 def test_frozen_weights_that_would_not_last_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        build_run(composed(f"run_dir={tmp_path / 'run'}", *overrides))
+        build_run(composed("train", f"run_dir={tmp_path / 'run'}", *overrides))
 
 
 def test_without_bitsandbytes_4_bits_are_refused_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,14 +85,13 @@ def with_adapter(model: PreTrainedModel, **settings: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)).eval()
 
 
-def plain(model: Any, sequences: Sampled, rows: Tensor, **beside: Callable[[int], Any]) -> list[tuple[Tensor, Tensor]]:
+def plain(model: Any, sequences: Sampled, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Returns log-probabilities and entropies of each row's sampled tokens, from all logits of that row alone."""
     scores = []
     for row in rows.tolist():
         prompt, token = sequences.prompt_mask[row].bool(), sequences.token_mask[row].bool()
         ids = torch.cat([sequences.prompt_ids[row][prompt], sequences.completion_ids[row][token]])
-        inputs = {name: of_row(row) for name, of_row in beside.items()}
-        logits = model(input_ids=ids.unsqueeze(0), **inputs).logits[0, int(prompt.sum()) - 1 : -1]
+        logits = model(input_ids=ids.unsqueeze(0)).logits[0, int(prompt.sum()) - 1 : -1]
         p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / TEMPERATURE).softmax(-1)
         own = sequences.completion_mask[row][token].bool()
         at_targets = p.log().gather(-1, sequences.completion_ids[row][token].unsqueeze(-1)).squeeze(-1)
@@ -193,28 +192,6 @@ def test_four_bit_weights_are_scored_as_the_model_scores() -> None:
     assert_like_plain(model, scorer, sampled(), tolerance=1e-5)
     next(m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)).compute_dtype = torch.bfloat16
     assert "computes in bfloat16" in scorer.why_not_fp32
-
-
-def test_images_of_rows_are_handed_through() -> None:
-    text = transformers.Qwen2Config(**SIZES)
-    eyes = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4,
-        initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config = transformers.LlavaConfig(vision_config=eyes, text_config=text, image_token_id=7)
-    model = transformers.LlavaForConditionalGeneration(config).double().eval()
-    sequences = sampled(prompts=(6, 5, 6, 5, 6))
-    image = torch.tensor([False, True, True, True, True, False])  # 4 tokens
-    prompt_ids = torch.where(image, 7, sequences.prompt_ids)
-    completion_ids = torch.where(sequences.completion_ids == 7, 8, sequences.completion_ids)
-    pixels = [torch.randn(1, 3, 8, 8, dtype=torch.float64) for _ in range(5)]
-    images = {"pixel_values": pixels, "num_images": [1] * 5}
-    sequences = dataclasses.replace(sequences, prompt_ids=prompt_ids, completion_ids=completion_ids, images=images)
-    twin = plain(model, sequences, ROWS, pixel_values=lambda row: pixels[row])
-    found = of_tokens(Scorer(model, TEMPERATURE).score(sequences, ROWS))
-    torch.testing.assert_close(found[0], torch.cat([pair[0] for pair in twin]))
-    torch.testing.assert_close(found[1], torch.cat([pair[1] for pair in twin]))
 
 
 def test_types_of_tokens_go_with_the_tokens_and_counts_stay_behind() -> None:

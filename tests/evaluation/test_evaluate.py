@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from configs import composed
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
@@ -40,14 +40,7 @@ from rl_training.records import evaluated
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
-ROOT = Path(__file__).parents[2]
-CONF = str(ROOT / "conf")
 QUICK = ["evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
-
-
-def configured(name: str, *overrides: str) -> Any:
-    with initialize_config_dir(CONF, version_base="1.3"):
-        return compose(name, list(overrides))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = folder / "training_state" / "checkpoint-2" / "model.safetensors"
     weights.rename(folder / "whole")
     weights.write_bytes((folder / "whole").read_bytes()[:100_000])
-    cfg = configured("train", f"run_dir={folder}", "hydra.job.num=0")
+    cfg = composed("train", f"run_dir={folder}", "hydra.job.num=0")
     OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
     return folder
 
@@ -104,7 +97,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     raising = "def raising(row, **others):\n    raise KeyError('nothing')\n"
     (tmp_path / "my_metrics.py").write_text(metrics + raising, encoding="utf-8")
     asked = [f"run={run}", *QUICK, "metric=entropy_by_position", "+metrics.mine._target_=my_metrics.characters"]
-    assert evaluate(configured("evaluate", *asked)) == 1
+    assert evaluate(composed("evaluate", *asked)) == 1
     shown = capsys.readouterr().out
     assert "step 2 failed: its model cannot be loaded" in shown
     table = run / "evaluations" / "arithmetic" / evaluated.TABLE_FILE
@@ -119,7 +112,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     before = (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns
     weights = run / "training_state" / "checkpoint-2" / "model.safetensors"
     weights.write_bytes((run / "whole").read_bytes())
-    assert evaluate(configured("evaluate", *asked)) == 0
+    assert evaluate(composed("evaluate", *asked)) == 0
     assert (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns == before, "what was finished is skipped"
     assert table.read_text(encoding="utf-8").startswith(first)
     assert {row.step for row in evaluated.read_table(table.parent)} == {1, 2}
@@ -140,7 +133,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
         "evaluation.batch_size=7",
         "evaluation.gzip=true",
     ]
-    assert evaluate(configured("evaluate", *anew)) == 1
+    assert evaluate(composed("evaluate", *anew)) == 1
     assert "metric bad raised at row" in capsys.readouterr().out
     again = evaluated.read_table(run / "evaluations" / "anew")
     assert {row.metric for row in again} == {name for name in rows if "by_position" not in name and "mine" not in name}
@@ -154,7 +147,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """And while one evaluation of a run is at work, another one says so and ends."""
-    cfg = configured(
+    cfg = composed(
         "evaluate", f"checkpoints=[{run}/training_state/checkpoint-1]", *QUICK, f"output={tmp_path}",
         "evaluation.batch_size=10",
     )  # fmt: skip
@@ -201,32 +194,32 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
 def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: list[str], message: str) -> None:
     before = sorted(run.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        evaluate(configured("evaluate", *(o.format(run=run) for o in overrides)))
+        evaluate(composed("evaluate", *(o.format(run=run) for o in overrides)))
     assert sorted(run.rglob("*")) == before
 
 
 def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     with pytest.raises(ValueError, match="has no checkpoints"):
-        read_plan(configured("evaluate", f"run={tmp_path}"))
+        read_plan(composed("evaluate", f"run={tmp_path}"))
 
 
 def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    plan = read_plan(configured("evaluate", *asked))
+    plan = read_plan(composed("evaluate", *asked))
     plan.start()
     evaluated.write_step(plan.folder, 1, {}, {}, [])
     with pytest.raises(ValueError, match=r"temperature=0.5 \(was 1.0\).*evaluation.name=NAME"):
-        read_plan(configured("evaluate", *asked, "evaluation.temperature=0.5")).start()
-    read_plan(configured("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
+        read_plan(composed("evaluate", *asked, "evaluation.temperature=0.5")).start()
+    read_plan(composed("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
 
 
 def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_right_command(
     run: Path, tmp_path: Path
 ) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    read_plan(configured("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
-    plan = read_plan(configured("evaluate", *asked))
+    read_plan(composed("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
+    plan = read_plan(composed("evaluate", *asked))
     plan.start()
     assert json.loads((plan.folder / evaluated.SETTINGS).read_text(encoding="utf-8"))["temperature"] == 1.0
 
@@ -236,7 +229,7 @@ def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_pat
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    plan = read_plan(configured("evaluate", f"run={tmp_path}"))
+    plan = read_plan(composed("evaluate", f"run={tmp_path}"))
     evaluated.write_step(plan.folder, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
     assert plan.pending() == {}
     (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step_time": 0.3}]}')
@@ -246,7 +239,7 @@ def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_pat
 def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(run: Path, tmp_path: Path) -> None:
     rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    plan = read_plan(configured("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}"))
+    plan = read_plan(composed("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}"))
     assert (plan.folder.name, plan.prefix, plan.options.max_completion_length) == ("gsm8k", "evaluation/gsm8k/", 512)
     loaded = policy.load_policy(
         plan.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
@@ -258,7 +251,7 @@ def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(
 def test_a_bare_checkpoint_is_evaluated_on_the_task_that_is_given(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
-    plan = read_plan(configured("evaluate", *asked))
+    plan = read_plan(composed("evaluate", *asked))
     assert plan.checkpoints == {0: bare}
     assert (plan.options.max_completion_length, plan.options.temperature, plan.run) == (36, 1.0, None)
 

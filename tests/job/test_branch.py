@@ -10,34 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
+from configs import QUICK, composing
+from hydra import compose
 from safetensors.torch import load_file
 
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.run_settings import branched, settable
-from rl_training.job.shipped import CONF
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import read_metrics
 
 SMALL = [
-    "trainer.max_steps=3",
-    "trainer.save_steps=1",
-    "trainer.save_total_limit=9",
-    "trainer.num_generations=4",
-    "trainer.max_completion_length=12",
-    "batch.sequences_per_step=16",
-    "batch.microbatch_size=8",
-    "++trainer.learning_rate=1e-3",
-    "++trainer.adam_beta2=0.95",
-    "logger=none",
-    "++trainer.disable_tqdm=true",
-]
+    *QUICK, "batch.sequences_per_step=16", "batch.microbatch_size=8", "trainer.max_completion_length=12",
+    "trainer.max_steps=3", "trainer.save_steps=1", "trainer.save_total_limit=9",
+    "++trainer.learning_rate=1e-3", "++trainer.adam_beta2=0.95",
+]  # fmt: skip
 
 
 def run_of(folder: Path, *overrides: str) -> TrainingRun:
     words = [f"run_dir={folder}", *overrides]
     typed = [settable(word) for word in words] if overrides[0].startswith("branch=") else words
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing():
         return build_run(branched(compose("train", overrides=typed), words))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import transformers.integrations
+from configs import QUICK
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -35,14 +36,7 @@ from rl_training.records.jsonl import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[2]
 PRINTS = "transformers.integrations.integration_utils"
-SMALL = [
-    "trainer.max_steps=2",
-    "trainer.num_generations=4",
-    "batch.sequences_per_step=32",
-    "batch.microbatch_size=4",
-    "logger=none",
-    "trainer.disable_tqdm=true",
-]
+SMALL = [*QUICK, "trainer.max_steps=2"]
 
 
 @dataclass

@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from configs import composed, quick_run
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.build import TrainingRun
 from rl_training.job.explain import GONE, explain, make
 from rl_training.job.run_settings import load_settings, refuse_other_settings
 from rl_training.job.settings import accumulation_steps, check_settings
+from rl_training.job.shipped import CONF
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny
 from rl_training.tasks.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[2]
-CONF = ROOT / "conf"
 # What an option needs beside its name.
 NEEDS = {"model=hub": ["model.name=somewhere"]}
 OPTIONS = [
@@ -35,29 +35,15 @@ OPTIONS = [
     for path in sorted(CONF.glob("*/*.yaml"))
     if path.parent.name not in ("hydra", "help", "metric")  # metrics are evaluate.py's
 ]
-SHRUNK = [
-    "trainer.max_steps=1",
-    "trainer.num_generations=4",
-    "batch.sequences_per_step=32",
-    "batch.microbatch_size=4",
-    "logger=none",
-    "++trainer.disable_tqdm=true",
-]
-
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("train", overrides=list(overrides))
-    return cfg
 
 
 def built(tmp_path: Path, *overrides: str) -> TrainingRun:
-    return build_run(composed(f"run_dir={tmp_path / 'run'}", *SHRUNK, *overrides))
+    return quick_run(tmp_path / "run", "trainer.max_steps=1", *overrides)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = composed(option, *NEEDS.get(option, []), "run_dir=somewhere")
+    cfg = composed("train", option, *NEEDS.get(option, []), "run_dir=somewhere")
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     monkeypatch.chdir("/tmp")
     instantiate(cfg.trainer, _convert_="all", report_to=[], output_dir="/tmp/unused")
@@ -87,7 +73,7 @@ def test_an_error_in_ones_own_code_that_a_setting_names_is_told_with_its_kind(
     ],
 )
 def test_probes_are_chosen_by_name_or_list(override: str, names: list[str]) -> None:
-    assert list(composed(override).probes) == names
+    assert list(composed("train", override).probes) == names
 
 
 def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
@@ -99,7 +85,7 @@ def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
 
 def test_an_array_tasks_number_from_the_environment_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
-    cfg = composed("seed=${oc.env:SLURM_ARRAY_TASK_ID}")
+    cfg = composed("train", "seed=${oc.env:SLURM_ARRAY_TASK_ID}")
     check_settings(cfg)
     assert cfg.seed == cfg.trainer.seed == 7
 
@@ -194,7 +180,7 @@ def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], m
 )
 def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation: str) -> None:
     with pytest.raises(HydraException) as raised:
-        composed(override)
+        composed("train", override)
     assert explanation in explain(raised.value)
     assert "\n" not in explain(raised.value)
 
@@ -208,7 +194,7 @@ def test_every_list_in_a_command_of_the_pages_and_of_help_is_quoted_as_zsh_needs
 
 
 def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
-    cfg = composed("probe=[simple,gns]", "run_dir=somewhere")  # else it is named by the second
+    cfg = composed("train", "probe=[simple,gns]", "run_dir=somewhere")  # else it is named by the second
     stored = OmegaConf.to_container(cfg)
     for number, setting in enumerate(GONE):
         *above, option = setting.split(".")
@@ -219,17 +205,19 @@ def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_pa
 
 
 def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) -> None:
-    OmegaConf.save(composed("run_dir=somewhere"), tmp_path / "config.yaml", resolve=True)
-    refuse_other_settings(composed("run_dir=elsewhere", "trainer.max_steps=99", "probe=none"), tmp_path)
+    OmegaConf.save(composed("train", "run_dir=somewhere"), tmp_path / "config.yaml", resolve=True)
+    refuse_other_settings(composed("train", "run_dir=elsewhere", "trainer.max_steps=99", "probe=none"), tmp_path)
     with pytest.raises(ValueError, match=r"batch\.sequences_per_step=128 \(was 256\).*seed=3 \(was 0\)"):
-        refuse_other_settings(composed("run_dir=somewhere", "batch.sequences_per_step=128", "seed=3"), tmp_path)
+        refuse_other_settings(
+            composed("train", "run_dir=somewhere", "batch.sequences_per_step=128", "seed=3"), tmp_path
+        )
 
 
 @pytest.mark.parametrize("content", [b"seed: [1", b"\xff\xfe", b"- 1"], ids=["no yaml", "no text", "a list"])
 def test_a_config_that_is_broken_is_named_when_its_run_goes_on(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*mend or delete it"):
-        refuse_other_settings(composed(), tmp_path)
+        refuse_other_settings(composed("train"), tmp_path)
 
 
 def test_a_model_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -15,31 +15,21 @@ from typing import Any
 import forks
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
+from configs import QUICK, composed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerState
 from wandb.proto import wandb_internal_pb2
 
 from rl_training.job.loggers import TensorBoardLogger, TrackioLogger, WandbLogger
-from rl_training.job.shipped import CONF
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.workspace import CORE, SECTIONS
 
 SETTINGS = [
-    "buffer=filtered",
-    "alert.below=0.05",
-    "probe=[simple,measured,gns,ess,sampler,covariance,ground_truth]",
-    "probes.ground_truth.every=1",
-    "probes.ground_truth.sequences=16",
-    "trainer.num_generations=4",
-    "batch.sequences_per_step=32",
-    "batch.microbatch_size=4",
-    "trainer.save_steps=1",
-    "logger=wandb",
-    "logger.metrics=all",
-    "++trainer.report_to=[wandb,tensorboard,trackio]",
-]
+    *QUICK, "buffer=filtered", "alert.below=0.05", "probe=[simple,measured,gns,ess,sampler,covariance,ground_truth]",
+    "probes.ground_truth.every=1", "probes.ground_truth.sequences=16", "trainer.save_steps=1",
+    "logger=wandb", "logger.metrics=all", "++trainer.report_to=[wandb,tensorboard,trackio]",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +148,7 @@ def test_tensorboard_has_the_reports_pictures(run_dir: Path) -> None:
 
 
 def test_a_run_shows_the_core_numbers_where_nothing_else_is_asked_for() -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        assert compose("train", overrides=["logger=wandb"]).logger.metrics == "core"
+    assert composed("train", "logger=wandb").logger.metrics == "core"
 
 
 def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import forks
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from configs import composed, quick_run
+from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
-from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.build import TrainingRun
 from rl_training.job.settings import check_resume
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
@@ -32,17 +32,7 @@ from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 from rl_training.version import VERSION
 
-ROOT = Path(__file__).parents[2]
-SMALL = [
-    "trainer.max_steps=3",
-    "trainer.save_steps=1",
-    "trainer.save_total_limit=9",
-    "trainer.num_generations=4",
-    "batch.sequences_per_step=32",
-    "batch.microbatch_size=8",
-    "logger=none",
-    "++trainer.disable_tqdm=true",
-]
+SMALL = ["trainer.max_steps=3", "trainer.save_steps=1", "trainer.save_total_limit=9", "batch.microbatch_size=8"]
 # What a checkpoint needs, in the order in which it is written.
 PARTS = [
     "model.safetensors", "optimizer.pt", "scheduler.pt", "probes.safetensors", "rng_state.pth", "trainer_state.json",
@@ -99,14 +89,9 @@ def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(
 # --- which checkpoint is taken ------------------------------------------------------------------------------------
 
 
-def composed(folder: Path, *overrides: str) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides])
-
-
 def run_of(folder: Path, *overrides: str) -> TrainingRun:
     """A run of three steps with a checkpoint at each, in this process."""
-    return build_run(composed(folder, *overrides))
+    return quick_run(folder, *SMALL, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -260,10 +245,8 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
 
 
 def test_a_folder_named_by_the_time_would_never_be_found_again() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", overrides=["resume=auto"])
     with pytest.raises(ValueError, match="is named by the time: give run_dir=PATH"):
-        check_resume(cfg)
+        check_resume(composed("train", "resume=auto"))
 
 
 def test_additional_steps_are_added_to_those_of_the_checkpoint(run_dir: Path) -> None:

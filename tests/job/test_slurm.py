@@ -17,16 +17,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from configs import QUICK
 
 from rl_training.records.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch")
 NO_SLURM = not all(shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") for name in PROGRAMS)
-SMALL = [
-    "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none",
-    "probe=none",
-]  # fmt: skip
+SMALL = [*QUICK, "probe=none"]
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import forks
 import pytest
+from configs import QUICK
 
 from rl_training.records.jsonl import read_estimates, read_metrics
 
@@ -18,13 +19,7 @@ BIN = Path(sys.executable).parent
 SILENCE = "rl_training.job.silence"
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 PROGRAMS = [path.relative_to(ROOT) for path in BENCHMARKS if "__main__" in path.read_text(encoding="utf-8")]
-SMALL = [
-    "trainer.max_steps=2",
-    "trainer.num_generations=4",
-    "batch.sequences_per_step=32",
-    "batch.microbatch_size=4",
-    "logger=none",
-]
+SMALL = [*QUICK, "trainer.max_steps=2"]
 
 
 def train(*overrides: str) -> subprocess.CompletedProcess[str]:

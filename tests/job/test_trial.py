@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
+from configs import QUICK, composed, composing
+from hydra import compose
 
 from rl_training.job.shipped import CONF
 from rl_training.job.trial import Branch, Trial, read_trial, run_wave
@@ -21,8 +22,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.folder import CONFIG_FILE
 
 SMALL = [
-    "trainer.max_steps=2", "trainer.num_generations=4", "batch.sequences_per_step=16", "batch.microbatch_size=8",
-    "trainer.max_completion_length=8", "logger=none", "trainer.disable_tqdm=true", "probe=none",
+    *QUICK, "trainer.max_steps=2", "batch.sequences_per_step=16", "trainer.max_completion_length=8", "probe=none",
 ]  # fmt: skip
 TRIAL = ["steps=2", "seeds=1", "evaluation.fraction=0.02", "evaluation.responses_per_prompt=2"]
 
@@ -124,7 +124,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trial_of(run: Path, *words: str, launcher: tuple[str, ...] = ()) -> Trial:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing():
         cfg = compose("try", [f"run={run}", "interventions=[psr,lr:0.5,nsr]", *words])
         return read_trial(cfg, (), launcher)
 
@@ -142,9 +142,8 @@ def test_candidates_are_halved_until_two_are_left_and_not_where_the_schedule_kno
 
     def stages(num: int, **cfg: object) -> list[int]:
         names = tuple(f"c{number}" for number in range(num))
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = compose("try", [f"run={run}", *(f"{key}={value}" for key, value in cfg.items())])
-        return Trial(run / "training_state" / "checkpoint-2", names, composed, (), ()).stages
+        known = composed("try", f"run={run}", *(f"{key}={value}" for key, value in cfg.items()))
+        return Trial(run / "training_state" / "checkpoint-2", names, known, (), ()).stages
 
     assert [stages(num) for num in (1, 2, 3, 4, 8)] == [[40], [40], [20, 40], [20, 40], [10, 20, 40]]
     assert stages(8, halving="false") == [40]
@@ -157,8 +156,7 @@ def test_a_branch_whose_command_fails_does_not_hold_up_the_others(
 ) -> None:
     """Two at once, by joblib; the commands are quick ones."""
     run = a_run_folder(tmp_path / "run")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("try", [f"run={run}"])
+    cfg = composed("try", f"run={run}")
     launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     trial = Trial(run / "training_state" / "checkpoint-2", ("psr",), cfg, (), launcher)
     commands = {"plain": [["no_such"], ["config"]], "psr": [["--version"], ["config"]]}

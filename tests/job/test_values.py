@@ -7,17 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from configs import composed, composing
+from omegaconf import OmegaConf
 
 from rl_training.job.run_settings import run_settings
 from rl_training.job.settings import check_analysis, check_evaluation, check_run, name_of
-from rl_training.job.shipped import CONF
-
-
-def composed(name: str, *overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(name, overrides=list(overrides))
 
 
 def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
@@ -149,7 +143,7 @@ def test_a_run_that_does_not_say_its_data_is_analysed_with_data_that_are_given(t
     OmegaConf.set_struct(cfg, False)
     del cfg["data"]
     OmegaConf.save(cfg, tmp_path / "config.yaml", resolve=True)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing():
         with pytest.raises(ValueError, match=r"config.yaml lacks data, which .* or give data=…$"):
             run_settings(checkpoint, [])
         changed = run_settings(checkpoint, ["data=arithmetic", "model=tiny", "model.dtype=bfloat16"])

@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysed_runs import ROOT, RUN, SMALL, checkpoint, restored_at, results_of
-from hydra import compose, initialize_config_dir
+from analysed_runs import RUN, SMALL, checkpoint, restored_at, results_of
+from configs import composing
+from hydra import compose
 
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_restored
@@ -203,7 +204,7 @@ def test_a_run_keeps_its_settings_but_those_that_are_changed(run: Path) -> None:
 def test_a_checkpoint_outside_a_run_says_what_it_needs_and_then_works(run: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint(run, 1), tmp_path / "alone" / "checkpoint-1")
     alone = tmp_path / "alone" / "checkpoint-1"
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with composing():
         with pytest.raises(ValueError, match=r"is not in a run .* model=… data=…"):
             run_settings(alone, [])
         named = ["model=hub", f"model.name={alone}", "data=arithmetic", "trainer.num_generations=4", *RUN[1:3]]
@@ -242,7 +243,7 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
 ) -> None:
     own = [f"checkpoint={checkpoint(run, 1)}", "evaluation.prompts=24", "update.prompts=8", "memory.generation_size=24"]
     own += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with composing():
         (path,) = analyse_checkpoints(compose("offline", [*own, f"output={tmp_path / 'one'}"]))
     assert "predicted, first order" in capsys.readouterr().out
     forks.run_on_ranks(("offline.py", *own, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")

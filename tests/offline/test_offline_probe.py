@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from analysed_runs import RUN, checkpoint, composed
-from hydra import compose, initialize_config_dir
+from analysed_runs import RUN, checkpoint
+from configs import composed, composing
+from hydra import compose
 from safetensors.torch import load_file
 
 from rl_training import OfflineEntropyProbe
@@ -20,7 +21,7 @@ from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_run
 from rl_training.job.explain import flat
 from rl_training.job.offline_probe import CHOICES, SETTINGS
-from rl_training.job.shipped import CONF, PROBE_CONFIGS
+from rl_training.job.shipped import PROBE_CONFIGS
 from rl_training.records import probe_logs, read_probe_log
 from rl_training.records.analyses import read_analysis
 from rl_training.records.atomic_write import write_atomically
@@ -53,7 +54,7 @@ def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:
     own = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing():
         (path,) = analyse_checkpoints(
             compose("offline", [f"checkpoint={checkpoint(run, 1)}", *own, f"output={tmp_path}"])
         )
@@ -83,8 +84,7 @@ def test_the_ready_files_run_and_explain_every_option(
     probe = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "full_example.yaml")
     others = {"checkpoint.checkpoint_path", "importance.report_per_token", "detailed_logging.enabled", "overrides"}
     assert flat(probe.config).keys() == {*SETTINGS, *CHOICES} | others
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        given, default = compose("offline", probe.words(run)), compose("offline", [f"checkpoint={run}"])
+    given, default = composed("offline", *probe.words(run)), composed("offline", f"checkpoint={run}")
     assert {key for key in default if given[key] != default[key]} == {"name", "report", "dashboards"}
     found = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe(checkpoint(run, 2))
     assert Path(found["log"]).is_relative_to(run / "offline")

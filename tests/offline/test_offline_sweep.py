@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from analysed_runs import checkpoint, results_of
-from hydra import compose, initialize_config_dir
+from configs import composed, composing
+from hydra import compose
 from recorded_runs import record_run
 
 from rl_training.job.analysis import analyse_checkpoints, read_plan
-from rl_training.job.shipped import CONF
 from rl_training.records import analysis_results
 from rl_training.records.analyses import COLUMNS, read_analysis, verdict
 from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_analyses_page
@@ -33,7 +33,7 @@ SWEEP = ["sweep.evaluation_sizes=[16,8]", "sweep.update_seeds=[1,5]", "truth.eta
 @pytest.fixture(scope="module")
 def swept(run: Path) -> pd.DataFrame:
     """Two checkpoints, each with everything varied; told to TensorBoard."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing():
         asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
         analyse_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
     return analysis_results(run)
@@ -148,7 +148,6 @@ def test_checkpoints_whose_results_would_lie_in_one_folder_are_refused(run: Path
     other = tmp_path / "other" / "training_state"
     shutil.copytree(checkpoint(run, 1), other / "checkpoint-1")
     both = f"checkpoint=[{checkpoint(run, 1)},{other / 'checkpoint-1'}]"
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("offline", [both, f"output={tmp_path}"])
+    cfg = composed("offline", both, f"output={tmp_path}")
     with pytest.raises(ValueError, match=r"2 checkpoints would write their results to .*/default/checkpoint-1"):
         read_plan(cfg)

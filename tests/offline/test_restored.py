@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from analysed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoint, close, composed, joined, restored_at
+from analysed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoint, close, joined, restored_at
+from configs import composed
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, take_rows

@@ -12,6 +12,7 @@ import reference
 import torch
 from layouts import scores_of
 from peft import LoraConfig, get_peft_model
+from seen import Kept
 from torch import Tensor
 from trainers import LORA, graded, trainer_maker
 
@@ -25,27 +26,20 @@ G, PROMPTS = 4, 8
 SHAPE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "reward": graded}
 
 
-class Answers(MeasuredStepProbe):
+class Answers(Kept, MeasuredStepProbe):
     """The probe, which keeps its answers, and of each step what it learns from and a copy of the model in fp64."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.all: list[dict[str, Estimate]] = []
-        self.steps: list[Step] = []
         self.models: list[Any] = []
 
     def prepare(self, step: Step) -> None:
         super().prepare(step)
-        self.steps.append(step)
         model: Any = load_tiny()[0]  # no deepcopy: TRL's patched forward would use the original's weights
         if hasattr(step.policy.model, "peft_config"):
             model = get_peft_model(model, LoraConfig(**LORA))
         model.load_state_dict(step.policy.model.state_dict())
         self.models.append(model.double().eval())
-
-    def results(self) -> dict[str, Estimate]:
-        self.all.append(super().results())
-        return self.all[-1]
 
 
 class LionLike(torch.optim.Optimizer):

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from configs import quick_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainers import FEW
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.hosts.trl import alert
 from rl_training.hosts.trl.alert import EntropyAlert
-from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.build import TrainingRun
 from rl_training.mathematics.forecast import EntropyForecast
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.report import write_report
@@ -27,13 +27,12 @@ from rl_training.records.report.summary import summarize
 
 SMALL = [
     "trainer.max_steps=6", "trainer.num_generations=2", "batch.sequences_per_step=16", "batch.microbatch_size=2",
-    "trainer.max_completion_length=8", "++trainer.disable_tqdm=true",
+    "trainer.max_completion_length=8",
 ]  # fmt: skip
 
 
 def run_of(folder: Path, *overrides: str) -> TrainingRun:
-    with initialize_config_dir(str(Path(__file__).parents[3] / "conf"), version_base="1.3"):
-        return build_run(compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides]))
+    return quick_run(folder, *SMALL, "logger=tensorboard", *overrides)
 
 
 def test_it_is_in_log_records_report_and_dashboard_and_ends_the_run_if_asked_to(

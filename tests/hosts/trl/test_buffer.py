@@ -12,8 +12,8 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
+from configs import quick_run
 from datasets import Dataset
-from hydra import compose, initialize_config_dir
 from seen import Seen
 from torch import Tensor
 from trainers import trainer_maker
@@ -30,7 +30,7 @@ from rl_training.hosts.trl.buffer import (
     start_buffer,
 )
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.build import TrainingRun
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
 from rl_training.records.checkpoints import what_is_wrong_with
@@ -40,9 +40,12 @@ from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
 
 ROOT = Path(__file__).parents[3]
 SMALL = [
-    "trainer.max_steps=1", "trainer.save_steps=1", "trainer.num_generations=4", "batch.sequences_per_step=16",
-    "batch.microbatch_size=8", "probe=none", "logger=none", "++trainer.disable_tqdm=true",
-]  # fmt: skip
+    "trainer.max_steps=1",
+    "trainer.save_steps=1",
+    "batch.sequences_per_step=16",
+    "batch.microbatch_size=8",
+    "probe=none",
+]
 Make = Callable[..., GRPOTrainer]
 TIMINGS = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
 
@@ -402,8 +405,7 @@ def test_prompts_with_images_are_refused(make_trainer: Make, column: str) -> Non
 
 def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options_only(tmp_path: Path) -> None:
     def built(*overrides: str) -> TrainingRun:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return build_run(compose("train", overrides=[*SMALL, f"run_dir={tmp_path / 'run'}", *overrides]))
+        return quick_run(tmp_path / "run", *SMALL, *overrides)
 
     run = built("buffer=filtered", "buffer.floor=0.3", "seed=5")
     assert (run.trainer.buffer.floor, run.trainer.buffer.seed) == (0.3, 5)

@@ -21,6 +21,7 @@ from accelerate.commands.launch import (
     prepare_simple_launcher_cmd_env,
 )
 from accelerate.utils import FullyShardedDataParallelPlugin
+from configs import QUICK
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from same_estimates import differences, of_records, too_far
@@ -39,7 +40,6 @@ BIN = Path(sys.executable).parent
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
 SHARDED = ["zero2_2", "zero3_2", "fsdp2_2"]  # ZeRO-1 by zero1_2_lora
 INTERVENED = ["zero2_2", "zero3_2"]  # of DDP and FSDP2: engine/test_shards.py
-SMALL = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none"]
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_onl
 
 
 def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) -> None:
-    asked = ["--cpu", "--num_processes", "2", "train.py", *SMALL, f"run_dir={tmp_path / 'run'}"]
+    asked = ["--cpu", "--num_processes", "2", "train.py", *QUICK, f"run_dir={tmp_path / 'run'}"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
     (python, *program), env = prepare_simple_launcher_cmd_env(arguments)  # what accelerate launch then starts
     assert python == sys.executable
