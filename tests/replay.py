@@ -213,12 +213,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     with whole_weights(trainer):
         weights = {name: whole(p).detach().clone() for name, p in trainer.model.named_parameters()}
     torch.save(
-        {
-            "steps": probes[-1].steps if probes else [],
-            "parameters": weights,
-            "collectives": sizes,
-            "fresh": fresh,
-        },
+        {"steps": probes[-1].steps if probes else [], "parameters": weights, "collectives": sizes, "fresh": fresh},
         folder / run / f"{rank}.pt",
     )
     if world > 1:

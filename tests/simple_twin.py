@@ -100,12 +100,7 @@ class Twin:
     """
 
     def __init__(
-        self,
-        step: Snapshot,
-        responses: int,
-        temperature: float = 1.0,
-        max_length: int = L_MAX,
-        weighted: bool = False,
+        self, step: Snapshot, responses: int, temperature: float = 1.0, max_length: int = L_MAX, weighted: bool = False
     ) -> None:
         self.step, self.max_length, rollout = step, max_length, step.rollout
         self.model = load_tiny()[0].double()

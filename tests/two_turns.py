@@ -116,10 +116,7 @@ class Tabular(Policy):
 
 
 def step_on(
-    logits: torch.nn.Parameter,
-    drawn: Tensor,
-    states: dict[str, AdamWState],
-    sampler: reference.Table | None = None,
+    logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState], sampler: reference.Table | None = None
 ) -> Step:
     """Returns the step that Dr-GRPO makes of these outcomes, (prompts · G,).
 

@@ -27,9 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainers import LORA, differing, ending, every_probe, graded, trained_weights
 
 from rl_training import DrGRPOTrainer
-from rl_training.probes import (
-    SimpleEntropyProbe,
-)
+from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_estimates
 from rl_training.tasks.models import load_causal_lm
 from rl_training.tasks.tiny import TINY_PATH
@@ -87,9 +85,7 @@ def assert_probes_change_nothing(make_trainer: MakeTrainer, device: str, **setti
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_with_probes_is_bitwise_the_training_without(
-    make_trainer: MakeTrainer, device: str, kind: str
-) -> None:
+def test_training_with_probes_is_bitwise_the_training_without(make_trainer, device: str, kind: str) -> None:
     assert_probes_change_nothing(make_trainer, device, **KINDS[kind])
 
 
@@ -104,9 +100,7 @@ def test_training_with_probes_in_flash_attention_is_bitwise_the_training_without
     assert_probes_change_nothing(make_trainer, "cuda", bf16=True, model=model)
 
 
-def test_a_measurement_is_in_ieee_fp32_where_training_is_in_tf32(
-    make_trainer: MakeTrainer, device: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_measurement_is_in_ieee_fp32_where_training_is_in_tf32(make_trainer, device: str, request) -> None:
     trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **SHORT)
     policy = trainer.attachment._policy
     rollout = policy.sample(8, seed=1)

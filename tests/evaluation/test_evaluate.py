@@ -214,9 +214,7 @@ def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Pat
     read_plan(composed("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
 
 
-def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_right_command(
-    run: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_right_command(run, tmp_path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
     read_plan(composed("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
     plan = read_plan(composed("evaluate", *asked))

@@ -192,9 +192,7 @@ def test_what_is_predicted_is_of_the_loss_that_is_trained_with(make_trainer: Cal
     assert probe.all[-1]["delta_h/forward"].value == pytest.approx(forward, rel=1e-3)
 
 
-def test_training_backwards_loses_the_reward_that_training_gains(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_training_backwards_loses_the_reward_that_training_gains(make_trainer, tmp_path) -> None:
     """Adam's first step of −g is that of g, turned round; the gradient of the reward is the same."""
     (tmp_path / "mine.py").write_text(
         "from rl_training.interventions.reweighting import scaled\n"
@@ -235,9 +233,7 @@ def test_what_cannot_be_trained_with_is_refused_before_a_step_is_made(
     assert "\n" not in str(error.value)
 
 
-def test_in_the_short_last_step_of_an_epoch_the_bonus_is_of_fewer_microbatches(
-    make_trainer: Callable[..., Any],
-) -> None:
+def test_in_the_short_last_step_of_an_epoch_the_bonus_is_of_fewer_microbatches(make_trainer) -> None:
     """−β / (M tokens) with M = 2, where other steps have four; the logged loss stays the trainer's own."""
     probe, losses = Weights(), []
     for names in ([], ["bonus:0.1"]):
@@ -259,9 +255,7 @@ def test_a_bonus_that_is_too_strong_is_blamed_beside_the_learning_rate(make_trai
         make_trainer(interventions=["bonus:1e30"], **SHAPE).train()
 
 
-def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(make_trainer, tmp_path) -> None:
     """From a plain run's checkpoint with lr:0.5 half of it; from its own it goes on as if never stopped, bitwise."""
     settings = SHAPE | {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "linear"}
     halved = {"interventions": ["lr:0.5"]}

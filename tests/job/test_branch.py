@@ -115,9 +115,7 @@ def test_a_branch_goes_on_exactly_from_its_own_checkpoints(original: Path, tmp_p
         ([], 7, "there is no such folder"),
     ],
 )
-def test_what_cannot_be_a_branch_is_refused(
-    original: Path, tmp_path: Path, overrides: list[str], step: int, said: str
-) -> None:
+def test_what_cannot_be_a_branch_is_refused(original, tmp_path, overrides: list[str], step: int, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         run_of(tmp_path / "new", f"branch={checkpoint(original, step)}", *overrides)
     assert not (tmp_path / "new" / CONFIG_FILE).exists()

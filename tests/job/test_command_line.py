@@ -266,9 +266,7 @@ def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: 
     assert read_metrics(tmp_path / "run" / "logs")[0]["mine/five"] == 5
 
 
-def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_again(tmp_path, monkeypatch) -> None:
     def interrupted(*arguments: object) -> str:
         raise Interrupted(signal.SIGINT)
 
@@ -330,9 +328,7 @@ def test_help_of_no_command_waits_for_a_slow_import() -> None:
     assert ended.stderr == ""
 
 
-def test_an_import_does_not_say_that_wandb_is_offline(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_does_not_say_that_wandb_is_offline(monkeypatch, capsys) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(transformers.integrations, PRINTS.rpartition(".")[2], None)  # put back in the end
     for context, said in ((importing(), ""), (contextlib.nullcontext(), "[INFO] Running in WANDB offline mode\n")):

@@ -52,9 +52,7 @@ def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatc
     assert [p.name for p in map(instantiate, cfg.probes.values())] == list(cfg.probes)
 
 
-def test_an_error_in_ones_own_code_that_a_setting_names_is_told_with_its_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_ones_own_code_that_a_setting_names_is_told_with_its_kind(tmp_path, monkeypatch) -> None:
     (tmp_path / "a_task_of_ones_own.py").write_text("def task():\n    return {}['question']\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"^data: KeyError: 'question' \(--debug shows where\)$"):

@@ -53,10 +53,7 @@ def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one
 
 @pytest.mark.parametrize("reuse", [{"steps_per_generation": 8}, {"num_iterations": 2}], ids=lambda d: next(iter(d)))
 def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
-    make_trainer: Callable[..., DrGRPOTrainer],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    reuse: dict[str, int],
+    make_trainer: Callable[..., DrGRPOTrainer], tmp_path: Path, caplog: pytest.LogCaptureFixture, reuse: dict[str, int]
 ) -> None:
     settings = {**reuse, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = make_trainer(probes=[SimpleEntropyProbe()], **settings)
@@ -76,9 +73,7 @@ def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
     assert numbers(resumed) == numbers(whole)
 
 
-def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(
-    make_trainer: Callable[..., DrGRPOTrainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(make_trainer, tmp_path, caplog) -> None:
     settings = {"steps_per_generation": 8, "save_strategy": "steps", "save_steps": 2}
     make_trainer(**settings, max_steps=1).train()
     assert "the last checkpoint, of step 1, is inside one" in caplog.text
@@ -112,9 +107,7 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_checkpoint_with_a_part_cut_short_is_not_taken(
-    run_dir: Path, part: str, kept: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_with_a_part_cut_short_is_not_taken(run_dir, part: str, kept: float, caplog) -> None:
     file = run_dir / TRAINING_STATE / "checkpoint-3" / part
     assert what_is_wrong_with(file.parent) == ""
     os.truncate(file, int(kept * file.stat().st_size))
@@ -147,9 +140,7 @@ def test_latest_without_a_run_is_the_run_with_the_latest_step_whatever_its_name(
     assert find_checkpoint("latest", run_dir.parent / "new") == dated / TRAINING_STATE / "checkpoint-3"
 
 
-def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(
-    run_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(run_dir, caplog) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     run_of(run_dir, "resume=latest")
     assert "not bitwise" not in caplog.text
@@ -206,9 +197,7 @@ def test_going_back_sets_later_checkpoints_aside(run_dir: Path) -> None:
         shutil.copytree(aside / "checkpoint-2", run_dir / TRAINING_STATE / "checkpoint-2")
 
 
-def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(
-    run_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(run_dir, caplog) -> None:
     for max_steps in (3, 5):
         run = run_of(run_dir, "resume=latest", f"trainer.max_steps={max_steps}")
         run.train()
@@ -258,9 +247,7 @@ def test_additional_steps_are_added_to_those_of_the_checkpoint(run_dir: Path) ->
         run_of(run_dir.parent / "new", "additional_steps=1")
 
 
-def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(run_dir, monkeypatch) -> None:
     """Also one that would be an interpolation of OmegaConf's, twice."""
     for command in ("run_dir=${now:%H}", "seed=0"):
         monkeypatch.setattr(sys, "argv", ["train.py", command])

@@ -30,7 +30,7 @@ def test_the_main_job_trains_measures_and_reports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     launched = forks.run(
         str(BIN / "accelerate"), "launch", "--config_file", "launch/cpu.yaml",
-        "train.py", "probe=simple", *SMALL, "logger=tensorboard", f"run_dir={folder}",
+        "train.py", "probe=simple", *SMALL, "logger=tensorboard", "++trainer.disable_tqdm=false", f"run_dir={folder}",
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     assert [row["step"] for row in read_metrics(folder / "logs")] == [1, 2]

@@ -151,9 +151,7 @@ def test_candidates_are_halved_until_two_are_left_and_not_where_the_schedule_kno
     assert stages(8) == [40]
 
 
-def test_a_branch_whose_command_fails_does_not_hold_up_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_branch_whose_command_fails_does_not_hold_up_the_others(tmp_path, monkeypatch) -> None:
     """Two at once, by joblib; the commands are quick ones."""
     run = a_run_folder(tmp_path / "run")
     cfg = composed("try", f"run={run}")

@@ -100,9 +100,7 @@ def test_shares_of_none_and_of_all_have_wilsons_interval() -> None:
 
 
 @pytest.mark.parametrize("values", [[1.0] * 9 + [0.0], [0.0, 0.25, 0.0, 0.0], [0.0, 1.0]], ids=str)
-def test_a_share_whose_bar_would_leave_0_to_1_has_the_ends_that_solve_wilsons_equation(
-    values: list[float],
-) -> None:
+def test_a_share_whose_bar_would_leave_0_to_1_has_the_ends_that_solve_wilsons_equation(values: list[float]) -> None:
     share = share_over_prompts(torch.tensor(values))
     mean = mean_over_prompts(torch.tensor(values))
     assert (share.value, share.stderr) == (mean.value, mean.stderr)

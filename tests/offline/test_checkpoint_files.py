@@ -57,9 +57,7 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("deepspeed")
-def test_moments_and_settings_are_joined_from_the_shards_of_ranks(
-    run: Path, tmp_path: Path, restored: RestoredTrainer
-) -> None:
+def test_moments_and_settings_are_joined_from_the_shards_of_ranks(run, tmp_path, restored) -> None:
     given: dict[str, Tensor] = {}
     copy = altered(run, tmp_path, lambda folder: given.update(write_shards(folder, restored, 12, swap=False)))
     states = restored_at(copy, 1).optimizer.states
@@ -71,9 +69,7 @@ def test_moments_and_settings_are_joined_from_the_shards_of_ranks(
 
 
 @pytest.mark.usefixtures("deepspeed")
-def test_shards_in_another_order_are_refused_since_the_weights_are_not_the_models(
-    run: Path, tmp_path: Path, restored: RestoredTrainer
-) -> None:
+def test_shards_in_another_order_are_refused_since_the_weights_are_not_the_models(run, tmp_path, restored) -> None:
     copy = altered(run, tmp_path, lambda folder: write_shards(folder, restored, 2, swap=True))
     with pytest.raises(ValueError, match=r"joined from the ranks' shards, differs from the model's weight"):
         restored_at(copy, 1)

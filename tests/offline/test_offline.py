@@ -26,13 +26,7 @@ from rl_training.offline.first_order import predict
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import print_table, write_result
-from rl_training.offline.settings import (
-    Evaluation,
-    FirstOrderSettings,
-    Memory,
-    TruthSettings,
-    UpdateConfig,
-)
+from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, TruthSettings, UpdateConfig
 from rl_training.records import read_probe_log
 from rl_training.records.analyses import read_analysis
 from rl_training.records.checkpoints import checkpoints_named
@@ -40,9 +34,7 @@ from rl_training.records.checkpoints import checkpoints_named
 # --- prediction and truth ---------------------------------------------------------------------------------------------
 
 
-def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(
-    restored: RestoredTrainer, analysed: Analysis
-) -> None:
+def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(restored, analysed) -> None:
     """Slopes of every token by finite differences at a hundredth of the step: another way than the backward's."""
     e, size = analysed.evaluation, 1e-2
     sizes = [p.numel() for p in restored.parameters.values()]
@@ -77,9 +69,7 @@ def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_
     assert other.trainer.accelerator.native_amp == bool(settings)
 
 
-def test_the_splits_add_up_and_the_product_of_means_is_that_of_the_entropy_gradient_and_the_step(
-    analysed: Analysis,
-) -> None:
+def test_the_splits_add_up_and_the_product_of_means_is_that_of_the_entropy_gradient_and_the_step(analysed) -> None:
     found = analysed.results
     for split in ("part", "layer", "kind"):
         keys = [k for k in found if k.startswith(f"deltaH1/{split}/") and not k.endswith(("_se", "_sequence"))]
@@ -101,9 +91,7 @@ def test_prediction_and_truth_agree_within_the_error_of_their_difference(analyse
     assert found["w_min"] < 1 < found["w_max"]
 
 
-def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not(
-    restored: RestoredTrainer, analysed: Analysis, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not(restored, analysed, capsys) -> None:
     for measured, says in ((-0.9, False), (0.25, True)):
         results = {**analysed.results, **results_of(-1.0, measured, 0.1)}
         print_table(dataclasses.replace(analysed, results=results), restored, Path("result.json"))
@@ -238,9 +226,7 @@ def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, anal
     assert path.read_bytes() == before
 
 
-def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(run, tmp_path, capsys) -> None:
     own = [f"checkpoint={checkpoint(run, 1)}", "evaluation.prompts=24", "update.prompts=8", "memory.generation_size=24"]
     own += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
     with composing():

@@ -13,12 +13,8 @@ from ranks_in_threads import on_two_ranks
 from rl_training.engine.batch import Rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.offline.buffers import _filter_of, _learned, rewards_of, sample_evaluation, sample_update
-from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import (
-    Evaluation,
-    UpdateConfig,
-)
+from rl_training.offline.settings import Evaluation, UpdateConfig
 
 
 def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
@@ -81,9 +77,7 @@ def test_a_prompt_that_stands_twice_is_rewarded_by_its_first_row() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["forbidden", "wanted"])
-def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(
-    restored: RestoredTrainer, analysed: Analysis, overlap: str
-) -> None:
+def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(restored, analysed, overlap: str) -> None:
     update, total = analysed.update_buffer, len(restored.trainer.train_dataset)
     evaluation = sample_evaluation(restored, Evaluation(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
     ids = restored.trainer._tokenize_prompts(list(evaluation.prompts))[0]
@@ -103,9 +97,7 @@ def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(rest
         sample_evaluation(restored, Evaluation(source=[99999]), None, 64)
 
 
-def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(
-    restored: RestoredTrainer, analysed: Analysis
-) -> None:
+def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(restored, analysed) -> None:
     rollout = analysed.update_buffer.rollout
     assert rollout.rewards is not None
     rewards = rollout.rewards.view(8, 4)

@@ -78,9 +78,7 @@ def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_ready_files_run_and_explain_every_option(
-    run: Path,
-) -> None:
+def test_the_ready_files_run_and_explain_every_option(run: Path) -> None:
     probe = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "full_example.yaml")
     others = {"checkpoint.checkpoint_path", "importance.report_per_token", "detailed_logging.enabled", "overrides"}
     assert flat(probe.config).keys() == {*SETTINGS, *CHOICES} | others

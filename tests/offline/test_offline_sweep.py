@@ -86,9 +86,7 @@ def test_a_slope_is_that_of_a_power_law_and_noise_lowers_its_fit() -> None:
 
 
 def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_report(
-    run: Path,
-    swept: pd.DataFrame,
-    tmp_path: Path,
+    run: Path, swept: pd.DataFrame, tmp_path: Path
 ) -> None:
     content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
     content["results"] |= results_of(-1.0, 0.25, 0.1)

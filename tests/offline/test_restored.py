@@ -20,10 +20,7 @@ from rl_training.job.build import build_run
 from rl_training.offline.buffers import UpdateBuffer, sample_update
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore
-from rl_training.offline.settings import (
-    Memory,
-    UpdateConfig,
-)
+from rl_training.offline.settings import Memory, UpdateConfig
 from rl_training.offline.update import make_update
 
 # --- restored ---------------------------------------------------------------------------------------------------------
@@ -88,9 +85,7 @@ def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
 
 
 @pytest.mark.parametrize("prompts", [1, 16, 17, 48, 100])
-def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(
-    restored: RestoredTrainer, analysed: Analysis, prompts: int
-) -> None:
+def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, analysed, prompts: int) -> None:
     rollout = analysed.update_buffer.rollout
     idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing
     sizes = make_update(restored, with_prompts(idle, prompts), Memory(32)).fold_prompts.tolist()

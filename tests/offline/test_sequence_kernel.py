@@ -327,10 +327,7 @@ def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_pa
 # --- over training ----------------------------------------------------------------------------------------------------
 
 
-def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_entropy(
-    run: Path,
-    tmp_path: Path,
-) -> None:
+def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_entropy(run, tmp_path) -> None:
     asked = Settings(
         Evaluation(prompts=6), UpdateConfig(prompts=2), truth=TruthSettings(enabled=False), conditioning=False
     )

@@ -128,9 +128,7 @@ def twin(run: tuple[Answers, Recorder]) -> InterventionsTwin:
 
 
 @pytest.mark.parametrize("name", [name for name in WHICH if name != "kl_cov"])
-def test_it_is_the_difference_of_the_steps_of_the_twin(
-    run: tuple[Answers, Recorder], twin: InterventionsTwin, name: str
-) -> None:
+def test_it_is_the_difference_of_the_steps_of_the_twin(run, twin: InterventionsTwin, name: str) -> None:
     answers, expected = run[0].all[-1], twin.answers(name)
     for quantity in ("delta_h", "delta_reward"):
         found = answers[f"intervention/{name}/{quantity}"]
@@ -306,9 +304,7 @@ def reasons(answers: dict[str, Estimate], quantity: str) -> dict[str, str]:
         ({"num_iterations": 2}, "num_iterations > 1"),
     ],
 )
-def test_where_nothing_can_be_predicted_the_reason_is_given(
-    make_trainer: Callable[..., Any], settings: dict[str, Any], said: str
-) -> None:
+def test_where_nothing_can_be_predicted_the_reason_is_given(make_trainer, settings: dict[str, Any], said: str) -> None:
     probe = Answers(["bonus", "lr"])
     make_trainer(probes=[probe], **settings).train()
     assert all(said in reason for reason in reasons(probe.all[-1], "delta_h").values())

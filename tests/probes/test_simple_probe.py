@@ -24,12 +24,7 @@ from rl_training.mathematics.jackknife import JackknifeUnits
 from rl_training.mathematics.needed_prompts import LOST
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
-from rl_training.probes import (
-    EffectiveSampleSizeProbe,
-    GradientNoiseScaleProbe,
-    GroundTruthProbe,
-    SimpleEntropyProbe,
-)
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
 K, G = 8, 4
@@ -59,11 +54,7 @@ def test_every_estimate_equals_the_plain_twin(
     make_trainer, responses, temperature, max_length, folds, masked, both
 ) -> None:
     recorder = Recorder()
-    probe = Answers(
-        responses_per_prompt=responses,
-        per_sequence=both,
-        num_folds=K,
-    )
+    probe = Answers(responses_per_prompt=responses, per_sequence=both, num_folds=K)
     make_trainer(
         probes=[probe, recorder],
         dtype=torch.float64,

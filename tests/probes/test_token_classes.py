@@ -274,9 +274,7 @@ def test_too_few_folds_for_an_error_give_no_parts_and_the_reason(make_trainer: C
     assert "needs 4 folds" in probe.all[-1]["tokens/entropy/middle/delta_h"].reason
 
 
-def test_without_a_tokenizer_only_kinds_of_text_are_missing(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_tokenizer_only_kinds_of_text_are_missing(make_trainer, monkeypatch) -> None:
     probe = Answers()
     trainer = make_trainer(probes=[probe], max_completion_length=8, reward=graded)
     monkeypatch.setattr("rl_training.hosts.trl.policy.TrainerPolicy.decode", lambda self, ids: str(ids))

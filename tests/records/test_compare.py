@@ -17,13 +17,7 @@ import yaml
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.command import main
-from rl_training.records.compare.final import (
-    compare_groups,
-    final_figures,
-    fit_law,
-    last_common_step,
-    since_branching,
-)
+from rl_training.records.compare.final import compare_groups, final_figures, fit_law, last_common_step, since_branching
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
 from rl_training.records.compare.overlays import _frame, _trunks, draw_overlays, pool
 from rl_training.records.compare.page import write_comparison
@@ -230,9 +224,7 @@ def noise_scale_of(folder: Path, value: float, low: float, high: float) -> None:
     Records(folder / "logs").write_estimates(12, 1, "gns", told)
 
 
-def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_is_never_below_zero(
-    tmp_path: Path,
-) -> None:
+def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_is_never_below_zero(tmp_path) -> None:
     """Of 100 and 300: 1/B is 0.01 and 0.00333, mean 0.00667, se 0.00333, t of one degree 12.7062."""
     for seed, value in enumerate((100.0, 300.0)):
         noise_scale_of(record(tmp_path / str(seed), seed), value, 69.0, 1345.0)
@@ -426,9 +418,7 @@ def test_a_broken_config_names_the_file_or_counts_as_empty(tmp_path: Path, confi
         assert len(read_groups([tmp_path])) == 2
 
 
-def test_command_line_compares_several_runs_or_a_folder_of_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line_compares_several_runs_or_a_folder_of_them(tmp_path, capsys) -> None:
     runs = [str(record(tmp_path / "runs" / str(seed), seed)) for seed in range(2)]
     for arguments in (runs, [str(tmp_path / "runs")]):
         out = tmp_path / f"{len(arguments)}.html"

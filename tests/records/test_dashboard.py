@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,9 +22,7 @@ def table_of_the_page() -> dict[str, list[str]]:
     return {row[1].strip(): re.findall(r"`([^`]+)`", row[2]) for row in rows}
 
 
-def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the_optimizer_step(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the_optimizer_step(capsys) -> None:
     main(["--dry-run", "--project", "mine", "--entity", "me"])
     spec = json.loads(capsys.readouterr().out)
     assert (spec["entity"], spec["project"]) == ("me", "mine")
@@ -47,9 +44,7 @@ def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the
                 assert {name, f"delta_h/{name}"} & set(drawn), name
 
 
-def test_without_the_package_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_it_says_what_to_install(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)  # as if it were not installed
     with pytest.raises(SystemExit) as ended:
         main(["--dry-run"])
@@ -57,9 +52,7 @@ def test_without_the_package_it_says_what_to_install(
     assert "pip install 'rl-training[dashboard]'" in capsys.readouterr().err
 
 
-def test_without_an_account_it_says_how_to_log_in(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
-) -> None:
+def test_without_an_account_it_says_how_to_log_in(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -23,9 +23,7 @@ def test_it_names_version_commit_command_and_libraries(monkeypatch: pytest.Monke
     assert told["commit"].startswith(head.stdout.strip())
 
 
-def test_of_a_library_that_is_installed_twice_it_names_the_version_that_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_library_that_is_installed_twice_it_names_the_version_that_is_imported(tmp_path, monkeypatch) -> None:
     """That is the first one on the path."""
     told = provenance()["libraries"]
     later = tmp_path / "torch-0.1.dist-info"

@@ -19,9 +19,7 @@ def write_steps(records: Records, steps: range) -> None:
         records.write_estimates(step, 2, "probe", {"a/b": Estimate(1.0, 0.5, 8, about_step=step - 1)})
 
 
-def test_a_resumed_run_drops_the_steps_it_takes_again_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_drops_the_steps_it_takes_again_and_says_so(tmp_path, caplog) -> None:
     write_steps(Records(tmp_path), range(1, 6))
     again = Records(tmp_path)
     again.start(after_step=3)
@@ -111,9 +109,7 @@ def test_every_line_is_json_that_any_reader_takes(tmp_path: Path) -> None:
             json.loads(line, parse_constant=refuse)
 
 
-def test_a_checksum_is_of_the_whole_file_in_however_many_pieces_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checksum_is_of_the_whole_file_in_however_many_pieces_it_is_read(tmp_path, monkeypatch) -> None:
     """Cbf43926 is what every description of CRC-32 gives for the nine digits."""
     monkeypatch.setattr(checkpoint_states, "CHUNK", 4)
     (tmp_path / "digits").write_bytes(b"123456789")

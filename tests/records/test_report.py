@@ -197,9 +197,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(record_run(folder, range(1, 13)))
 
 
-def test_report_of_a_run_holds_page_and_pictures_and_the_numbers_of_the_terminal(
-    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_of_a_run_holds_page_and_pictures_and_the_numbers_of_the_terminal(page, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = page.parents[1]
     assert page == folder / "report" / "report.html"
@@ -281,9 +279,7 @@ def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_b
     assert "datum.low" in said["at_y"]
 
 
-def test_what_records_and_config_say_is_shown_and_never_obeyed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_records_and_config_say_is_shown_and_never_obeyed(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = tmp_path / "<i>run [red]"
     Records(record_run(folder, [1, 2], reason=HOSTILE) / "logs").write_metrics(3, {"reward": HOSTILE, HOSTILE: 1})
@@ -370,9 +366,7 @@ def test_same_records_give_the_same_page_to_the_byte(page: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew'], ids=["no file", "empty", "unfinished line"])
-def test_command_line_without_records_exits_with_2_naming_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
-) -> None:
+def test_command_line_without_records_exits_with_2_naming_the_file(tmp_path, capsys, content: str | None) -> None:
     if content is not None:
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs" / METRICS_FILE).write_text(content)
@@ -394,18 +388,14 @@ def test_command_line_with_damaged_records_exits_with_2(tmp_path: Path, capsys: 
     assert METRICS_FILE in capsys.readouterr().err
 
 
-def test_command_line_writes_the_report_and_prints_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line_writes_the_report_and_prints_the_table(tmp_path, capsys) -> None:
     main([str(record_run(tmp_path, range(1, 4)))])
     printed = capsys.readouterr().out
     assert "-2.00 ± 0.47" in printed
     assert str(tmp_path / "report" / "report.html") in printed.replace("\n", "")
 
 
-def test_watching_draws_the_page_again_as_the_run_goes_on_and_leaves_one_that_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watching_draws_the_page_again_as_the_run_goes_on_and_leaves_one_that_stays(tmp_path, monkeypatch) -> None:
     folder, seen = record_run(tmp_path, range(1, 4)), []
 
     def trains_on(seconds: float) -> None:
@@ -439,10 +429,7 @@ def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_eval
     drawn = _reward(read_run(folder))
     assert "Held out: prompts that training never sees." in drawn.caption
     assert "Held out" not in without.caption
-    assert set(drawn.legend) - set(without.legend) == {
-        "held out: evaluation in training",
-        "held out: evaluation new",
-    }
+    assert set(drawn.legend) - set(without.legend) == {"held out: evaluation in training", "held out: evaluation new"}
 
 
 def test_pictures_say_why_an_error_bar_or_a_band_is_missing(tmp_path: Path) -> None:
@@ -557,9 +544,7 @@ def test_a_part_that_is_0_is_not_drawn_and_missing_error_bars_are_reported(tmp_p
     assert "Missing: error bars of momentum, steps 2–3 – too few folds" in text
 
 
-def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(tmp_path, capsys) -> None:
     """Two steps were measured together, of −.004 ± .002 nats in all; their mean over ten steps is .0001 √10 / 10."""
     records = Records(tmp_path / "logs")
     for step in range(1, 11):
@@ -580,8 +565,7 @@ def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(
 
 
 @pytest.mark.parametrize(
-    ("kl", "words"),
-    [(0.0, "every ratio is 1"), (1e-4, "for responses up to 3,500 tokens"), (1e-3, "up to 350 tokens")],
+    ("kl", "words"), [(0.0, "every ratio is 1"), (1e-4, "for responses up to 3,500 tokens"), (1e-3, "up to 350 tokens")]
 )
 def test_the_sampler_s_distance_says_how_long_responses_may_be(tmp_path: Path, kl: float, words: str) -> None:
     """ESS/N ≈ exp(−2 KL T) is one half at KL·T = .35."""

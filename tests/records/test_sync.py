@@ -144,9 +144,7 @@ def connect(url: str, retries: int = 0, told: list[str] | None = None) -> Connec
     return Connection(url, retries, pause=0.01, tell=(told if told is not None else []).append)
 
 
-def test_logs_reports_evaluations_and_configuration_are_copied_and_only_once(
-    source: tuple[str, Put], tmp_path: Path
-) -> None:
+def test_logs_reports_evaluations_and_configuration_are_copied_and_only_once(source: tuple[str, Put], tmp_path) -> None:
     url, put = source
     for name, data in (RUN | CHECKPOINTS | NOT_WANTED).items():
         put(name, data)
@@ -208,9 +206,7 @@ def test_no_name_leads_out_of_the_destination(tmp_path: Path, name: str) -> None
         target_of(name, tmp_path)
 
 
-def test_an_evil_key_in_a_store_is_refused_before_anything_is_copied(
-    s3_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evil_key_in_a_store_is_refused_before_anything_is_copied(s3_address: str, tmp_path, monkeypatch) -> None:
     for name, value in {"ENDPOINT_URL": s3_address, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     client = boto3.client("s3", region_name="us-east-1")
@@ -256,9 +252,7 @@ def test_a_connection_that_breaks_is_tried_again_and_the_rest_is_left_to_the_nex
     assert brought(tmp_path / "left") == RUN | {"run_a/logs/large": large}
 
 
-def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(
-    run_there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(run_there, tmp_path, monkeypatch) -> None:
     """A server that closes in good order after half of a file: no error of its own says so."""
     whole, halves = LocalFileSystem.get_file, 1
 
@@ -318,9 +312,7 @@ def test_a_kill_in_the_middle_of_a_file_leaves_none_of_it_and_the_next_call_ends
     assert brought(tmp_path / "home") == {"logs/metrics.jsonl": large}
 
 
-def test_watch_goes_on_until_the_report_is_newer_than_the_last_step(
-    run_there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_goes_on_until_the_report_is_newer_than_the_last_step(run_there, tmp_path, capsys) -> None:
     metrics, report = run_there / "logs" / "metrics.jsonl", run_there / "report" / "report.html"
     os.utime(report, (1, 1))
 
@@ -350,9 +342,7 @@ def test_a_run_without_a_report_of_its_last_step_has_not_ended() -> None:
     assert not has_ended([])
 
 
-def test_a_full_disk_here_is_named_and_not_tried_again(
-    run_there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_here_is_named_and_not_tried_again(run_there, tmp_path, capsys, monkeypatch) -> None:
     tried: list[str] = []
 
     def full(self: LocalFileSystem, source: str, target: str) -> None:

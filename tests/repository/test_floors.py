@@ -28,17 +28,7 @@ BELOW = {
     "evaluation": {"mathematics", "engine", "records", "tasks"},
     "hosts": {"mathematics", "engine", "interventions", "probes", "records"},
     "offline": {"mathematics", "engine", "interventions", "probes", "records", "hosts"},
-    "job": {
-        "mathematics",
-        "engine",
-        "interventions",
-        "probes",
-        "records",
-        "hosts",
-        "offline",
-        "tasks",
-        "evaluation",
-    },
+    "job": {"mathematics", "engine", "interventions", "probes", "records", "hosts", "offline", "tasks", "evaluation"},
 }
 # A loop's own libraries: what stands in hosts itself serves any loop.
 LOOPS = {"trl", "accelerate", "deepspeed"}

@@ -52,9 +52,7 @@ def cells() -> list[dict[str, Any]]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorded(tmp_path, monkeypatch) -> None:
     runs = [record(tmp_path / name, probed=name != "bare") for name in ("first", "second", "bare")]
     folder = runs[0] / "evaluations" / "sums"
     folder.mkdir(parents=True)

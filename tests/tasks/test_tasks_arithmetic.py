@@ -103,11 +103,7 @@ def test_anything_but_the_answer_in_one_pair_of_tags_earns_nothing(completion: s
 
 
 def test_what_stands_outside_the_tags_does_not_matter() -> None:
-    completions = [
-        "<answer>6</answer>",
-        "7+2=4</think><answer>6</answer>\n<think>",
-        "\x00<<answer>6</answer>>",
-    ]
+    completions = ["<answer>6</answer>", "7+2=4</think><answer>6</answer>\n<think>", "\x00<<answer>6</answer>>"]
     assert arithmetic_reward(completions, answer=["6"] * 3, prompts=["7+2-3=?<think>"] * 3) == [1.0] * 3
 
 

@@ -23,10 +23,7 @@ NUMBER = Fraction(18)
 ROWS = [
     {"question": "Ann's 4 hens lay 5 eggs. She eats 2. How many are left?", "answer": "4 * 5 = 20\n#### 18"},
     {"question": "A van costs $1,000 and {tax} of 8%. What is the price?", "answer": "1000*1.08\n#### 1,080"},
-    {
-        "question": "It is 2 degrees and falls by 5. What is it now?",
-        "answer": "2 - 5 = <<2-5=-3>>-3\n#### -3",
-    },
+    {"question": "It is 2 degrees and falls by 5. What is it now?", "answer": "2 - 5 = <<2-5=-3>>-3\n#### -3"},
     {"question": "Half a dozen pears are shared by 4. How many each?", "answer": "6 / 4\n#### 1.5"},
 ]
 # Answers in the tables are separated by ` | `.
@@ -399,9 +396,7 @@ def test_a_missing_or_empty_file_is_an_error_with_the_remedy(tmp_path: Path) -> 
         gsm8k(str(_write(tmp_path / "rows.jsonl", ROWS[:1])))
 
 
-def test_without_a_path_the_hub_is_asked_and_its_failure_names_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_path_the_hub_is_asked_and_its_failure_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def hub(name: str, config: str) -> datasets.DatasetDict:
         if (name, config) != ("openai/gsm8k", "main"):
             raise ConnectionError(f"Couldn't reach {name!r} on the Hub")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +35,7 @@ def run_of(folder: Path, *overrides: str) -> TrainingRun:
     return quick_run(folder, *SMALL, "logger=tensorboard", *overrides)
 
 
-def test_it_is_in_log_records_report_and_dashboard_and_ends_the_run_if_asked_to(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_in_log_records_report_and_dashboard_and_ends_the_run_if_asked_to(tmp_path, caplog, monkeypatch) -> None:
     """Entropy is far below 9 nats from the beginning: after three measured steps it says so; the next is the last."""
     monkeypatch.setattr(alert, "FIRST_MISSES", 2)
     run = run_of(tmp_path / "run", "alert.below=9", "alert.stop=true")
@@ -163,9 +161,7 @@ def test_what_a_probe_measures_counts_alone_from_the_step_on_at_which_it_does() 
     assert third["forecast/median"] == forecast.ahead(20).median
 
 
-def test_a_resumed_plain_trainer_forecasts_like_an_uninterrupted_one(
-    make_trainer: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_plain_trainer_forecasts_like_an_uninterrupted_one(make_trainer, monkeypatch) -> None:
     monkeypatch.setattr(alert, "FIRST_MISSES", 1)
     settings: dict[str, Any] = {
         **FEW,

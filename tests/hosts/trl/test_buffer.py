@@ -383,10 +383,7 @@ def seven_prompts() -> Dataset:
     [
         (lambda: {"train_dataset": seven_prompts()}, "has 7 prompts, and a rollout needs 8 different ones"),
         (lambda: {"train_dataset": seven_prompts().to_iterable_dataset()}, "load it without streaming"),
-        (
-            lambda: {"multi_objective_aggregation": "normalize_then_sum"},
-            "use 'sum_then_normalize' or buffer=plain",
-        ),
+        (lambda: {"multi_objective_aggregation": "normalize_then_sum"}, "use 'sum_then_normalize' or buffer=plain"),
     ],
 )
 def test_a_training_that_cannot_be_filtered_is_refused(make_trainer: Make, settings: Any, said: str) -> None:

@@ -21,12 +21,7 @@ from rl_training import attach
 from rl_training.engine.batch import Rollout, images_of, join_rollouts
 from rl_training.hosts.trl import batches
 from rl_training.mathematics.scores import Scores
-from rl_training.probes import (
-    EffectiveSampleSizeProbe,
-    GradientNoiseScaleProbe,
-    GroundTruthProbe,
-    SimpleEntropyProbe,
-)
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
 TEMPLATE = (
@@ -143,11 +138,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # all rows; what rows 2 and 0 of three are
     "one tensor of patches (Qwen2-VL)": (
         {"pixel_values": PATCHES, "image_grid_thw": GRIDS, "num_images": [1, 2, 1]},
-        {
-            "pixel_values": torch.cat([PATCHES[9:], PATCHES[:2]]),
-            "image_grid_thw": GRIDS[[3, 0]],
-            "num_images": [1, 1],
-        },
+        {"pixel_values": torch.cat([PATCHES[9:], PATCHES[:2]]), "image_grid_thw": GRIDS[[3, 0]], "num_images": [1, 1]},
     ),
     "an image a row (LLaVA)": (
         {"pixel_values": PATCHES[:4], "num_images": [1, 2, 1], "image_sizes": GRIDS},

@@ -41,9 +41,7 @@ def test_a_method_that_is_gone_is_named(method: Method, trainer: GRPOTrainer, mo
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_method_with_other_parameters_is_named(
-    method: Method, trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_with_other_parameters_is_named(method: Method, trainer: GRPOTrainer, monkeypatch) -> None:
     monkeypatch.setattr(method.owner, method.name, lambda self, something_else: None)
     with pytest.raises(ValueError, match=rf"{method} takes \(something_else\), not \({method.parameters[0]}, "):
         attach(trainer, [EffectiveSampleSizeProbe()])
@@ -62,9 +60,7 @@ def test_an_attribute_that_is_gone_is_named(name: str, trainer: GRPOTrainer) -> 
         attach(trainer, [EffectiveSampleSizeProbe()])
 
 
-def test_an_untested_version_is_warned_of_once_and_not_refused(
-    trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_untested_version_is_warned_of_once_and_not_refused(trainer: GRPOTrainer, monkeypatch, caplog) -> None:
     monkeypatch.setitem(patches.WRITTEN_FOR, "trl", "0.3")
     for _ in range(2):
         attach(trainer, [EffectiveSampleSizeProbe()]).remove()
@@ -102,9 +98,7 @@ class OfThisShape(GRPOTrainer):
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_a_method_that_returns_something_else_is_refused_in_its_first_forward_pass(
-    make_trainer: Callable[..., GRPOTrainer], kind: str
-) -> None:
+def test_a_method_that_returns_something_else_is_refused_in_its_first_forward_pass(make_trainer, kind: str) -> None:
     change, message = CHANGED[kind]
     trainer = make_trainer(GRPOTrainer, **FEW, max_steps=1)
     trainer.__class__ = OfThisShape

@@ -15,11 +15,7 @@ from typing import Any
 import forks
 import pytest
 import torch
-from accelerate.commands.launch import (
-    _validate_launch_command,
-    launch_command_parser,
-    prepare_simple_launcher_cmd_env,
-)
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser, prepare_simple_launcher_cmd_env
 from accelerate.utils import FullyShardedDataParallelPlugin
 from configs import QUICK
 from peft import LoraConfig
@@ -177,9 +173,7 @@ def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs
 
 
 @pytest.mark.parametrize(("run", "sharded_by"), [("zero3_2", "DeepSpeed"), ("fsdp2_2", "FSDP")])
-def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(
-    runs: Path, run: str, sharded_by: str
-) -> None:
+def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs, run, sharded_by: str) -> None:
     for rank in (0, 1):
         whole, resumed = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_resumed"))
         assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []

@@ -16,12 +16,7 @@ from trl import GRPOTrainer
 from rl_training import Estimate, Probe, attach
 from rl_training.hosts.trl.policy import caches_that_fit, why_sampling_mismatch
 from rl_training.offline.restored import restore
-from rl_training.probes import (
-    EffectiveSampleSizeProbe,
-    GradientNoiseScaleProbe,
-    GroundTruthProbe,
-    SimpleEntropyProbe,
-)
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.probes.ground_truth import MEASURED
 from rl_training.probes.simple import VISITED
 from rl_training.tasks.models import load_tiny

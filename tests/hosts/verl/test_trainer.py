@@ -130,9 +130,7 @@ def test_what_splits_the_responses_of_a_prompt_is_named_with_the_fix(settings: l
 
 
 @pytest.mark.parametrize(("prompts", "group"), [(32, None), (64, 8)])
-def test_groups_are_forced_only_where_a_process_has_whole_prompts(
-    prompts: int, group: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_are_forced_only_where_a_process_has_whole_prompts(prompts: int, group: int | None, monkeypatch) -> None:
     """On 64 GPUs a mini batch of 32 prompts with 8 responses leaves 4 rows to each: verl cannot make groups of 8."""
     monkeypatch.setattr(PPOTrainerSync, "_update_actor", lambda self, batch, metrics: batch)
     trainer = object.__new__(ProbedTrainer)
