@@ -12,7 +12,8 @@ import pytest
 import torch
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
-from rl_training.interventions.loss import reward_weights
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.interventions.loss import reward_gradient
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 
@@ -26,14 +27,15 @@ def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_s
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     logps, entropies, mask = tables(drawn, logits)
     rollout = SimpleNamespace(
+        on_policy=True,
         sampling_logps=tables(drawn, torch.tensor(SAMPLER, dtype=torch.float64))[0],
         rewards=REWARDS[drawn].double(),
         prompt_index=torch.arange(len(pairs)).repeat_interleave(2),
     )
     scores = Scores(logps.detach(), entropies.detach(), mask)
-    batch: Any = SimpleNamespace(rollout=rollout, scores=scores, responses_per_prompt=2)
-    weights = reward_weights(batch)
-    assert weights is not None
+    step: Any = SimpleNamespace(batch=SimpleNamespace(rollout=rollout, scores=scores, responses_per_prompt=2))
+    weights = reward_gradient(step)
+    assert isinstance(weights, LossWeights)
     chance = [
         math.prod(OUTCOMES[o].chance * math.exp(policy_logp(OUTCOMES[o], SAMPLER)) for o in pair) for pair in pairs
     ]
