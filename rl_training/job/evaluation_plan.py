@@ -27,9 +27,9 @@ from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.explain import differences, make
 from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import check_evaluation
-from rl_training.records.checkpoints import checkpoints_of, steps_taken
+from rl_training.records.checkpoints import steps_taken
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
-from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
+from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE, checkpoints_of
 from rl_training.tasks.task import Task, as_task
 
 GROUPS = ("model", "adapter", "data")

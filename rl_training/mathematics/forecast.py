@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from scipy.special import softmax
 
 HORIZONS = (10, 20, 50)  # steps; beyond the last, no forecast skill was found
 FEWEST = 20  # misses with which a run begins to know its own constants
@@ -73,12 +73,11 @@ class EntropyForecast:
 
     def __init__(self, dynamics: Dynamics | None = None, factors: tuple[float, ...] = FACTORS) -> None:
         self._dynamics = dynamics or Dynamics()
-        logs = torch.tensor(factors, dtype=torch.float64).log()
-        noises = torch.tensor(UNKNOWN_NOISE, dtype=torch.float64).square()
-        level, rate, self._unknown = (axis.flatten() for axis in torch.meshgrid(logs, logs, noises, indexing="ij"))
-        self._noise = self._dynamics.level_noise * level.exp(), self._dynamics.rate_noise * rate.exp()
-        self._log_weight = -0.5 * (level.square() + rate.square()) / PRIOR_SPREAD**2
-        self._state: tuple[Tensor, ...] = ()  # by constants: x, v, their variances and, between, their covariance
+        logs, noises = np.log(factors), np.square(UNKNOWN_NOISE)
+        level, rate, self._unknown = (axis.ravel() for axis in np.meshgrid(logs, logs, noises, indexing="ij"))
+        self._noise = self._dynamics.level_noise * np.exp(level), self._dynamics.rate_noise * np.exp(rate)
+        self._log_weight = -0.5 * (level**2 + rate**2) / PRIOR_SPREAD**2
+        self._state: tuple[np.ndarray, ...] = ()  # by constants: x, v, their variances and, between, their covariance
         self._seen_variance = [0.0, 0.0]  # relative, summed with weights; the sum of the weights
         self.step = 0  # the one seen last; 0 before the first
         self.misses = 0  # number of one-step forecasts of log H compared with the measured value
@@ -92,7 +91,7 @@ class EntropyForecast:
         """
         if not (math.isfinite(entropy) and entropy > 0):
             return
-        log_entropy = torch.tensor(math.log(entropy), dtype=torch.float64)
+        log_entropy = np.asarray(math.log(entropy))
         noise = self._relative_variance(stderr / entropy)
         if self._state:
             for _ in range(step - self.step):
@@ -100,42 +99,42 @@ class EntropyForecast:
             self._observe(0, log_entropy, noise)
             self.misses += 1
         else:
-            zero = torch.zeros_like(self._log_weight)
+            zero = np.zeros_like(self._log_weight)
             self._state = zero + log_entropy, zero, zero + noise, zero, zero + self._dynamics.first_rate**2
         self.step = step
         if math.isfinite(change) and math.isfinite(change_se):
-            level = self._state[0].exp()
-            self._observe(1, change / level, (change_se / level).square())
+            level = np.exp(self._state[0])
+            self._observe(1, change / level, (change_se / level) ** 2)
 
-    def _relative_variance(self, relative_stderr: float) -> Tensor:
+    def _relative_variance(self, relative_stderr: float) -> np.ndarray:
         """Returns the variance of log H measured: averaged, because one step's error bar is itself uncertain."""
         if math.isfinite(relative_stderr):
             total, weight = self._seen_variance
             self._seen_variance = [0.8 * total + relative_stderr**2, 0.8 * weight + 1]
         total, weight = self._seen_variance
-        return torch.full_like(self._unknown, total / weight) if weight else self._unknown
+        return np.full_like(self._unknown, total / weight) if weight else self._unknown
 
-    def _stepped(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _stepped(self, state: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         x, v, xx, xv, vv = state
         level_noise, rate_noise = self._noise
         p = self._dynamics.damping
         return x + v, p * v, xx + 2 * xv + vv + level_noise, p * (xv + vv), p * p * vv + rate_noise
 
-    def _observe(self, which: int, value: Tensor, noise: Tensor) -> None:
+    def _observe(self, which: int, value: np.ndarray, noise: np.ndarray) -> None:
         """Takes a measured x (0) or v (1) with the variance of its noise."""
         x, v, xx, xv, vv = self._state
         mine, with_x, with_v = (x, xx, xv) if which == 0 else (v, xv, vv)
         variance = noise + (xx if which == 0 else vv)
-        miss = (value - mine) / variance.sqrt()
-        loss = torch.where(miss.abs() <= CUT, miss.square(), 2 * CUT * miss.abs() - CUT**2)
-        self._log_weight = self._log_weight - 0.5 * (variance.log() + loss)
-        gain = miss.clamp(-CUT, CUT) / variance.sqrt()
+        miss = (value - mine) / np.sqrt(variance)
+        loss = np.where(abs(miss) <= CUT, miss**2, 2 * CUT * abs(miss) - CUT**2)
+        self._log_weight = self._log_weight - 0.5 * (np.log(variance) + loss)
+        gain = miss.clip(-CUT, CUT) / np.sqrt(variance)
         self._state = (
             x + with_x * gain,
             v + with_v * gain,
-            xx - with_x.square() / variance,
+            xx - with_x**2 / variance,
             xv - with_x * with_v / variance,
-            vv - with_v.square() / variance,
+            vv - with_v**2 / variance,
         )
 
     def ahead(self, steps: int) -> Ahead:
@@ -145,13 +144,13 @@ class EntropyForecast:
         state = self._state
         for _ in range(steps):
             state = self._stepped(state)
-        weight = self._log_weight.softmax(0)
+        weight = softmax(self._log_weight)
         mean = weight @ state[0]
-        variance = weight @ (state[2] + (state[0] - mean).square())
+        variance = weight @ (state[2] + (state[0] - mean) ** 2)
         return Ahead(float(mean), math.sqrt(float(variance)))
 
     def constants(self) -> tuple[float, float]:
         """Returns Q1 and Q2 as estimated from this run so far: geometric means over the weights."""
-        weight = self._log_weight.softmax(0)
-        level, rate = (math.exp(float(weight @ noise.log())) for noise in self._noise)
+        weight = softmax(self._log_weight)
+        level, rate = (math.exp(float(weight @ np.log(noise))) for noise in self._noise)
         return level, rate

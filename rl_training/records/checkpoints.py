@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rl_training.records.checkpoint_states import NOT_WEIGHTS, about, changed_files
-from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
+from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, checkpoints_in, checkpoints_of, step_of
 from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
@@ -81,19 +81,6 @@ def _last_step_at(run: Path) -> float:
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
 
-def checkpoints_of(run: Path) -> list[Path]:
-    """Returns the checkpoint-N folders of a run, whole or not, by their steps."""
-    return _checkpoints_in(run / TRAINING_STATE)
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    return sorted((path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()), key=_step)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("-")[1])
-
-
 def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
     """Returns the checkpoint folders that are meant, with whole weights, in the order given or of their steps.
 
@@ -115,7 +102,7 @@ def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
         raise ValueError(f"checkpoint={choice}: there is no such folder; give a run, a checkpoint-N folder, or latest")
     if (path / TRAINING_STATE).is_dir() or any(path.glob("checkpoint-*")):
         found = list(_flawless(checkpoints_of(path), what_is_wrong_with_weights))[-1:]
-        found = found or list(_flawless(_checkpoints_in(path), what_is_wrong_with_weights))
+        found = found or list(_flawless(checkpoints_in(path), what_is_wrong_with_weights))
         if not found:
             raise ValueError(f"checkpoint={choice}: no complete checkpoint there")
         return found
@@ -147,7 +134,7 @@ def set_aside_later(run: Path, after_step: int) -> None:
     """Moves checkpoints of later steps away for a run that takes those steps again: `latest` might pick one of them."""
     aside = run / TRAINING_STATE / SET_ASIDE
     for later in checkpoints_of(run):
-        if _step(later) > after_step:
+        if step_of(later) > after_step:
             aside.mkdir(exist_ok=True)
             shutil.rmtree(aside / later.name, ignore_errors=True)  # of a kill before this one
             later.rename(aside / later.name)

@@ -1,5 +1,9 @@
 """What lies in the folder of a run, by name; the files in `logs` have theirs beside what reads and writes them."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 CONFIG_FILE = "config.yaml"  # every setting, and where the run comes from
 LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and what dashboards keep on the disk
 # Prefixes of settings that do not affect training: where it writes, how far it goes, what watches it.
@@ -9,3 +13,16 @@ NOT_OF_TRAINING = ("run_dir", "resume", "probes.", "trainer.output_dir", "traine
                    "alert.", "rollouts.", "logger.", "additional_steps")  # fmt: skip
 COMPARISON_FILE = "comparison.html"  # of several runs: in the folder where the command was given
 TRAINING_STATE = "training_state"  # the checkpoint-N folders
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """Returns the checkpoint-N folders of a run, whole or not, by their steps."""
+    return checkpoints_in(run / TRAINING_STATE)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])

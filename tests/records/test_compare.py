@@ -404,7 +404,7 @@ def test_runs_of_a_group_are_lines_of_their_own_beside_their_mean(tmp_path: Path
         (1, 0.35, 12),
         (2, 0.35, 12),
     ]
-    assert reward.spec["layer"][-1]["encoding"]["detail"]["field"] == "part"
+    assert reward.spec["layer"][0]["layer"][-1]["encoding"]["detail"]["field"] == "part"
 
 
 @pytest.mark.parametrize("config", ["a: [", "no mapping"])

@@ -272,7 +272,7 @@ def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_b
     ]
     low, high = forward.ends()
     assert [row[name] for name in ("y", "low", "high")] == pytest.approx([forward.value, low, high], rel=1e-4)
-    (pointed,) = [layer for layer in drawn.spec["layer"][-1]["layer"] if "tooltip" in layer["encoding"]]
+    (pointed,) = [layer for layer in drawn.spec["layer"][0]["layer"][-1]["layer"] if "tooltip" in layer["encoding"]]
     said = {part["as"]: part["calculate"] for part in pointed["transform"] if "as" in part}
     assert said["words"].startswith("datum.series + ': ' + (over_steps ? 'step ' + ")
     assert {"name": "over_steps", "value": True} in drawn.spec["params"]

@@ -33,7 +33,7 @@ BELOW = {
 # A loop's own libraries: what stands in hosts itself serves any loop.
 LOOPS = {"trl", "accelerate", "deepspeed"}
 LIBRARIES = {
-    "mathematics": {"torch", "scipy"},
+    "mathematics": {"torch", "numpy", "scipy"},
     "engine": {"torch"},
     "interventions": {"torch", "scipy"},
     "probes": {"torch"},

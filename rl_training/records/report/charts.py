@@ -5,7 +5,6 @@ A page draws them in the browser, and vl-convert as PNG.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import textwrap
@@ -17,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 import yaml
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 # Okabe and Ito's colours, which everyone can tell apart. TEXT is black on a light page and white on a dark one.
 TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
@@ -33,16 +32,32 @@ MAX_LABELS = 40  # of rows of cells: more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
 
 
-@functools.cache
-def read_yaml(name: str) -> Any:
-    """Returns what a file of templates/ holds."""
-    text = (files(__package__) / "templates" / name).read_text(encoding="utf-8")
+ENVIRONMENT = Environment(
+    loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
+
+def read_yaml(text: str) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def filled(text: str, words: Mapping[str, Any]) -> str:
-    """Returns a text of charts.yaml with these words in it, on one line."""
-    return " ".join(Environment(undefined=StrictUndefined).from_string(text).render(words).split())
+@functools.cache
+def template(name: str) -> Any:
+    """Returns what a file of templates/ holds that needs no filling in."""
+    return read_yaml((files(__package__) / "templates" / name).read_text(encoding="utf-8"))
+
+
+def declared(key: str, words: Mapping[str, Any]) -> Any:
+    """Returns what charts.yaml declares of a chart, with these words in its texts, which are on one line then."""
+
+    def filled(node: Any) -> Any:
+        if isinstance(node, str) and "{" in node:
+            return " ".join(ENVIRONMENT.from_string(node).render(words).split())
+        if isinstance(node, dict):
+            return {filled(name): filled(inner) for name, inner in node.items()}
+        return [filled(inner) for inner in node] if isinstance(node, list) else node
+
+    return filled(template("charts.yaml")[key])
 
 
 @dataclass(frozen=True)
@@ -120,8 +135,8 @@ class Chart:
 
 def config(with_legend: bool) -> dict[str, Any]:
     """Returns the style of all charts."""
-    vega = read_yaml("vega.yaml")
-    return {**vega["config"], "legend": vega["legend"] if with_legend else {"disable": True}}
+    style = template("style.yaml")
+    return {**style["config"], "legend": style["legend"] if with_legend else {"disable": True}}
 
 
 def _first_by_label(series: Sequence[Series]) -> dict[str, Series]:
@@ -138,7 +153,8 @@ def draw(
     ends: tuple[float, float] | None = None,
     names: Sequence[str] = (),
     rules: Mapping[str, Sequence[float]] | None = None,
-    second: Mapping[str, Any] | None = None,
+    cells: Mapping[str, float] | None = None,
+    start: float | None = None,
     height: int = HEIGHT,
     **words: Any,
 ) -> Chart:
@@ -146,108 +162,58 @@ def draw(
 
     name    of its files, if that is not the key        ends   of the y-axis        names   along it, instead of numbers
     rules   straight lines across it, beside those of charts.yaml: "y" and "x", their places
-    second  a layer with a second axis of y             words  for its texts
+    cells   of a matrix: half of their width, and the largest value
+    start   what a second axis adds                     words  for its texts
     """
-    declared = read_yaml("charts.yaml")[key]
-    title, series = filled(declared["title"], words), [one for one in series if len(one.x)]
+    chart, series = declared(key, words), [one for one in series if len(one.x)]
     if not series:
-        return Chart(name or key, title, "", list(missing))
-    labels = _first_by_label(series)
-    colors = {"domain": [*labels], "range": [one.color for one in labels.values()]}
-    layers = copy.deepcopy(read_yaml("vega.yaml")["layers"])
-    layers[1]["encoding"]["strokeDash"]["scale"] = {
-        **colors,
-        "range": [[*one.dash] or [1, 0] for one in labels.values()],
-    }
-    over_steps = "x" not in declared
-    layers[-1]["params"][1]["select"]["encodings"] = ["x"] if over_steps or names else ["x", "y"]
-    table = {
-        "data": {"name": "rows"},
-        "transform": [{"filter": "indexof(hidden, datum.series) < 0"}],
-        "encoding": {
-            "x": {"field": "x", **axis(declared.get("x", STEPS), words)},
-            "y": {"field": "y", **axis(declared.get("y", {}), words, ends, names)},
-            "color": {"field": "series", "type": "nominal", "title": None, "scale": colors},
-            "detail": {"field": "part", "type": "nominal"},
-        },
-        "layer": layers,
-    }
-    straight = [
-        {"data": {"values": [{"at": place} for place in places]}, "mark": {"type": "rule", "color": GREY},
-         "encoding": {channel: {"field": "at", "type": "quantitative"}}}
-        for channel, places in {**declared.get("rules", {}), **(rules or {})}.items() if len(places)
-    ]  # fmt: skip
-    values: dict[str, Any] = {"hidden": [], "pointed": None, "over_steps": over_steps}
-    spec: dict[str, Any] = {
-        "params": [{"name": param, "value": value} for param, value in values.items()],
-        "layer": [*straight, table],
-        "height": declared.get("height", height),
-    }
-    if second:  # nested, so that it has an axis of its own on the scale of the others
-        spec |= {"layer": [{"layer": spec["layer"]}, second], "resolve": {"axis": {"y": "independent"}}}
-    caption, is_named = filled(declared.get("caption", ""), words), set(names) == {*labels}
-    return Chart(name or key, title, caption, list(missing), series, spec, over_steps, is_named)
+        return Chart(name or key, chart["title"], "", list(missing))
+    labels, over_steps = _first_by_label(series), "x" not in chart and not cells
+    y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
+    if cells:
+        y["axis"]["labels"] = len(names) <= MAX_LABELS
+    spec = ENVIRONMENT.get_template("vega.yaml").render(
+        x={"field": "x", **axis(chart.get("x", STEPS))},
+        y=y,
+        labels=[*labels],
+        colors=[one.color for one in labels.values()],
+        dashes=[[*one.dash] or [1, 0] for one in labels.values()],
+        rules={**chart.get("rules", {}), **(rules or {})},
+        zoomed=["x"] if over_steps or names else ["x", "y"],
+        height=chart.get("height", height),
+        unit=chart.get("unit"),
+        over_steps=over_steps,
+        cells=cells,
+        start=start,
+    )
+    is_named = set(names) == {*labels}
+    title, caption = chart["title"], chart.get("caption", "")
+    return Chart(name or key, title, caption, list(missing), series, read_yaml(spec), over_steps, is_named)
 
 
 def axis(
-    declared: Mapping[str, Any],
-    words: Mapping[str, Any],
-    ends: tuple[float, float] | None = None,
-    names: Sequence[str] = (),
+    chosen: Mapping[str, Any], ends: tuple[float, float] | None = None, names: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns Vega-Lite's channel along an axis: numbers, or these names."""
-    title = textwrap.wrap(filled(declared.get("title", ""), words), TITLE_LENGTH) or None
-    facts = {"title": title, "axis": {"titleLimit": 0, "labelLimit": 260, **declared.get("axis", {})}}
+    title = textwrap.wrap(chosen.get("title", ""), TITLE_LENGTH) or None
+    facts: dict[str, Any] = {"title": title, "axis": {"titleLimit": 0, "labelLimit": 260, **chosen.get("axis", {})}}
     if names:
         return {**facts, "type": "nominal", "sort": None, "scale": {"domain": list(names)}}
-    scale = {"nice": ends is None, **declared.get("scale", {}), **({"domain": list(ends)} if ends else {})}
+    scale = {"nice": ends is None, **chosen.get("scale", {}), **({"domain": list(ends)} if ends else {})}
     if "type" not in scale:
         scale |= {"zero": False} | ({} if ends else {"padding": 8})
     return {**facts, "type": "quantitative", "scale": scale}
 
 
-def heatmap(
-    key: str,
-    table: pd.DataFrame,
-    largest: float,
-    missing: Sequence[str] = (),
-    name: str = "",
-    **words: Any,
-) -> Chart:
+def heatmap(key: str, table: pd.DataFrame, largest: float, missing: Sequence[str] = (), **words: Any) -> Chart:
     """Returns a chart of cells: a row for each of the table's, a place on x for each column; ± largest saturate."""
-    declared = read_yaml("charts.yaml")[key]
-    title = filled(declared["title"], words)
-    if table.empty:
-        return Chart(name or key, title, "", list(missing))
     labels = [str(label) for label in table.index]
-    cells = [
+    rows = [
         Series(label, GREY, list(table.columns), [label] * table.shape[1], low=row, line=False)
         for label, row in zip(labels, table.to_numpy().tolist(), strict=True)
     ]
-    x, y = axis(declared.get("x", STEPS), words), axis(declared["y"], words, names=labels)
-    y["axis"]["labels"] = len(labels) <= MAX_LABELS
-    told = {"x": x["title"][0], "y": y["title"][0], "low": declared["unit"]}
-    spec = {
-        **read_yaml("vega.yaml")["cells"],
-        "config": {"legend": {"disable": False}},
-        "params": [{"name": "half", "value": 0.5 * float(np.diff(table.columns).min()) if table.shape[1] > 1 else 0.5}],
-        "height": HEIGHT,
-        "encoding": {
-            "x": {"field": "left", **x}, "x2": {"field": "right"}, "y": {"field": "y", **y},
-            "color": {
-                "field": "low", "type": "quantitative",
-                "scale": {"domain": [-largest, 0, largest], "range": [ORANGE, "#f7f7f7", "#6a3d9a"], "clamp": True},
-                "legend": {"title": declared["unit"], "orient": "right", "titleOrient": "right", "titleLimit": 0},
-            },
-            "tooltip": [
-                {"field": column, "title": words_of, "type": "nominal" if column == "y" else "quantitative"}
-                for column, words_of in told.items()
-            ],
-        },
-    }  # fmt: skip
-    return Chart(
-        name or key, title, filled(declared.get("caption", ""), words), list(missing), cells, spec, is_named=True
-    )
+    half = 0.5 * float(np.diff(table.columns).min()) if table.shape[1] > 1 else 0.5
+    return draw(key, rows, missing, names=labels, cells={"half": half, "largest": largest}, **words)
 
 
 def diagonal(clouds: Sequence[Series], label: str = "prediction = truth") -> Series:

@@ -11,33 +11,9 @@ import pandas as pd
 from rl_training.mathematics.forecast import FEWEST, HORIZONS
 from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.jsonl import PROBES_FILE
-from rl_training.records.report.charts import (
-    BLUE,
-    GREEN,
-    NAMED,
-    ORANGE,
-    STEPS,
-    TEXT,
-    Chart,
-    Series,
-    axis,
-    diagonal,
-    draw,
-    filled,
-    framed,
-    heatmap,
-    read_yaml,
-)
-from rl_training.records.report.findings import (
-    MIN_POINTS,
-    NO_LATER_BATCH,
-    forecast_of,
-    held_out_rewards,
-    measured_changes,
-    naive_of,
-    origins,
-    scaled,
-)
+from rl_training.records.report import charts, findings
+from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series, diagonal, draw, framed
+from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.series import Run, finite, last_of, what_is_missing
 from rl_training.records.report.words import MILLI, in_words
 
@@ -49,22 +25,22 @@ HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
 
 def draw_figures(run: Run) -> list[Chart]:
     """Returns the charts of this run. Of what cannot be drawn there is only why."""
-    charts = [_reward(run), _entropy(run), *_forecast(run), _delta_h(run), *_calibration(run)]
+    drawn = [_reward(run), _entropy(run), *_forecast(run), _delta_h(run), *_calibration(run)]
     if len(run.measured("delta_h/part/momentum")):
-        charts += [_causes(run), _layers(run)]
+        drawn += [_causes(run), _layers(run)]
     if len(run.measured("gns/noise_scale_prompts")):
-        charts.append(_noise_scale(run))
+        drawn.append(_noise_scale(run))
     if len(run.measured("covariance/token")):
-        charts.append(_predictors(run))
+        drawn.append(_predictors(run))
     if len(run.measured("ess/advantage")):
-        charts.append(_declared("ess", run))
+        drawn.append(_declared("ess", run))
     for evaluation in run.evaluations:
         names = run.names(evaluation)
         for key, is_share in (("solved", True), ("certain", False)):
             name = f"evaluation_{evaluation}_{'solved' if is_share else 'entropy'}"
             words: dict[str, Any] = {"evaluation": evaluation, "pass_at": largest_pass_at(names)}
-            charts.append(_declared(key, run, evaluation, is_share, [], name=name, **words))
-    return charts
+            drawn.append(_declared(key, run, evaluation, is_share, [], name=name, **words))
+    return drawn
 
 
 def line(label: str, rows: pd.DataFrame, color: str, mark: str = "circle", dash: Sequence[int] = ()) -> Series:
@@ -108,8 +84,8 @@ def _declared(
     **words: Any,
 ) -> Chart:
     """Returns a chart whose series charts.yaml names: lines with bands, without some, after further series."""
-    looks = {filled(label, words): look for label, look in read_yaml("charts.yaml")[key]["series"].items()}
-    quantities = {label: run.measured(filled(metric, words), source) for label, (metric, *_) in looks.items()}
+    looks = charts.declared(key, words)["series"]
+    quantities = {label: run.measured(metric, source) for label, (metric, *_) in looks.items()}
     drawn = [
         line(label, rows, NAMED[looks[label][1]], *looks[label][2:])
         for label, rows in quantities.items()
@@ -121,7 +97,7 @@ def _declared(
 
 
 def _reward(run: Run) -> Chart:
-    reward, held_out = run.logged("reward"), held_out_rewards(run)
+    reward, held_out = run.logged("reward"), findings.held_out_rewards(run)
     if not reward:
         return draw("reward", [], ["reward – no finite value was logged"])
     window = running_window(len(reward))
@@ -136,7 +112,7 @@ def _reward(run: Run) -> Chart:
 
 def _entropy(run: Run) -> Chart:
     sums = {kind: run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")}
-    naive = naive_of(run)
+    naive = findings.naive_of(run)
     drawn = [
         line("measured", sums["measured"], TEXT, "circle"),
         line("predicted", sums["predicted"], BLUE, "square"),
@@ -144,30 +120,14 @@ def _entropy(run: Run) -> Chart:
     ]
     missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
     series = [one for one in drawn if len(one.x) > 1]  # the 0 of a start says nothing
-    starts = origins(run)
+    starts = findings.origins(run)
     at_start = run.known("entropy/token")["value"].get(starts[0]) if len(starts) == 1 else None
-    second = _level(at_start) if at_start is not None and series else None
-    return draw("entropy", series, missing or [NO_LATER_BATCH] * (not series), second=second)
-
-
-def _level(start: float) -> dict[str, Any]:
-    """Returns the layer whose axis, on the right, adds the entropy of the first batch."""
-    sum_of_both = {
-        "orient": "right", "labelExpr": f"format(datum.value + {start:.6g}, '.3~f')", "title": "token entropy (nats)",
-        "grid": False,
-    }  # fmt: skip
-    y = {"field": "y", "type": "quantitative", "axis": sum_of_both}
-    return {
-        "data": {"name": "rows"},
-        "transform": [{"filter": "isValid(datum.y)"}],
-        "mark": {"type": "point", "opacity": 0},
-        "encoding": {"x": {"field": "x", **axis(STEPS, {})}, "y": y},
-    }
+    return draw("entropy", series, missing or [findings.NO_LATER_BATCH] * (not series), start=at_start)
 
 
 def _forecast(run: Run) -> list[Chart]:
     """Returns the chart of entropy so far and of its ranges 10, 20 and 50 steps ahead; none of few steps."""
-    forecast = forecast_of(run)
+    forecast = findings.forecast_of(run)
     if forecast is None:
         return []
     entropy = {step: value for step, value in run.token_entropy().items() if value > 0}
@@ -233,7 +193,7 @@ def _layers(run: Run) -> Chart:
     # A quantile, not the largest: the first steps of Adam would take the colour from all others.
     sizes = table.abs().stack()
     largest = (float(sizes.quantile(0.9)) or float(sizes.max()) or 1.0) if len(sizes) else 1.0
-    return heatmap("layers", table, largest, missing)
+    return charts.heatmap("layers", table, largest, missing)
 
 
 def _noise_scale(run: Run) -> Chart:
@@ -254,7 +214,7 @@ def _noise_scale(run: Run) -> Chart:
 
 def _predictors(run: Run) -> Chart:
     """Returns the chart of delta_h/forward and −Cov(log π, A) of each step against the measured change."""
-    truth, source = measured_changes(run)
+    truth, source = findings.measured_changes(run)
     looks = {"forward": ("delta_h/forward", BLUE, "circle"),
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip
     clouds = []
@@ -263,7 +223,7 @@ def _predictors(run: Run) -> Chart:
         values = values[values.index.isin([*truth])]
         if len(values) >= MIN_POINTS:
             x, y = np.array([truth[step] for step in values.index]), values.to_numpy()
-            y = scaled(y, x) if "scaled" in label else y
+            y = findings.scaled(y, x) if "scaled" in label else y
             words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
             clouds.append(Series(words, color, MILLI * x, MILLI * y, line=False, mark=mark, faint=0.7))
     missing = [] if clouds else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]

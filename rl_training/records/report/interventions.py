@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
-from rl_training.records.checkpoints import checkpoints_of
+from rl_training.records.folder import checkpoints_of
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Series, draw, framed
 from rl_training.records.report.findings import present_rate
 from rl_training.records.report.series import Run, last_of

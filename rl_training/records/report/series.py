@@ -15,9 +15,8 @@ import yaml
 from scipy.special import stdtrit
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import IN_TRAINING, EvaluatedMetric, read_tables
-from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.folder import CONFIG_FILE, checkpoints_of
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, logs_of, read_estimates, read_metrics
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
