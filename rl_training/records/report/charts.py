@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from rl_training.records.report.words import ENVIRONMENT
 
 # Okabe and Ito's colours, which everyone can tell apart. TEXT is black on a light page and white on a dark one.
 TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
@@ -30,11 +31,6 @@ COLUMNS = ("x", "y", "low", "high", "left", "right")
 STYLES = ("line", "mark", "band", "faint", "text")
 MAX_LABELS = 40  # of rows of cells: more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
-
-
-ENVIRONMENT = Environment(
-    loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-)
 
 
 def read_yaml(text: str) -> Any:

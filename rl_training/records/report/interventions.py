@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl_training.mathematics.estimate import Estimate
@@ -17,20 +17,14 @@ from rl_training.records.folder import checkpoints_of
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Series, draw, framed
 from rl_training.records.report.findings import present_rate
 from rl_training.records.report.series import Run, last_of
-from rl_training.records.report.words import MILLI, MISSING, in_words, milli
+from rl_training.records.report.words import MILLI, MISSING, in_words, milli, sentences
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 HEADINGS = ["intervention", "entropy, one step", "entropy, last step alone", "entropy, when kept", "reward, one step",
             "price", "halves the fall, when kept", "note"]  # fmt: skip
 NO_FALL = "entropy does not fall significantly now"
-NOTHING_TO_HALVE = " Entropy does not fall significantly now: there is nothing to halve."
 MOST = 4  # that are tried
 PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
-ONE_STEP = (
-    "All of this is predicted from single steps, and extrapolated linearly for “when kept”. Ten real steps agreed "
-    "with the order in part, and not with the sizes; an effect that grows with distance (KL) is missed. "
-    "Try them, and compare."
-)
 
 
 @dataclass(frozen=True)
@@ -142,70 +136,49 @@ def _halving(found: Sequence[Effect]) -> list[Effect]:
 
 
 def _sentences(run: Run, found: Sequence[Effect]) -> list[str]:
-    halving, ordered = _halving(found), in_order_of_price(found)
-    keeping, spending = [effect for effect in ordered if effect.keeps], [effect for effect in ordered if effect.spends]
-    sentences = [_fall(run)]
-    if halving:
-        listed = "; ".join(f"{effect.bare_name} {effect.strength}{effect.at_price}" for effect in halving)
-        how_certain = certain_order({effect.bare_name: effect.price for effect in halving})
-        sentences.append(f"What would halve the fall when it is kept, in order of price: {listed}.{how_certain}")
-    for words, effects in (
-        ("Keeps entropy significantly (95 %) as set, per step, in order of price", keeping),
-        ("Spends significantly more entropy", spending),
-    ):
-        if effects:
-            listed = "; ".join(f"{effect.name} {milli(effect.delta_h)}{effect.at_price}" for effect in effects)
-            how_certain = certain_order({effect.name: effect.price for effect in keeping}) if effects is keeping else ""
-            sentences.append(f"{words}, in thousandths of a nat: {listed}.{how_certain}")
+    ordered, falls = in_order_of_price(found), is_falling(run)
+    latest = run.known("intervention/plain_delta_h")
     unclear = [effect for effect in found if effect.delta_h.half_width() > 0 and not is_significant(effect.delta_h)]
-    if unclear:
-        sentences.append(f"No significant effect on entropy: {'; '.join(_needed(run, effect) for effect in unclear)}.")
-    return [*sentences, ONE_STEP]
+    return sentences(
+        "interventions",
+        fall=last_of(run.known("intervention/plain_mean_delta_h")),
+        gain=last_of(run.known("intervention/plain_mean_delta_reward")),
+        latest=last_of(latest),
+        at=max(latest.index, default=0),
+        falls=falls,
+        halving=_halving(found),
+        keeping=[effect for effect in ordered if effect.keeps],
+        spending=[effect for effect in ordered if effect.spends],
+        unclear=[(effect, *_needed(run, effect)) for effect in unclear],
+        order=certain_order,
+    )
 
 
-def certain_order(prices: Mapping[str, Estimate]) -> str:
-    """Returns the sentence that says how certain the order of these prices is; "" of fewer than two known ones.
+def certain_order(effects: Sequence[Effect], name: str) -> str:
+    """Returns the sentence that says how certain the order of their prices is; "" of fewer than two known ones.
 
     Two whose 95 % intervals do not overlap differ. What they share of the noise makes that a cautious answer.
     """
-    ends = {name: price.ends() for name, price in prices.items() if math.isfinite(price.value)}
+    ends = {getattr(effect, name): effect.price.ends() for effect in effects if math.isfinite(effect.price.value)}
     if len(ends) < 2:
         return ""
     dearer = {name: [other for other in ends if ends[other][0] > ends[name][1]] for name in ends}
     pairs = "; ".join(f"{name} costs less than {', '.join(others)}" for name, others in dearer.items() if others)
-    if not pairs:
-        return " The intervals of these prices all overlap: their order is not certain."
     is_whole = 2 * sum(map(len, dearer.values())) == len(ends) * (len(ends) - 1)
-    rest = "" if is_whole else " The rest of their order is not certain."
-    return f" Prices whose intervals do not overlap: {pairs}.{rest}"
+    return sentences("order", pairs=pairs, is_whole=is_whole)[0]
 
 
-def _fall(run: Run) -> str:
-    """Returns what a step does: the mean over measured steps, and the last of them, which may have slowed down."""
-    fall, gain, latest = (
-        run.known(f"intervention/plain_{name}").tail(1) for name in ("mean_delta_h", "mean_delta_reward", "delta_h")
-    )
-    if fall.empty:
-        return "How fast entropy falls is not known here."
-    changes = f"{milli(last_of(fall))} thousandths of a nat of entropy"
-    if len(gain):
-        changes += f" and {milli(last_of(gain))} thousandths of reward"
-    if len(latest):
-        at = latest.index[0]
-        changes += f", the mean over the measured steps; step {at}, the last of them, {milli(last_of(latest))}"
-    return f"A step changes {changes}.{'' if is_falling(run) else NOTHING_TO_HALVE}"
+def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
+    """Returns how many more measured steps would make its present value significant, and the most that count.
 
-
-def _needed(run: Run, effect: Effect) -> str:
-    """Returns the name, and how many more measured steps would make its present value significant."""
+    None where more would be needed than the mean remembers.
+    """
     settings = run.probe("interventions")
     decay = settings.get("decay", 0.9) ** settings.get("every", 1)  # from a measured step to the next
     most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # effective number of steps in the mean, at most
     times = (effect.delta_h.half_width() / effect.delta_h.value) ** 2 if effect.delta_h.value else math.inf
     needed = max(effect.steps, 1) * times
-    if needed > most:
-        return f"{effect.name} (too small an effect for a mean that remembers {most:.0f} measured steps)"
-    return f"{effect.name} (needs about {max(1, math.ceil(needed - effect.steps))} more measured steps)"
+    return (None if needed > most else max(1, math.ceil(needed - effect.steps))), most
 
 
 def preferred(run: Run) -> list[str]:

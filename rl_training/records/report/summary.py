@@ -24,11 +24,10 @@ from rl_training.records.report.findings import (
 )
 from rl_training.records.report.interventions import verdict_of_run
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
-from rl_training.records.report.words import MILLI, MISSING, in_words, times_in_words
+from rl_training.records.report.words import MILLI, MISSING, in_words, sentences, times_in_words
 
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 AHEAD = 20  # steps of the alert: what can be told best
-UNCERTAIN = 0.5  # error of a single step over its change, above which it is said
 REACH = 0.35  # KL per token times tokens at which importance weights leave half of the sequences: ESS/N ≈ exp(−2 KL T)
 SURVIVING = 0.9  # share of a step: with less, what is lost to rounding is said
 STEP_NUMBERS: dict[
@@ -51,77 +50,26 @@ class Row(NamedTuple):
 
 def opening(run: Run) -> list[str]:
     """Returns the sentences that open: does it learn, is entropy collapsing, how fast, are the predictions right."""
-    sentences = (_no_signal(run), _level(run), _rate(run), _single_steps(run), _trust(run), _rounding(run))
-    return [sentence for sentence in sentences if sentence]
-
-
-def _no_signal(run: Run) -> str:
-    """Returns the warning that all responses have earned the same reward: then nothing is learned."""
     rewards, spreads = set(run.logged("reward").values()), set(run.logged("reward_std").values())
-    if len(rewards) != 1 or spreads != {0.0}:
-        return ""
-    return (
-        f"Every response has earned the same reward, {rewards.pop():g}: all advantages are 0, and nothing is learned "
-        "from them. Easier prompts, more responses to each, or a reward for a part of the answer would give a signal."
+    both = [run.known(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
+    last = both[0].index.intersection(both[1].index, sort=False)[-1:]
+    truth, total = (last_of(rows.loc[last]) for rows in both)
+    share = run.known("update/surviving_share")["value"].tail(1).min()
+    return sentences(
+        "opening",
+        only_reward=rewards.pop() if len(rewards) == 1 and spreads == {0.0} else None,
+        levels=ends_of(run.token_entropy()),
+        rate=present_rate(run),
+        sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
+        lost=1 - share if share < SURVIVING else None,
     )
 
 
-def _level(run: Run) -> str:
-    values = list(run.token_entropy().values())
+def ends_of(values: Mapping[int, float]) -> list[float]:
+    """Returns the means over the first few values and over the last; nothing of fewer than two."""
     window = min(MAX_WINDOW, len(values) // 2)
-    if not window:
-        return ""
-    first, last = statistics.fmean(values[:window]), statistics.fmean(values[-window:])
-    change = f", by {abs(last / first - 1):.0%}" if first > 0 else ""
-    return f"Token entropy has {'fallen' if last < first else 'risen'} from {first:.3f} to {last:.3f} nats{change}."
-
-
-def _rate(run: Run) -> str:
-    """Returns how fast entropy changes now: the mean of the last forward predictions."""
-    rate = present_rate(run)
-    if rate is None:
-        return ""
-    steps = int(rate.detail["steps"])
-    over = f"over the last {steps} steps" if steps > 1 else "by the last step"
-    figures = f"{in_words(rate, signed=True)} nats a step {over}"
-    if not is_significant(rate):
-        return f"It does not detectably move now ({figures})."
-    return f"It is {'predicted to rise' if rate.value > 0 else 'falling'} now: {figures}."
-
-
-def _single_steps(run: Run) -> str:
-    """Returns how well a single step is known, where its error is above half of its change."""
-    error, needed = (last_of(run.known(f"delta_h/{name}")) for name in ("relative_error", "needed_prompts"))
-    if error is None or needed is None or error.value <= UNCERTAIN:
-        return ""
-    low, high = needed.ends()
-    return (
-        f"A single step is known to ± {error.value:.0%} of its change: for ± 50% it takes {needed.value:.0f} "
-        f"({max(low, 0.0):.0f} … {high:.0f}) prompts a step, or more probes.simple.responses_per_prompt."
-    )
-
-
-def _trust(run: Run) -> str:
-    measured, predicted = (run.known(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted"))
-    both = measured.index.intersection(predicted.index, sort=False)[-1:]
-    truth, total = last_of(measured.loc[both]), last_of(predicted.loc[both])
-    if truth is None or total is None or total.stderr == 0:
-        return ""
-    apart = difference(total, truth)
-    if math.isnan(apart.stderr):
-        return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
-    figures = f"they add up to {in_words(total, signed=True)} nats, and {in_words(truth, signed=True)} was measured"
-    if is_significant(apart):
-        return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
-    return f"The predictions hold so far: {figures}."
-
-
-def _rounding(run: Run) -> str:
-    """Returns what of a step is lost where weights have few digits; "" where next to nothing is."""
-    share = run.known("update/surviving_share")["value"].tail(1)
-    if share.empty or share.iloc[0] >= SURVIVING:
-        return ""
-    return f"{1 - share.iloc[0]:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate."
+    listed = list(values.values())
+    return [statistics.fmean(listed[:window]), statistics.fmean(listed[-window:])] if window else []
 
 
 def step_numbers(run: Run) -> list[list[str]]:
@@ -138,30 +86,11 @@ def step_numbers(run: Run) -> list[list[str]]:
 def sampler_sentences(run: Run) -> list[str]:
     """Returns how far the policy that generated is from the one that is trained; nothing where that is not recorded."""
     names = ("kl", "ess", "ratio_outside", "mean_ratio", "reward_gap", "corrected_share", "numerics_kl")
-    kl, ess, outside, mean, gap, corrected, numerics = (last_of(run.known(f"sampler/{name}")) for name in names)
-    if kl is None:
-        return []
-    if kl.value == 0:
-        return ["The responses are sampled from the policy that is trained: every ratio is 1."]
-    reach = float(f"{REACH / kl.value:.2g}")
-    said = [
-        f"Sampler and trainer are {in_words(kl)} nats per token apart (KL) at the last measured step.",
-        f"At this KL, importance weights hold for responses up to {reach:,.0f} tokens.",
-    ]
-    if numerics:
-        said.append(f"The trainer's own numerics are {in_words(numerics)} of it.")
-    if ess:
-        said.append(f"The weights leave {ess.value:.0%} of the sequences.")
-    if outside:
-        said.append(f"{outside.value:.1%} of the tokens have a ratio outside of 0.9 … 1.1.")
-    if mean and is_significant(difference(mean, Estimate(1.0, 0.0, mean.num_samples))):
-        why = mean.reason.removeprefix("below 1: ")
-        said.append(f"The mean ratio is {in_words(mean)}, and not 1{': ' * bool(why)}{why}.")
-    if gap:
-        said.append(f"The trained policy's own reward differs from the logged one by {in_words(gap, signed=True)}.")
-    if corrected:
-        said.append(f"The loss truncates or masks {corrected.value:.1%} of the tokens.")
-    return said
+    found = {name: last_of(run.known(f"sampler/{name}")) for name in names}
+    kl, mean = found["kl"], found["mean_ratio"]
+    not_1 = mean is not None and is_significant(difference(mean, Estimate(1.0, 0.0, mean.num_samples)))
+    reach = float(f"{REACH / kl.value:.2g}") if kl and kl.value > 0 else math.inf
+    return sentences("sampler", **found, not_1=not_1, reach=reach)
 
 
 def summarize(run: Run) -> list[Row]:
@@ -214,7 +143,7 @@ def _first_to_last(label: str, values: Mapping[int, float], unit: str = "") -> R
         return Row(label, f"{values[steps[0]]:.3f}", f"{unit}step {steps[0]} alone")
     window = min(MAX_WINDOW, len(steps) // 2)
     first, last = steps[:window], steps[-window:]
-    value = " → ".join(f"{statistics.fmean(values[step] for step in end):.3f}" for end in (first, last))
+    value = " → ".join(f"{end:.3f}" for end in ends_of(values))
     if window == 1:
         return Row(label, value, f"{unit}steps {first[0]} and {last[0]}")
     return Row(label, value, f"{unit}means over steps {first[0]}–{first[-1]} and {last[0]}–{last[-1]}")

@@ -1,11 +1,18 @@
-"""How the report writes an estimate: with the 95 % interval, always."""
+"""How pages write an estimate, with the 95 % interval always, and the sentences of templates/words.txt."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.welch import is_significant
 
+ENVIRONMENT = Environment(
+    loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
 MISSING = "–"
 MILLI = 1e3  # changes of a step are shown in thousandths
 
@@ -53,3 +60,14 @@ def times_in_words(change: Estimate | None, times: float) -> str:
 def _decimals(half: float) -> int:
     """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
     return max(0, 1 - math.floor(math.log10(half)))
+
+
+def sentences(block: str, **numbers: Any) -> list[str]:
+    """Returns what a block of words.txt says of these numbers: its paragraphs, without those that come out empty."""
+    template = ENVIRONMENT.get_template("words.txt")
+    text = "".join(template.blocks[block](template.new_context(numbers)))
+    return [said for paragraph in text.split("\n\n") if (said := " ".join(paragraph.split()))]
+
+
+ENVIRONMENT.filters |= {"in_words": in_words, "milli": milli}
+ENVIRONMENT.tests["significant"] = is_significant
