@@ -50,14 +50,11 @@ class EvaluatedMetric(NamedTuple):
     low: float = math.nan
     high: float = math.nan
 
-    @property
-    def reason(self) -> str:
-        return "" if math.isfinite(self.stderr) else "no error bar" if math.isfinite(self.value) else WHY
-
     def estimate(self) -> Estimate:
         interval = None if math.isnan(self.low) else (self.low, self.high)
+        why = "" if math.isfinite(self.stderr) else "no error bar" if math.isfinite(self.value) else WHY
         prompts = 0 if math.isnan(self.num_prompts) else int(self.num_prompts)
-        return Estimate(self.value, self.stderr, prompts, self.reason, interval=interval)
+        return Estimate(self.value, self.stderr, prompts, why, interval=interval)
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

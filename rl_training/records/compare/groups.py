@@ -163,9 +163,8 @@ def _make_group(letter: str, members: list[Member], compared: Sequence[Path]) ->
 
 
 def _letter(index: int) -> str:
-    """Returns A, B, …, Z, AA, AB, …"""
-    letters = string.ascii_uppercase
-    return letters[index] if index < 26 else _letter(index // 26 - 1) + letters[index % 26]
+    """Returns A, B, …, Z, A2, B2, …"""
+    return f"{string.ascii_uppercase[index % 26]}{index // 26 + 1 if index >= 26 else ''}"
 
 
 def _said(name: str, value: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,26 +10,14 @@ from typing import Any
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.compare.final import (
-    Difference,
-    begun,
-    compare_groups,
-    final_figures,
-    fit_law,
-    last_common_step,
-    members_at,
-)
+from rl_training.records.compare import final
 from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups
 from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import render
 from rl_training.records.report.series import to_estimates
-from rl_training.records.report.words import in_words
-
-IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
-NO_COMMON_STEP = "no step is recorded in both, and there is nothing to compare."
-ANOTHER_SEED = " This is a single seed: another may change it by more than the noise within a run."
+from rl_training.records.report.words import sentences
 
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Path, list[str]]:
@@ -50,16 +37,13 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Pa
 
 def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:
     """Returns the page's HTML and its findings, with which it opens. Everything that comes from the runs is escaped."""
-    ends = [last_common_step(group) for group in groups]
+    ends = [final.last_common_step(group) for group in groups]
     common = min(ends)  # where all can be compared; those that went on are shown at their own end too
-    columns = [(group, common, group.letter, begun(groups, common)) for group in groups]
+    columns = [(group, common, group.letter, final.begun(groups, common)) for group in groups]
     columns += [(g, end, f"{g.letter}, later", 0) for g, end in zip(groups, ends, strict=True) if end > common]
-    pairs = compare_groups(groups)
-    findings = [_finding(pair) for pair in pairs]
-    if not pairs:
-        seeds = ", ".join(member.seed for member in groups[0].members)
-        findings = [f"One group: of what affects training, only the seeds differ ({seeds})."]
-    laws = [fit_law(group) for group in groups]
+    pairs = final.compare_groups(groups)
+    findings = sentences("comparison", pairs=pairs, seeds=[member.seed for member in groups[0].members])
+    laws = [final.fit_law(group) for group in groups]
     num_runs = sum(len(group.members) + len(group.repeats) for group in groups)  # two at least
     page = render(
         "comparison.html",
@@ -68,8 +52,8 @@ def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:
         runs=[row for group in groups for row in _run_rows(group)],
         groups=groups,
         differences=differences(groups),
-        columns=[(heading, f"{step}; {len(members_at(group, step))}") for group, step, heading, _ in columns],
-        final=_by_label([final_figures(group, step, since) for group, step, _, since in columns]),
+        columns=[(heading, f"{step}; {len(final.members_at(group, step))}") for group, step, heading, _ in columns],
+        final=_by_label([final.final_figures(group, step, since) for group, step, _, since in columns]),
         pairs=pairs,
         pair_figures=_by_label([pair.figures for pair in pairs]),
         branched=bool(branching_steps(groups)),
@@ -86,26 +70,8 @@ def _by_label(columns: Sequence[dict[str, Estimate]]) -> dict[str, list[Estimate
     return {label: [column.get(label) for column in columns] for label in labels}
 
 
-def _finding(pair: Difference) -> str:
-    """Returns what differs at the last step that both have reached, and by how much."""
-    names = f"{pair.second.name} against {pair.first.name}"
-    changes = "; ".join(_change(label, pair.figures[label]) for label in IN_WORDS if label in pair.figures)
-    if not changes:
-        return f"{names}: {NO_COMMON_STEP}"
-    return f"{names}, at step {pair.step}: {changes}.{ANOTHER_SEED if pair.single_seed else ''}"
-
-
-def _change(label: str, estimate: Estimate) -> str:
-    size = in_words(estimate, signed=True)
-    if math.isnan(estimate.ends()[0]):
-        return f"{label} {size}, without an error bar: more steps or seeds would give one"
-    if not is_significant(estimate):
-        return f"{label} does not detectably differ ({size})"
-    return f"{label} significantly {'higher' if estimate.value > 0 else 'lower'} ({size})"
-
-
 def _run_rows(group: Group) -> Iterator[tuple[str, ...]]:
-    end = last_common_step(group)
+    end = final.last_common_step(group)
     for member in (*group.members, *group.repeats):
         note = "left out of the final figures: it ended before the others" if member.last_step < end else ""
         if member in group.repeats:

@@ -99,7 +99,7 @@ def _declared(
 def _reward(run: Run) -> Chart:
     reward, held_out = run.logged("reward"), findings.held_out_rewards(run)
     if not reward:
-        return draw("reward", [], ["reward – no finite value was logged"])
+        return draw("reward", [], ["reward – no finite value was logged"], window=0, held_out=held_out)
     window = running_window(len(reward))
     looks = [HELD_OUT[number % len(HELD_OUT)] for number in range(len(held_out))]
     further = [line(f"held out: {at}", rows, *look) for (at, rows), look in zip(held_out.items(), looks, strict=True)]

@@ -15,9 +15,10 @@ import yaml
 from scipy.special import stdtrit
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.evaluated import IN_TRAINING, EvaluatedMetric, read_tables
+from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import CONFIG_FILE, checkpoints_of
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, logs_of, read_estimates, read_metrics
+from rl_training.records.frames import evaluations, metrics, probes
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: the file of logs/, or the name of the evaluation. low, high: the ends of the 95 % interval; is_interval where
@@ -120,16 +121,13 @@ def read_run(folder: Path) -> Run:
 
     Raises FileNotFoundError when there are none, and ValueError when they cannot be read, naming the file.
     """
-    logs = logs_of(folder)
-    metrics = read_metrics(logs)
-    logged = pd.DataFrame(metrics).melt("step", var_name="name").assign(source=METRICS_FILE)
-    measured = pd.DataFrame(read_estimates(logs)).assign(source=PROBES_FILE)
-    evaluated = [
-        pd.DataFrame(rows, columns=EvaluatedMetric._fields).assign(reason=[row.reason for row in rows], source=name)
-        for name, rows in read_tables(folder).items()
+    logged, measured, evaluated = metrics(folder), probes(folder), evaluations(folder)
+    sources = [
+        logged.melt(var_name="name", ignore_index=False).reset_index().assign(source=METRICS_FILE),
+        measured.assign(source=PROBES_FILE),
+        evaluated.rename(columns={"metric": "name", "num_prompts": "num_samples", "evaluation": "source"}),
     ]
-    renamed = [rows.rename(columns={"metric": "name", "num_prompts": "num_samples"}) for rows in evaluated]
-    table = pd.concat([logged, measured, *renamed], ignore_index=True).reindex(columns=COLUMNS)
+    table = pd.concat(sources, ignore_index=True).reindex(columns=COLUMNS)
     table = table.drop_duplicates(["source", "name", "step"], keep="last").astype({"step": int})
     table[NUMBERS] = table[NUMBERS].apply(pd.to_numeric, errors="coerce").astype(float)
     table["num_samples"] = table["num_samples"].fillna(0)
@@ -139,7 +137,7 @@ def read_run(folder: Path) -> Run:
     table["is_interval"] = table["low"].notna() & table["high"].notna()
     table["low"] = table["low"].where(table["is_interval"], table["value"] - half)
     table["high"] = table["high"].where(table["is_interval"], table["value"] + half)
-    return Run(folder, [int(line["step"]) for line in metrics], table, read_config(folder))
+    return Run(folder, logged.index.tolist(), table, read_config(folder))
 
 
 def read_config(folder: Path) -> str | None:
