@@ -276,6 +276,7 @@ def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_b
     said = {part["as"]: part["calculate"] for part in pointed["transform"] if "as" in part}
     assert said["words"].startswith("datum.series + ': ' + (over_steps ? 'step ' + ")
     assert {"name": "over_steps", "value": True} in drawn.spec["params"]
+    assert pointed["params"][0]["select"]["on"] == "pointerover"  # on is true in YAML, unless it is quoted
     assert "datum.low" in said["at_y"]
 
 

@@ -63,10 +63,10 @@ def _decimals(half: float) -> int:
 
 
 def sentences(block: str, **numbers: Any) -> list[str]:
-    """Returns what a block of words.txt says of these numbers: its paragraphs, without those that come out empty."""
+    """Returns what a block of words.txt says of these numbers: a sentence up to each ¶, without empty ones."""
     template = ENVIRONMENT.get_template("words.txt")
     text = "".join(template.blocks[block](template.new_context(numbers)))
-    return [said for paragraph in text.split("\n\n") if (said := " ".join(paragraph.split()))]
+    return [said for part in text.split("¶") if (said := " ".join(part.split()))]
 
 
 ENVIRONMENT.filters |= {"in_words": in_words, "milli": milli}
