@@ -28,6 +28,7 @@ from rl_training.records.report.words import MILLI, MISSING, in_words, sentences
 
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 AHEAD = 20  # steps of the alert: what can be told best
+UNCERTAIN = 0.5  # error of a single step over its change, above which it is said
 REACH = 0.35  # KL per token times tokens at which importance weights leave half of the sequences: ESS/N ≈ exp(−2 KL T)
 SURVIVING = 0.9  # share of a step: with less, what is lost to rounding is said
 STEP_NUMBERS: dict[
@@ -55,11 +56,13 @@ def opening(run: Run) -> list[str]:
     last = both[0].index.intersection(both[1].index, sort=False)[-1:]
     truth, total = (last_of(rows.loc[last]) for rows in both)
     share = run.known("update/surviving_share")["value"].tail(1).min()
+    error, needed = (last_of(run.known(f"delta_h/{name}")) for name in ("relative_error", "needed_prompts"))
     return sentences(
         "opening",
         only_reward=rewards.pop() if len(rewards) == 1 and spreads == {0.0} else None,
         levels=ends_of(run.token_entropy()),
         rate=present_rate(run),
+        one_step=(error, needed) if error and needed and error.value > UNCERTAIN else None,
         sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
         lost=1 - share if share < SURVIVING else None,
     )
