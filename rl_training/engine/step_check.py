@@ -21,7 +21,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.rounding import kept_change
 from rl_training.mathematics.vectors import Layout, dot, dots
 
-SAMPLED = 2**20  # entries of the step that are compared, at most
+SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
 LIMIT = 1e-3  # of the norm of what was calculated
 LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
 LIMIT_OF_ROUNDED_WEIGHTS = 0.25  # a sixteenth of those that move may be others
