@@ -77,6 +77,11 @@ def ask_for_fsdp2() -> None:
 class ReplayTrainer(DrGRPOTrainer):
     """The trainer, with rollouts that are given instead of sampled."""
 
+    def __init__(self, **arguments: Any) -> None:
+        if arguments["args"].use_cpu and "ACCELERATE_USE_FSDP" in os.environ:  # accelerate has no FSDP2 on the CPU
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # told so, it does all of it
+        super().__init__(**arguments)
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
         whole = given_rollout(self.state.global_step + 1)
         share = len(inputs)
@@ -183,8 +188,6 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         else "steps",
         "save_steps": 2,
     }
-    if kind == "fsdp2" and not on_gpus:  # accelerate has none on the CPU. Told otherwise, it does all of it there
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = trainer_maker(folder / run)(
         ReplayTrainer,
         peft_config=LORA if run.endswith("lora") else None,

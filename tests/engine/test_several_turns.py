@@ -10,7 +10,6 @@ import types
 from typing import Any
 
 import pytest
-import reference
 import torch
 from datasets import Dataset
 from simple_twin import Answers, Recorder, Twin, per_sequence, per_token
@@ -66,22 +65,6 @@ def test_exact_derivatives_are_central_differences(of_length: bool) -> None:
         down[row][token] -= step
         difference = exact(up, of_length=of_length)[0] - exact(down, of_length=of_length)[0]
         assert derivative[row][token] == pytest.approx(difference / (2 * step), abs=1e-8)
-
-
-@pytest.mark.parametrize("target", ["sequence", "token", "length"])
-def test_weights_are_those_of_the_plain_twin_on_the_policys_tokens_alone(target: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    entropies = torch.rand(9, 12, generator=generator, dtype=torch.float64)
-    mask = torch.rand(9, 12, generator=generator) < 0.5
-    mask[:, 0] = True
-    prompts = torch.tensor([3, 1, 3, 1, 7, 7, 3, 7, 3])
-    spoken = [row[m].tolist() for row, m in zip(entropies, mask, strict=True)]
-    of_twin = reference.surrogate_weights(spoken, prompts.tolist(), target)
-    weights = surrogate_weights(entropies.masked_fill(~mask, 1e30), mask, prompts, target)
-    for got, expected in zip(weights, of_twin, strict=True):
-        assert (got[~mask] == 0).all()
-        for row, m, plain in zip(got, mask, expected, strict=True):
-            assert row[m].tolist() == pytest.approx(plain, abs=1e-12)
 
 
 # --- TRL's own turns --------------------------------------------------------------------------------------------------

@@ -171,16 +171,6 @@ def textbook(by_fold: Tensor) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("num_folds", [2, 8, 33])
-def test_jackknife_error_of_a_mean_is_the_standard_error_of_the_mean(num_folds: int) -> None:
-    values = (5 + random_folds(num_folds, seed=num_folds)).tolist()
-    by_fold = torch.tensor([[x, 1.0] for x in values], dtype=torch.float64)
-    sums = by_fold.sum(dim=0)
-    got = jackknife_stderr(mean_of, sums, sums - by_fold)
-    assert got.shape == (1,)
-    assert float(got) == pytest.approx(statistics.stdev(values) / math.sqrt(num_folds), rel=1e-11)
-
-
 @pytest.mark.parametrize("num_folds", [2, 3, 8, 16])
 def test_jackknife_error_of_a_ratio_is_the_textbook_one(num_folds: int) -> None:
     by_fold = fold_sums(num_folds, seed=num_folds)

@@ -68,16 +68,6 @@ def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis
     assert json.dumps(again.results) == json.dumps(analysed.results)  # the same seeds
 
 
-def test_the_step_without_a_fold_is_the_step_of_the_others(restored: RestoredTrainer, analysed: Analysis) -> None:
-    whole = analysed.update_buffer
-    update = make_update(restored, whole, Memory(32))
-    assert update.num_folds == 8
-    others = (whole.rollout.prompt_index != 3).nonzero().squeeze(1)
-    rest = {key: v[others] if isinstance(v, Tensor) else v for key, v in vars(whole.rollout).items()}
-    of_others = make_update(restored, as_update_buffer(type(whole.rollout)(**rest)), Memory(32))
-    assert close(joined(update.without.parts(slice(3, 4))), of_others.delta) < 1e-4
-
-
 def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
     """Returns so many prompts with a response each: these sequences again and again."""
     rows = take_rows(rollout, torch.arange(count) % rollout.num_sequences)
