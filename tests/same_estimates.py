@@ -40,10 +40,10 @@ def differences(expected: Estimates, found: Estimates, fields: int = 2) -> dict[
 
 
 def too_far(off: Mapping[str, float], limit: float = 1e-5) -> dict[str, float]:
-    """Returns the differences above a limit, ten times as high for the noise scale and the same-batch product.
+    """Returns the differences above a limit, ten times as high for noise scale, same-batch product and measured change.
 
     Most of |G|² cancels, and norms are fp32's. While Adam's v is young, rounding of the gradient's sum, which depends
-    on the processor, is divided by a v that hardly differs from 0.
+    on the processor, is divided by a v that hardly differs from 0. A measured change is between two scorings in fp32.
     """
-    rough = {name for name in off if "/reuse" in name or name.startswith("gns/")}
+    rough = {name for name in off if "/reuse" in name or name.startswith(("gns/", "measured/"))}
     return {name: value for name, value in off.items() if value > (10 * limit if name in rough else limit)}
