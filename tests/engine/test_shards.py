@@ -76,6 +76,7 @@ def by_step_and_name(found: Found) -> dict[tuple[int, str], tuple[float, float]]
 
 
 def test_where_fsdp2_reduces_each_backward_probes_send_only_gradients_of_some_processes_alone(trained) -> None:
-    """The same folds under DDP send all of them; what is left is of gns, which splits prompts of one process each."""
+    """The same folds under DDP send all of them; what is left is of gns, which splits prompts of one process each, and
+    of the probe of another sampler."""
     reduced, sent = (trained(name, 2)[0]["sent"] for name in ("fsdp2_sampler", "ddp_last_sampler"))
-    assert 0 < reduced < 0.3 * sent
+    assert 0 < reduced < 0.5 * sent
