@@ -215,6 +215,7 @@ def main() -> None:
             again.lagging_sampler = Fixed(again, TrainerPolicy(again), 1)
             again.lagging_sampler.fixed = sampler
             again.train()
+            probe.report()
 
 
 if __name__ == "__main__":
