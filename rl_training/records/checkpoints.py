@@ -48,10 +48,8 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: s
     elif (run_dir / TRAINING_STATE).is_dir():
         runs, choice = [run_dir], f"{choice} in {run_dir}"
     else:
-        runs, choice = (
-            sorted(run_dir.parent.glob("run_*"), key=_last_step_at, reverse=True),
-            f"{choice} in {run_dir.parent}",
-        )
+        runs = sorted(run_dir.parent.glob("run_*"), key=_last_step_at, reverse=True)
+        choice = f"{choice} in {run_dir.parent}"
     found = next(filter(None, (newest_checkpoint(run, sharded_by) for run in runs)), None)
     if found is None:
         raise ValueError(f"{choice}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
@@ -60,9 +58,7 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: s
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
     """Returns the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
-    return next(
-        _flawless(checkpoints_of(run)[::-1], lambda checkpoint: what_is_wrong_with(checkpoint, sharded_by)), None
-    )
+    return next(_flawless(checkpoints_of(run)[::-1], lambda path: what_is_wrong_with(path, sharded_by)), None)
 
 
 def _flawless(checkpoints: Sequence[Path], flaw_of: Callable[[Path], str]) -> Iterator[Path]:

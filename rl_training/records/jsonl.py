@@ -71,20 +71,12 @@ class Records:
     def write_estimates(self, step: int, world_size: int, probe: str, estimates: Mapping[str, Estimate]) -> None:
         rows = [
             {
-                "step": step,
-                "about_step": step if e.about_step is None else e.about_step,
-                "world_size": world_size,
-                "probe": probe,
-                "name": name,
-                "value": e.value,
-                "stderr": e.stderr,
-                "num_samples": e.num_samples,
-                "reason": e.reason,
-                **({} if e.interval is None else dict(zip(("low", "high"), e.interval, strict=True))),
-                **e.detail,
+                "step": step, "about_step": step if e.about_step is None else e.about_step, "world_size": world_size,
+                "probe": probe, "name": name, "value": e.value, "stderr": e.stderr, "num_samples": e.num_samples,
+                "reason": e.reason, **dict(zip(("low", "high"), e.interval or (), strict=False)), **e.detail,
             }
             for name, e in estimates.items()
-        ]
+        ]  # fmt: skip
         self._append(PROBES_FILE, rows)
 
     def wants_rollouts_of(self, step: int) -> bool:

@@ -1,8 +1,16 @@
-"""rl-training sync SOURCE DESTINATION: runs from a folder, another machine or a store are copied here, while they run.
+"""Copies runs from another machine or a store to a folder here: logs, reports, evaluations and configuration.
 
-A file is unchanged when size and time are those of the copy, whose time is set to the source's. A log that grows while
-it is copied is copied as it is; its listed time is older than the growth, so the next pass copies it again.
+SOURCE is a folder, or anything that fsspec knows:
+  sftp://USER@HOST/absolute/path    pip install 'rl-training[sync-ssh]'; keys, agent, config and known_hosts of ssh
+  s3://BUCKET/path                  pip install 'rl-training[sync-s3]'; profile and environment of the AWS tools
+  gs://…  hf://…                    pip install gcsfs, huggingface_hub
+
+The files of SOURCE are copied to DESTINATION under the same names. Only what changed is copied; a file arrives whole
+or not at all; nothing is ever deleted there. After a failure the same command goes on.
 """
+
+# A file is unchanged when size and time are those of the copy, whose time is set to the source's. A log that grows
+# while it is copied is copied as it is; its listed time is older than the growth, so the next pass copies it again.
 
 from __future__ import annotations
 
@@ -20,28 +28,10 @@ from pathlib import Path
 from fsspec import AbstractFileSystem
 from tqdm import tqdm
 
-from rl_training.records.sync_source import (
-    METRICS,
-    OURS,
-    Checkpoints,
-    Connection,
-    SourceFile,
-    has_ended,
-    list_files,
-    shown,
-    wanted,
-)
+from rl_training.records import sync_source as source
+from rl_training.records.sync_source import METRICS, OURS, Checkpoints, Connection, SourceFile, shown
 
 SAME_TIME = 1.0  # seconds: SFTP knows no fractions
-EPILOG = """\
-SOURCE is a folder, or anything that fsspec knows:
-  sftp://USER@HOST/absolute/path    pip install 'rl-training[sync-ssh]'; keys, agent, config and known_hosts of ssh
-  s3://BUCKET/path                  pip install 'rl-training[sync-s3]'; profile and environment of the AWS tools
-  gs://…  hf://…                    pip install gcsfs, huggingface_hub
-
-The files of SOURCE are copied to DESTINATION under the same names. Only what changed is copied; a file arrives whole
-or not at all; nothing is ever deleted there. After a failure the same command goes on.
-"""
 
 
 @dataclass
@@ -71,8 +61,8 @@ def sync_once(
     Raises FileNotFoundError where there is no source, ValueError for a name that leads out of the destination,
     ConnectionError when retries did not help, OSError when the destination cannot be written to.
     """
-    listed = connection.attempt(list_files)
-    outcome = Outcome(listed, wanted(listed, checkpoints))
+    listed = connection.attempt(source.list_files)
+    outcome = Outcome(listed, source.wanted(listed, checkpoints))
     targets = {file: target_of(file.relative, destination) for file in outcome.files}  # refused before anything is done
     due = [file for file, target in targets.items() if checksum or not _looks_the_same(file, target)]
     for file in tqdm(due, unit="file", leave=False, file=sys.stderr, disable=not due):
@@ -131,11 +121,7 @@ def _fetch(connection: Connection, file: SourceFile, target: Path, checksum: boo
 def main(arguments: Sequence[str] | None = None) -> None:
     """Downloads runs as the command line asks; exits with 2 for a mistake, 1 when the source could not be reached."""
     parser = argparse.ArgumentParser(
-        prog="rl-training sync",
-        description="Copy runs from another machine or a store to a folder here: logs, reports, evaluations and "
-        "configuration, on request checkpoints.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="rl-training sync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", metavar="SOURCE", help="a run, or a folder of runs")
     parser.add_argument("destination", metavar="DESTINATION", type=Path, help="a folder here; made if it is not there")
@@ -150,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--watch takes seconds above 0, --retries a number that is not below 0")
     if chosen.destination.exists() and not chosen.destination.is_dir():
         parser.error(f"DESTINATION is a folder, and {chosen.destination} is a file: name another, or remove it")
-    source = Path(chosen.source.removeprefix("file://")).resolve()
-    if source.is_dir() and chosen.destination.resolve().is_relative_to(source):
+    here = Path(chosen.source.removeprefix("file://")).resolve()
+    if here.is_dir() and chosen.destination.resolve().is_relative_to(here):
         parser.error("DESTINATION lies in SOURCE: each copy would hold the last one; name a folder outside of it")
     connection = Connection(chosen.source, chosen.retries, pause=1.0, tell=_tell)
     try:
@@ -185,7 +171,7 @@ def _watch(connection: Connection, chosen: argparse.Namespace) -> None:
     while quiet < 2:
         try:
             outcome = _one_pass(connection, chosen)
-            quiet = quiet + 1 if not outcome.copied and has_ended(outcome.listed) else 0
+            quiet = quiet + 1 if not outcome.copied and source.has_ended(outcome.listed) else 0
         except ConnectionError as error:
             _tell(str(error))
             quiet = 0

@@ -1,4 +1,9 @@
-"""rl-training report: the report of a run, or the comparison of several."""
+"""Makes the report of a run from its records, and prints its summary; or compares several runs on one page.
+
+Any run will do: finished, killed or still going. Of one run it writes RUN/report/: report.html, one self-contained
+page, and its charts as PNG. Of several, one self-contained page: what differs, curves in one chart, runs trained alike
+but for seeds pooled.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,7 @@ from rl_training.records.jsonl import METRICS_FILE
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the report or the comparison that the command line asks for; exits with 2, in one line, if it cannot."""
-    parser = argparse.ArgumentParser(
-        prog="rl-training report",
-        description="Make the report of a run from its records, and print its summary; or compare several runs on one "
-        "page. Any run will do: finished, killed or still going.",
-        epilog="Of one run it writes RUN/report/: report.html, one self-contained page, and its charts as PNG. Of "
-        "several, one self-contained page: what differs, curves in one chart, runs trained alike but for seeds pooled.",
-    )
+    parser = argparse.ArgumentParser(prog="rl-training report", description=__doc__)
     parser.add_argument(
         "runs", metavar="RUN", nargs="+",
         help="the folder of a run, the one that holds logs/metrics.jsonl; a folder of runs stands for all in it",

@@ -181,8 +181,9 @@ def gaps(run: Run) -> list[Gap]:
     rows = run.table[(run.table["reason"] != "") & run.table["source"].eq(PROBES_FILE)]
     rows = rows[~np.isfinite(rows["value"] + rows["stderr"])]  # else it is a remark
     what = rows["value"].isna().map({True: "value", False: "error bar"})
+    order = run.table["name"].unique().tolist().index  # as they were first recorded
     listed = [
-        Gap(reason, kind, list(found["name"].unique()), int(found["step"].min()), found["step"].nunique())
+        Gap(reason, kind, sorted(found["name"].unique(), key=order), int(found["step"].min()), found["step"].nunique())
         for (reason, kind), found in rows.groupby(["reason", what], sort=False)
     ]
     return sorted(listed, key=lambda gap: gap.first_step)
