@@ -3,10 +3,11 @@
 The error of `forward` from P prompts is σ/√P, σ that of a single prompt. With Δ the size of the change it is half of
 it at
 
-    P = 4 σ² / Δ²,      σ² = P se²(forward),  Δ² = t² − se²(t),  t the trapezoid of the same step
+    P = 4 / (Δ²/σ²),      σ² = P se²(forward),  Δ² = t² − se²(t),  t the trapezoid of the same step
 
-in which t² − se² is unbiased for the square of the change. One step does not tell: numerator and denominator are
-averaged over about ten, apart, and divided last, with Fieller's interval. It has no end where the changes are lost in
+in which t² − se² is unbiased for the square of the change, and (ν − 2)/ν takes out the bias of 1/σ² from ν degrees of
+freedom. One step does not tell: Δ²/σ² is averaged over about ten, and divided last. (Averages of Δ² and of σ² apart
+would be those of the largest steps, which a run begins with.) The interval has no end where the changes are lost in
 their errors.
 """
 
@@ -20,27 +21,27 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.running_pairs import Pair, RunningPair
 
 DECAY = 0.9  # weight of a step relative to the next
-NONE_YET = "no step is closed yet"
+ENOUGH_FREEDOM = 4  # more than so many degrees, or 1/σ² has no variance
+NONE_YET = "no step with an error bar is closed yet: it takes 6 folds of prompts"
 NO_BAR = "no error bar: delta_h/needed_prompts has its interval"
 LOST = "the changes of the last steps are lost in their errors: it takes more prompts than can be told"
 
 
-def square_and_variance(change: float, stderr: float, variance: float, degrees: float) -> Pair:
-    """Returns −Δ² and 4 σ² of one step, whose −ratio is P.
+def signal_to_noise(change: float, stderr: float, variance: float, degrees: float) -> Pair:
+    """Returns −Δ²/4σ² of one step, and 1: −ratio is P.
 
     change, stderr  of the trapezoid
-    variance        σ²
-    degrees         of freedom of the errors
+    variance        σ², with so many degrees of freedom, more than four
     """
-    square, noise = change**2 - stderr**2, stderr**2
-    spread = 2.0 * noise**2 + 4.0 * max(square, 0.0) * noise
-    values = torch.tensor([-square, 4.0 * variance], dtype=torch.float64)
-    spreads = torch.tensor([spread, 2.0 / degrees * (4.0 * variance) ** 2], dtype=torch.float64)
-    return Pair(values, spreads.diag(), degrees)
+    scale = 4.0 * variance * degrees / (degrees - 2.0)
+    square, noise = (change**2 - stderr**2) / scale, stderr**2 / scale
+    spread = 2.0 * noise**2 + 4.0 * max(square, 0.0) * noise + 2.0 / (degrees - 4.0) * square**2
+    covariance = torch.tensor([spread, 0.0], dtype=torch.float64).diag()
+    return Pair(torch.tensor([-square, 1.0], dtype=torch.float64), covariance, degrees)
 
 
 def needed_prompts(mean: RunningPair) -> Estimate:
-    """Returns P with its interval, from the running mean of `square_and_variance`.
+    """Returns P with its interval, from the running mean of `signal_to_noise`.
 
     Example: Δ² = 1 and σ² = 6, without error, take 24 prompts.
     """

@@ -65,7 +65,7 @@ class MeasuredStepProbe(Probe):
     name = "measured"
     measured = ("measured/",)
 
-    def __init__(self, responses_per_prompt: int = 1, error_decay: float = 0.5, every: int = 1) -> None:
+    def __init__(self, responses_per_prompt: int = 2, error_decay: float = 0.5, every: int = 1) -> None:
         super().__init__(every)
         if responses_per_prompt < 1:
             raise ValueError(f"measured: responses_per_prompt={responses_per_prompt} must be at least 1")

@@ -36,7 +36,13 @@ from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_units
-from rl_training.mathematics.needed_prompts import DECAY, needed_prompts, relative_error, square_and_variance
+from rl_training.mathematics.needed_prompts import (
+    DECAY,
+    ENOUGH_FREEDOM,
+    needed_prompts,
+    relative_error,
+    signal_to_noise,
+)
 from rl_training.mathematics.running_pairs import RunningPair
 from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum
 
@@ -120,12 +126,11 @@ class SimpleEntropyProbe(Probe):
         }
         if self.per_sequence and not change.why_no_forward and reward_factor(step) is None:
             self._answers[REWARD] = Estimate.missing(NO_REWARD)
-        alone = change.quantities["forward"].stderr_of_batch
-        prompts = step.num_sequences / step.batch.responses_per_prompt
-        if math.isfinite(float(closed.trapezoid.stderr[0])) and alone is not None:
-            change_of_step = float(closed.trapezoid.value[0]), float(closed.trapezoid.stderr[0])
-            variance = float(alone[0]) ** 2 * prompts
-            self._needed.add(square_and_variance(*change_of_step, variance, step.num_folds - 1))
+        prompts, freedom = step.num_sequences / step.batch.responses_per_prompt, step.num_folds - 1
+        values = float(closed.trapezoid.value[0]), float(closed.trapezoid.stderr[0]), float(forward.stderr[0])
+        if all(map(math.isfinite, values)) and values[-1] > 0 and freedom > ENOUGH_FREEDOM:
+            variance = prompts * values[-1] ** 2
+            self._needed.add(signal_to_noise(*values[:2], variance, freedom * float(forward.batches[0])))
         needed = needed_prompts(self._needed)
         self._answers |= {NEEDED: needed, RELATIVE: relative_error(needed, prompts)}
         if self.per_sequence:

@@ -144,7 +144,7 @@ def test_of_any_optimizer_it_is_the_definition_with_the_weights_before_and_after
 
 def test_with_dropout_both_scores_are_without(make_trainer) -> None:
     """Training's own are not: the policy whose entropy is measured is the one that samples."""
-    probe = Answers(error_decay=0.0)
+    probe = Answers(1, error_decay=0.0)
     settings = SHAPE | {"learning_rate": 5e-3}
     make_trainer(probes=[probe], peft_config=LoraConfig(**LORA), max_steps=2, **settings).train()
     step = probe.steps[1]
@@ -156,7 +156,7 @@ def test_with_dropout_both_scores_are_without(make_trainer) -> None:
 
 
 def test_steps_on_one_rollout_are_measured_together_with_the_next_rollout(make_trainer) -> None:
-    probe = Answers(error_decay=0.0)
+    probe = Answers(1, error_decay=0.0)
     make_trainer(probes=[probe], num_iterations=2, max_steps=5, **SHAPE).train()
     for number in (2, 4):
         assert {e.reason for e in probe.all[number - 1].values()} == {OLD_ROLLOUT}
@@ -166,7 +166,7 @@ def test_steps_on_one_rollout_are_measured_together_with_the_next_rollout(make_t
 
 
 def test_with_every_above_one_it_is_the_change_since_the_last_measured_step(make_trainer) -> None:
-    probe = Answers(every=2, error_decay=0.0)
+    probe = Answers(1, every=2, error_decay=0.0)
     make_trainer(probes=[probe], max_steps=3, **SHAPE).train()
     assert_same(probe.all[1], plain(*probe.models, probe.steps[1], scored=1, steps=2))
 

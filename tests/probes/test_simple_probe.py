@@ -411,25 +411,25 @@ def test_all_zero_advantages_leave_momentum_and_decay_only(make_trainer) -> None
     assert all(answer["delta_h/reuse"].value == 0.0 for answer in probe.all)
 
 
-def test_prompts_that_a_step_takes_are_four_times_the_variance_of_one_over_the_square_of_the_change(
+def test_prompts_that_a_step_takes_are_four_over_the_mean_ratio_of_the_square_of_the_change_to_a_prompts_variance(
     make_trainer,
 ) -> None:
-    """Averaged over steps with weights .9^age, apart; from the bar of each batch, and the trapezoid it closes."""
+    """Averaged over steps with weights .9^age; from the bar of each batch, and the trapezoid it closes."""
     probe = Answers(num_folds=K)
     make_trainer(probes=[probe], max_steps=5, **EIGHT_FOLDS, **SMOOTH).train()
     assert math.isnan(probe.all[0]["delta_h/needed_prompts"].value)
-    numerator = denominator = 0.0
+    ratio = weight = 0.0
     for answer in probe.all[1:]:
         change, forward = answer["delta_h/trapezoid"], answer["delta_h/forward"]
-        numerator = 0.9 * numerator + 4 * K * forward.stderr**2
-        denominator = 0.9 * denominator + change.value**2 - change.stderr**2
+        square = (change.value**2 - change.stderr**2) / (4 * K * forward.stderr**2) * (K - 3) / (K - 1)
+        ratio, weight = 0.9 * ratio + square, 0.9 * weight + 1
         found = answer["delta_h/needed_prompts"]
         if math.isnan(found.value):
             assert found.reason == LOST
         else:
-            assert found.value == pytest.approx(numerator / denominator)
+            assert found.value == pytest.approx(weight / ratio)
             assert answer["delta_h/relative_error"].value == pytest.approx(math.sqrt(found.value / 4 / K))
-    assert probe.state_dict()["needed"][1:3].tolist() == pytest.approx([-denominator, numerator])
+    assert probe.state_dict()["needed"][1:3].tolist() == pytest.approx([-ratio, weight])
     resumed = Answers(num_folds=K)
     resumed.load_state_dict(probe.state_dict())
     assert torch.equal(resumed.state_dict()["needed"], probe.state_dict()["needed"])
