@@ -177,3 +177,9 @@ def test_a_sampler_that_lags_is_measured_and_the_step_is_predicted(make_trainer:
     assert 0 < third[0]["sampler/ess"].value < 1 - 1e-6
     assert third[1].on_policy
     assert third[1].old_logps is None
+
+
+@pytest.mark.parametrize("lag", [-1, 0.5])
+def test_a_lag_that_is_no_number_of_rollouts_is_refused_by_name(make_trainer: Any, lag: Any) -> None:
+    with pytest.raises(ValueError, match=f"sampler_lag={lag} must be a whole number of rollouts"):
+        make_trainer(sampler_lag=lag)
