@@ -138,14 +138,20 @@ def row_of(folder: Path) -> str:
     truth = by_name["delta_h/true"]
     cells = [folder.name, f"{facts['parameters']:,}", f"{facts['rewards'][0]:.2f} → {facts['rewards'][-1]:.2f}"]
     for name in ("forward", "backward", "trapezoid"):
+        pairs = [
+            (p, true)
+            for step, true in truth.items()
+            if (p := by_name[f"delta_h/{name}"].get(step)) and p["value"] is not None and p["stderr"] is not None
+        ]
         held = [
-            interval_covers(
-                p["value"] - truth[step]["value"], p["stderr"], int(p["num_samples"]), truth[step]["stderr"]
-            )
-            for step, p in by_name[f"delta_h/{name}"].items()
-            if step in truth and p["value"] is not None and p["stderr"] is not None
+            interval_covers(p["value"] - true["value"], p["stderr"], int(p["num_samples"]), true["stderr"])
+            for p, true in pairs
         ]
         cells.append(f"{sum(held):.0f} of {len(held)}")
+    cells += [
+        f"{sum(row['value'] for row in rows):+.4f} ± {1.96 * math.hypot(*(row['stderr'] for row in rows)):.4f}"
+        for rows in zip(*pairs, strict=True)
+    ]
     predicted, measured = (by_name[f"delta_h/cumulative_{name}"] for name in ("predicted", "measured"))
     last = max(predicted)
     cells += [f"{row[last]['value']:+.4f} ± {1.96 * row[last]['stderr']:.4f}" for row in (predicted, measured)]
@@ -168,8 +174,9 @@ def main() -> None:
     if options.part == "train":
         train(options.output, options.size, options.lora, options.steps, options.every, options.sequences)
         return
-    print("| run | parameters | reward | forward | backward | trapezoid | Σ predicted | measured | c |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    titles = ("run", "parameters", "reward", "forward", "backward", "trapezoid", "Σ trapezoid", "Σ true")
+    print(f"| {' | '.join([*titles, 'run: predicted', 'measured', 'c'])} |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for folder in sorted(path.parent for path in options.output.glob("*/facts.json")):
         print(row_of(folder))
 
