@@ -549,14 +549,14 @@ def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(tmp_
     """Two steps were measured together, of −.004 ± .002 nats in all; their mean over ten steps is .0001 √10 / 10."""
     records = Records(tmp_path / "logs")
     for step in range(1, 11):
-        records.write_metrics(step, {"reward": 0.5})
+        records.write_metrics(step, {"reward": 0.5, "completions/clipped_ratio": 0.25})
         told = {"measured/delta_h": Estimate(-0.004, 2e-4, 8), "measured/steps": Estimate(2.0)}
         told |= {"measured/delta_length": Estimate(1.0, 0.2, 8), "delta_h/forward": Estimate(-0.003, 1e-4, 8)}
         records.write_estimates(step, 1, "measured", told)
     half = 1e3 * T_7 * 1e-4 / math.sqrt(10)
     assert step_numbers(read_run(tmp_path)) == [
         ["entropy, 1e-3 nats per token", f"-2.000 ± {half:.3f}", f"-3.000 ± {half:.3f}"],
-        ["length, tokens", "+0.500 ± 0.075", MISSING],
+        ["length, tokens (25% of the responses are cut off)", "+0.500 ± 0.075", MISSING],
     ]
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     print_summary(tmp_path)

@@ -77,11 +77,13 @@ def ends_of(values: Mapping[int, float]) -> list[float]:
 
 def step_numbers(run: Run) -> list[list[str]]:
     """Returns a row for each of STEP_NUMBERS, measured and predicted; none where there is only one."""
-    rows = []
+    rows, clipped = [], list(run.logged("completions/clipped_ratio").values())[-1:]
     for label, (times, metrics) in STEP_NUMBERS.items():
         measured, predicted = metrics
         found = [mean_of_last(measured_by_one_step(run, measured)), mean_of_last(run.known(predicted))]
         if any(found):
+            if "length" in label and clipped:
+                label += f" ({clipped[0]:.0%} of the responses are cut off)"
             rows.append([label, *(times_in_words(rate, times) for rate in found)])
     return rows if len(rows) > 1 else []
 
