@@ -22,7 +22,8 @@ from rl_training.records.report.words import ENVIRONMENT
 # Okabe and Ito's colours, which everyone can tell apart. TEXT is black on a light page and white on a dark one.
 TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
 NAMED = {"text": TEXT, "blue": BLUE, "orange": ORANGE, "green": GREEN, "grey": GREY}  # in charts.yaml
-STEPS = {"title": "optimizer step", "scale": {"nice": False}, "axis": {"tickMinStep": 1, "format": "d"}}
+WHOLE = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : datum.label"}  # of few steps, halves too
+STEPS = {"title": "optimizer step", "scale": {"nice": False}, "axis": WHOLE}
 WIDTH, HEIGHT = 640, 280
 TITLE_LENGTH = 44  # of a line of an axis's title
 MOST_POINTS = 400  # of a series: a page shows no more apart

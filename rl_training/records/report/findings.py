@@ -178,10 +178,11 @@ class Gap(NamedTuple):
 
 def gaps(run: Run) -> list[Gap]:
     """Returns the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps."""
-    rows = run.table[(run.table["reason"] != "") & run.table["source"].eq(PROBES_FILE)]
-    rows = rows[~np.isfinite(rows["value"] + rows["stderr"])]  # else it is a remark
+    measured = run.table[run.table["source"] == PROBES_FILE]
+    is_nan = ~np.isfinite(measured["value"] + measured["stderr"])  # else the reason is a remark
+    rows = measured[is_nan & (measured["reason"] != "")]
     what = rows["value"].isna().map({True: "value", False: "error bar"})
-    order = run.table["name"].unique().tolist().index  # as they were first recorded
+    order = measured["name"].unique().tolist().index  # as they were first recorded
     listed = [
         Gap(reason, kind, sorted(found["name"].unique(), key=order), int(found["step"].min()), found["step"].nunique())
         for (reason, kind), found in rows.groupby(["reason", what], sort=False)
