@@ -59,7 +59,7 @@ PROBES: dict[str, Callable[..., Probe]] = {
     "token_classes": TokenClassesProbe,
 }
 SETS = ("simple", "gns+ess", "simple+gns+ess")
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 
 
 def make_probes(names: str, **options: Any) -> list[Probe]:
