@@ -268,7 +268,7 @@ class StepDriver:
         with self._clock.timed(asking[0].name):
             if len(view.folds) > len(view.batch.microbatch_rows):
                 self._rows.fill_slices(view)
-            late = torch.tensor(float(self._rows.num_late), dtype=torch.float64, device=self._layout.device)
+            late = torch.full((), float(self._rows.num_late), dtype=torch.float64, device=self._layout.device)
             if float(view.ranks.reduce(late)) > 0.0:
                 return dataclasses.replace(view, gradients=dataclasses.replace(view.gradients, why_no_rows=IN_PARTS))
             self._rows.finish(view.fold_sizes, view.ranks.count)

@@ -157,7 +157,8 @@ def _with_quantities(
     batch can miss rare responses and look too certain.
     """
     multiplied, lost = products.sums(step.ranks.reduce)
-    by_fold, lost = torch.cat([levels, multiplied.flatten(1)], dim=1).cpu(), lost.cpu()
+    table = torch.cat([levels, multiplied.flatten(1), lost], dim=1).cpu()
+    by_fold, lost = table[:, : -lost.shape[1]], table[:, -lost.shape[1] :]
     total = by_fold.sum(dim=0)
     level = float(total[1] / total[2]) if change.settings.per_sequence else 0.0  # without any entropy none to vary
     without = sums_without(total, by_fold, lost, level or None)

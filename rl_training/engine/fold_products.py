@@ -77,7 +77,8 @@ class FoldProducts:
         for piece in self.steps.pieces:
             for fold, product in enumerate(products):
                 moved = self.steps.step(fold, piece).total
-                product += torch.stack([dots(moved, piece.of(x)) for x in self._sums])
+                for target, x in enumerate(self._sums):
+                    product[target].add_(dots(moved, piece.of(x)))
         return products - self._dots(self.update, self._sums) - sizes.unsqueeze(1) * own
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
@@ -98,5 +99,6 @@ class FoldProducts:
         unclipped = torch.zeros_like(forward)
         for piece in self.steps.pieces:
             moved = self.steps.step(k, piece, clipped=False).total
-            unclipped += torch.stack([dots(moved, piece.of(x)) for x in directions])
+            for target, x in enumerate(directions):
+                unclipped[target].add_(dots(moved, piece.of(x)))
         return forward, unclipped, products

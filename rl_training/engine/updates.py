@@ -174,8 +174,8 @@ def split_products(
         causes, total = torch.stack(step), step.total
         for target, x in enumerate(directions):
             own = piece.of(x)
-            by_cause[:, target] += dots(causes, own)
-            by_parameter[piece.parameters, target] += sums_of_spans(total * own, piece.sizes)
+            by_cause[:, target].add_(dots(causes, own))
+            by_parameter[piece.parameters, target].add_(sums_of_spans(total * own, piece.sizes))
     return products
 
 
@@ -201,7 +201,7 @@ def fold_means(mean: Vector, rows: Vector, sizes: Tensor, total_size: float | No
 
     total_size  of all folds; None where these are all
     """
-    shares = (share.to(mean[0]).unsqueeze(1) for share in shares_of_others(sizes, total_size))
+    shares = torch.stack(shares_of_others(sizes, total_size)).to(mean[0]).unsqueeze(2)
     return FoldMeans(mean, rows, sizes, *shares)
 
 
