@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rl_training.extras import of_an_extra
 
 # The core metrics of any run: logger.metrics=core, the default, shows these only; stock TRL's printed lines keep them.
@@ -29,6 +27,9 @@ CORE = (
 
 def sections() -> dict[str, dict[str, dict[str, Any]]]:
     """Returns what workspace.yaml holds: the panels of each section by title, with their metrics, pattern and unit."""
+    with of_an_extra():  # attach needs CORE without it
+        import yaml
+
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 

@@ -466,8 +466,10 @@ def test_conversations_go_through_the_chat_template(make_trainer) -> None:
     assert trainer.processing_class.batch_decode(rollout.prompt_ids) == ["user:7+2=?!"] * 2
 
 
-def test_a_stream_of_prompts_is_refused(make_trainer) -> None:
-    trainer = make_trainer()
-    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+def test_from_a_stream_of_prompts_nothing_is_sampled_and_training_goes_on(make_trainer) -> None:
+    stream = make_trainer().train_dataset.to_iterable_dataset()
+    trainer = make_trainer(probes=[GroundTruthProbe(every=1, sequences=8)], train_dataset=stream, max_steps=1)
+    trainer.train()
+    assert "without streaming" in trainer.attachment.latest["delta_h/true"].reason
     with pytest.raises(ValueError, match="without streaming"):
         sample(trainer, 2, seed=0)

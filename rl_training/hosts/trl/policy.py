@@ -44,6 +44,10 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
 }
 
 
+STREAM = (
+    "prompts can be drawn at random only from a training set with a length: load it without streaming, or measure "
+    "without fresh samples"
+)
 SHARE = 1 / 8  # of a GPU's memory: for keys and values of responses that a probe generates
 
 
@@ -101,10 +105,7 @@ class TrainerPolicy(Policy):
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if not hasattr(trainer.train_dataset, "__len__"):
-            raise ValueError(
-                "prompts can be drawn at random only from a training set with a length: load it without streaming, "
-                "or measure without fresh samples"
-            )
+            raise ValueError(STREAM)
         rows = np.random.default_rng([seed, 0]).integers(len(trainer.train_dataset), size=num_sequences)
         mine = range(accelerator.process_index, num_sequences, accelerator.num_processes)
         if not mine:
@@ -216,6 +217,8 @@ def why_no_fresh_responses(trainer: GRPOTrainer) -> str:
             "fresh responses would call the tools, environments or rollout_func once more; if these keep state, "
             "training would differ from training without probes"
         )
+    if not hasattr(trainer.train_dataset, "__len__"):
+        return STREAM
     if trainer._is_vlm:
         return "fresh responses can only be sampled for text prompts: validate in a run without images"
     return ""
