@@ -39,7 +39,7 @@ from precision import METRICS, PRECISIONS, RATIOS, Tape, against, measured
 from transformers import TrainerCallback
 from workload import Workload, make_trainer
 
-from rl_training import DrGRPOTrainer, Probe
+from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.engine.probe import Need
 from rl_training.engine.step import Step
 from rl_training.engine.updates import steps_without_folds
@@ -94,6 +94,7 @@ class HostRows(Probe):
         for fold in range(step.num_folds):
             for (_, one), (_, other) in zip(here.parts(fold), there.parts(fold), strict=True):
                 self.worst = max(self.worst, float((one.total - other.total).norm() / one.total.norm()))
+        self._answers = {"host_rows/worst": Estimate(self.worst)}
 
 
 class Meter(StepTimer):

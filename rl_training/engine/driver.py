@@ -157,8 +157,8 @@ class StepDriver:
                 with self._clock.timed(probe.name):
                     probe.prepare(step.view)
         learned = self._prompts_learned_from(rollout_number)
-        # Also where this step is not measured: a later one on them may be.
-        learned.update(torch.cat([rollout.prompt_index for rollout in step.rollouts]).tolist())
+        if step.rollouts:  # also where this step is not measured: a later one on them may be
+            learned.update(torch.cat([rollout.prompt_index for rollout in step.rollouts]).tolist())
         self._learned = rollout_number, learned
 
     def _prompts_learned_from(self, rollout_number: int) -> set[int]:

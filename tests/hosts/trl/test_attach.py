@@ -109,7 +109,7 @@ def test_a_plain_grpo_trainer_prints_the_core_numbers_and_logs_all(make_trainer,
     said = capsys.readouterr().out.splitlines()
     printed = ast.literal_eval(next(line for line in said if "'reward'" in line))
     logged = trainer.state.log_history[0]
-    of_probes = ("delta_", "ess/", "step", "probe_cost/", "update/")
+    of_probes = ("delta_", "ess/", "step/", "probe_cost/", "update/")
     probed = {name for name in logged if name.startswith(of_probes) or "entropy/" in name}
     shown = {"delta_h/forward", "delta_h/forward_se", "entropy/token", "ess/advantage_fraction"}
     shown |= {"delta_h/cumulative_predicted", "delta_h/cumulative_measured", "probe_cost/fraction_of_step"}
