@@ -131,7 +131,7 @@ class Branch:
                  f"seed={self.seed}", f"trainer.max_steps={self.end}", "trainer.save_total_limit=1", "probe=none",
                  "logger=none", "trainer.disable_tqdm=true", "trainer.save_strategy=steps", "alert.below=null",
                  "alert.stop=false", *self.trial.words]  # fmt: skip
-        train += [f"intervention=[{','.join(with_own)}]"] * bool(with_own)
+        train += [f"intervention={_as_list(with_own)}"] * bool(with_own)
         return [train, evaluate]
 
     def steps_done(self) -> int:
@@ -174,6 +174,11 @@ def as_folder(name: str) -> str:
 
 def _listed(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or [])
+
+
+def _as_list(names: Sequence[str]) -> str:
+    """Returns names as Hydra reads a list; one with a comma, mis:0.5,2, in quotes."""
+    return f"[{','.join(repr(name) if ',' in name else name for name in names)}]"
 
 
 def decide(trial: Trial) -> int:
@@ -263,10 +268,9 @@ def forecast(trial: Trial) -> str:
 def conclude(trial: Trial, found: Sequence[Candidate], failed: Mapping[str, str]) -> str:
     """Writes the page and result.json, and returns what is printed: table, what was stopped, what failed, verdict."""
     sentence, best = verdict(found)
-    intervention = ",".join([*_listed(trial.settings.get("intervention")), best.name]) if best else ""
     go_on = shlex.join(
         ["rl-training", "train", f"branch={trial.checkpoint}", f"run_dir={trial.run}_{as_folder(best.name)}",
-         f"intervention=[{intervention}]", "additional_steps=100"]
+         f"intervention={_as_list([*_listed(trial.settings.get('intervention')), best.name])}", "additional_steps=100"]
     ) if best else ""  # fmt: skip
     predicted = {each.name: foretold(trial.run / LOGS_FOLDER, each.name) for each in found}
     content = {
