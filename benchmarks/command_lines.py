@@ -266,7 +266,7 @@ def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Pat
         return "left a process behind"
     if code and not last.startswith(("error: ", "train: error", "usage:", "ended by", "rl-training")):
         return "its last words are no error"
-    if code == 1 or any(text.startswith("Traceback") for text in said):
+    if code == 1 or ("--debug" not in line and any(text.startswith("Traceback") for text in said)):
         return "unexpected"
     if line in TRIES:
         expected = TRIES[line]
