@@ -38,15 +38,15 @@ class Need(enum.Flag):
 class Probe:
     """A measurement that runs inside a training loop. Subclasses override the hooks that they need.
 
-    name       names it in probes.jsonl and in probe_cost/<name>_seconds
-    needs      what must be kept for it
-    every      measure each `every`-th step, the first one included
-    num_folds  with FOLD_GRADIENTS: folds of whole prompts, over all processes; None for the default, 8 or some more
-    offload    with FOLD_GRADIENTS: keep them in the CPU's memory
-    rows_dtype with FOLD_GRADIENTS: keep them in it; None for fp32, or what weights have beyond that
-    entropy    with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
-    measured   prefixes of the metrics that do not depend on what the optimizer's step is
-    running    averages over steps, with state_dict and load_state_dict, which a checkpoint keeps; None: none
+    name        names it in probes.jsonl and in probe_cost/<name>_seconds
+    needs       what must be kept for it
+    every       measure each `every`-th step, the first one included
+    num_folds   with FOLD_GRADIENTS: folds of whole prompts, over all processes; None for the default, 8 or some more
+    offload     with FOLD_GRADIENTS: keep them in the CPU's memory
+    rows_dtype  with FOLD_GRADIENTS: keep them in it; None for fp32, or fp64 where the weights have it
+    entropy     with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
+    measured    prefixes of the metrics that do not depend on what the optimizer's step is
+    running     averages over steps, with state_dict and load_state_dict, which a checkpoint keeps; None: none
     """
 
     name: str
