@@ -1,7 +1,7 @@
 """How much does a choice of what to train with regret? Five ways to choose, against the best arm of long runs.
 
     python benchmarks/regret.py register RUNS      trains the runs, 20 steps each, and writes down what each way chooses
-    python benchmarks/regret.py arms RUNS          trains all arms from there, 80 steps and three seeds each
+    python benchmarks/regret.py arms RUNS          trains all arms from there to step 80, three seeds each
     python benchmarks/regret.py table RUNS         prints the regrets: how far below the best arm the chosen one ends
 
 The ways are (a) the report at step 20, (b) `rl-training try` with branches of 20 steps, (c) plain, (d) PSR, (e) the
@@ -89,8 +89,8 @@ def register(setting: str, runs: Path, small: bool) -> dict[str, object]:
 
 
 def train_arms(setting: str, runs: Path, arms: list[str], small: bool) -> None:
-    """Trains all arms of a setting to the end, and evaluates them."""
-    steps, seeds = (2, 2) if small else (80, 3)
+    """Trains all arms of a setting to step 80, and evaluates them."""
+    steps, seeds = (2, 2) if small else (60, 3)
     command("try", str(runs / setting), f"interventions=[{','.join(arms)}]", f"steps={steps}", f"seeds={seeds}",
             "halving=false", f"evaluation.fraction={0.02 if small else 0.25}",
             f"output={runs / setting}_arms")  # fmt: skip
