@@ -64,12 +64,6 @@ def lowest_price(run: Path) -> str:
     return min((name for name in prices if math.isfinite(prices[name])), key=prices.__getitem__, default="plain")
 
 
-def taken(result: Path) -> str:
-    """Returns what the verdict of a trial takes, plain where it takes none."""
-    sentence = json.loads(result.read_text(encoding="utf-8"))["verdict"]
-    return sentence.removeprefix("Take ").partition(": ")[0].split(":")[0] if sentence.startswith("Take ") else "plain"
-
-
 def register(setting: str, runs: Path, small: bool) -> dict[str, object]:
     """Trains the run of a setting, and returns what each way chooses and the arms, before these are trained."""
     run, size = runs / setting, SMALL if small else []
@@ -83,7 +77,8 @@ def register(setting: str, runs: Path, small: bool) -> dict[str, object]:
     steps, seeds = (1, 1) if small else (20, 3)
     command("try", str(run), f"interventions=[{','.join(arms)}]", f"steps={steps}", f"seeds={seeds}",
             f"evaluation.fraction={0.02 if small else 0.25}", f"output={run}_try")  # fmt: skip
-    chosen = {"report": asked[0][0] if asked else "plain", "try": taken(Path(f"{run}_try") / "result.json"),
+    result = json.loads(Path(f"{run}_try", "result.json").read_text(encoding="utf-8"))
+    chosen = {"report": asked[0][0] if asked else "plain", "try": result["choice"].partition(":")[0],
               "plain": "plain", "psr": "psr", "price": lowest_price(run)}  # fmt: skip
     return {"arms": arms, "chosen": chosen}
 

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from rl_training.job.explain import Range, check_kind
 from rl_training.job.run_settings import checkpoint_in_a_run, load_settings
 from rl_training.job.settings import check_ranges
-from rl_training.job.trial_results import PLAIN, Candidate, candidate, foretold, in_words, to_stop, values_of, verdict
+from rl_training.job.trial_results import PLAIN, Candidate, candidates, foretold, in_words, to_stop, values_of, verdict
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import steps_taken, what_is_wrong_with
 from rl_training.records.evaluated import EVALUATIONS, locked, read_step
@@ -231,19 +231,12 @@ def run_wave(trial: Trial, branches: Sequence[Branch]) -> None:
 
 def compare(branches: Sequence[Branch], comparisons: int) -> list[Candidate]:
     """Returns the candidates that have finished branches, over the seeds at which plain has finished too."""
-    by_name: dict[str, dict[int, Any]] = {}
+    values: dict[str, dict[int, Any]] = {}
     for branch in branches:
-        by_name.setdefault(branch.name, {})
+        by_seed = values.setdefault(branch.name, {})
         if branch.is_finished:
-            by_name[branch.name][branch.seed] = branch.values()
-    plain, steps = by_name.pop(PLAIN), branches[0].steps
-    found = []
-    for name, values in by_name.items():
-        seeds = sorted(values.keys() & plain.keys())
-        if seeds:
-            own, theirs = ([each[seed] for seed in seeds] for each in (values, plain))
-            found.append(candidate(name, steps, own, theirs, comparisons))
-    return found
+            by_seed[branch.seed] = branch.values()
+    return candidates(values, branches[0].steps, comparisons)
 
 
 def forecast(trial: Trial) -> str:
@@ -274,7 +267,8 @@ def conclude(trial: Trial, found: Sequence[Candidate], failed: Mapping[str, str]
     ) if best else ""  # fmt: skip
     predicted = {each.name: foretold(trial.run / LOGS_FOLDER, each.name) for each in found}
     content = {
-        "checkpoint": str(trial.checkpoint), "verdict": sentence, "go_on": go_on, "failed": dict(failed),
+        "checkpoint": str(trial.checkpoint), "verdict": sentence, "choice": best.name if best else PLAIN,
+        "go_on": go_on, "failed": dict(failed),
         "candidates": [
             {"name": each.name, "steps": each.step, "seeds": each.seeds, "stopped": each.stopped, "means": each.means,
              "predicted": predicted[each.name],

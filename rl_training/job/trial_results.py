@@ -1,12 +1,16 @@
 """What came of a trial: values by seed and prompt, differences to plain paired over both, and what they say to do.
 
-With m_sr the mean of a candidate at seed s and prompt r less that of plain, in the model μ + a_s + b_r + e_sr,
+With d_sr what a candidate is better by at seed s and prompt r than plain, in the model μ + a_s + b_r + e_sr,
 
-    mean    the mean of all m_sr
-    stderr² var_s(mean over r) / S + var_r(mean over s) / R − var(e) / (S R)
+    mean    the mean of all d_sr
+    stderr² 2 σ² / S + var_r(mean over s) / R − var(e) / (S R)
 
-since each of the first two has the last in it. Student's t has Satterthwaite's degrees of freedom. The intervals of k
+since each of the first two has the last in it. σ² is the variance over seeds of an arm's mean, what the arms share at
+a seed apart, from all arms together, plain too: (arms − 1)(S − 1) degrees of freedom, where one difference has S − 1.
+It takes seeds to scatter alike in all arms. Student's t has Satterthwaite's degrees of freedom. The intervals of k
 candidates hold together with 95 % (Bonferroni).
+
+Source: Dunnett 1955, "A multiple comparison procedure for comparing several treatments with a control".
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.pass_at_k import pass_at_k
@@ -29,6 +33,7 @@ from rl_training.records.jsonl import read_metrics
 
 PLAIN = "plain"
 ONE_SEED = "one seed says nothing of other seeds"
+LIKELY = 0.9  # that a candidate is better than plain, one alone looked at: from then on it is leaned to
 
 
 def values_of(evaluation: Path, step: int) -> pd.DataFrame:
@@ -46,22 +51,36 @@ def values_of(evaluation: Path, step: int) -> pd.DataFrame:
     return means.assign(**passed)[["reward", *passed, "entropy", "length"]]
 
 
-def paired(differences: np.ndarray, comparisons: int = 1) -> Estimate:
-    """Returns the mean of (S, R) differences, with an interval that holds together with those of other comparisons."""
+def scatter_over_seeds(means: np.ndarray) -> tuple[float, int]:
+    """Returns σ² of the means (arms, S) by arm and seed, and its degrees of freedom.
+
+    Example: of two arms it is half of the variance of their differences.
+    """
+    rest = means - means.mean(axis=0) - means.mean(axis=1, keepdims=True) + means.mean()
+    freedom = (len(means) - 1) * (means.shape[1] - 1)
+    return float((rest**2).sum()) / max(freedom, 1), freedom
+
+
+def paired(differences: np.ndarray, scatter: tuple[float, int], comparisons: int = 1) -> Estimate:
+    """Returns the mean of (S, R) differences, with an interval that holds together with those of other comparisons.
+
+    scatter  of all arms over seeds
+    """
     seeds, prompts = differences.shape
     mean = float(differences.mean())
-    if seeds < 2 or prompts < 2:
-        return Estimate(mean, reason=ONE_SEED if seeds < 2 else "one prompt says nothing of other prompts")
+    if seeds < 2 or prompts < 2 or not scatter[1]:
+        return Estimate(mean, reason="one prompt says nothing of other prompts" if prompts < 2 else ONE_SEED)
     by_seed, by_prompt = differences.mean(axis=1, keepdims=True), differences.mean(axis=0, keepdims=True)
     rest = differences - by_seed - by_prompt + mean
-    parts = np.array([by_seed.var(ddof=1) / seeds, by_prompt.var(ddof=1) / prompts])
-    degrees = np.array([seeds - 1, prompts - 1])
-    cell = float((rest**2).sum()) / math.prod(degrees) / (seeds * prompts)
+    parts = np.array([2 * scatter[0] / seeds, by_prompt.var(ddof=1) / prompts])
+    degrees = np.array([scatter[1], prompts - 1])
+    cell = float((rest**2).sum()) / ((seeds - 1) * (prompts - 1)) / (seeds * prompts)
     # The seeds' part alone is an upper bound where the difference comes out below it.
     variance = max(parts.sum() - cell, parts.max())
-    freedom = variance**2 / (parts**2 / degrees).sum() if variance else 1.0
-    reach = float(stdtrit(max(freedom, 1.0), 1 - 0.025 / comparisons)) * math.sqrt(variance)
-    return Estimate(mean, math.sqrt(variance), seeds * prompts, interval=(mean - reach, mean + reach))
+    freedom = max(variance**2 / (parts**2 / degrees).sum(), 1.0) if variance else 1.0
+    reach = float(stdtrit(freedom, 1 - 0.025 / comparisons)) * math.sqrt(variance)
+    interval = (mean - reach, mean + reach)
+    return Estimate(mean, math.sqrt(variance), seeds * prompts, detail={"freedom": freedom}, interval=interval)
 
 
 @dataclass(frozen=True)
@@ -76,17 +95,33 @@ class Candidate:
     stopped: str = ""
 
 
-def candidate(
-    name: str, step: int, own: Sequence[pd.DataFrame], plain: Sequence[pd.DataFrame], comparisons: int
-) -> Candidate:
-    """Returns a candidate from values of the same seeds, in the same order, of its branches and of plain's."""
-    means, differences = {}, {}
-    rows = sorted(set.intersection(*(set(values.index) for values in (*own, *plain))))
-    for quantity in map(str, own[0]):
-        mine, theirs = (np.array([values.loc[rows, quantity] for values in some]) for some in (own, plain))
-        means[quantity] = float(mine.mean())
-        differences[quantity] = paired(mine - theirs, comparisons)
-    return Candidate(name, step, means, differences, len(own))
+def candidates(values: Mapping[str, Mapping[int, pd.DataFrame]], step: int, comparisons: int) -> list[Candidate]:
+    """Returns the candidates that have finished a seed which plain has too, from values by arm, plain too, and seed."""
+    arms = {name: by_seed for name, by_seed in values.items() if by_seed}
+    plain = arms.pop(PLAIN, {})
+    arms = {name: by_seed for name, by_seed in arms.items() if by_seed.keys() & plain.keys()}
+    if not arms:
+        return []
+    everywhere = sorted(set(plain).intersection(*arms.values()))
+    rows = sorted(set.intersection(*(set(each.index) for some in (plain, *arms.values()) for each in some.values())))
+    found: dict[str, dict[str, Estimate]] = {name: {} for name in arms}
+    means: dict[str, dict[str, float]] = {name: {} for name in arms}
+    for quantity in map(str, next(iter(plain.values()))):
+        table = {
+            name: {seed: each.loc[rows, quantity].to_numpy() for seed, each in by_seed.items()}
+            for name, by_seed in (*arms.items(), (PLAIN, plain))
+        }
+        scatter = scatter_over_seeds(np.array([[row[seed].mean() for seed in everywhere] for row in table.values()]))
+        for name, by_seed in arms.items():
+            own, theirs = (
+                np.array([table[arm][seed] for seed in sorted(by_seed.keys() & plain.keys())]) for arm in (name, PLAIN)
+            )
+            means[name][quantity] = float(own.mean())
+            found[name][quantity] = paired(own - theirs, scatter, comparisons)
+    return [
+        Candidate(name, step, means[name], found[name], len(by_seed.keys() & plain.keys()))
+        for name, by_seed in arms.items()
+    ]
 
 
 def largest_pass(quantities: Sequence[str]) -> str:
@@ -106,9 +141,10 @@ def to_stop(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def verdict(candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
-    """Returns what to do, in a sentence, and the candidate that it takes, if there is one.
+    """Returns what to do, in a sentence, and the candidate to go on with, if there is one.
 
-    A candidate is taken for its pass@k, the largest k. Those that are not told apart are not ordered.
+    It is for pass@k, the largest k. A candidate is taken where it is better than plain by more than noise; where none
+    is, the likeliest is leaned to from odds of 9 to 1 on. Those that are not told apart are not ordered.
     """
     finished = [each for each in candidates if not each.stopped]
     if not finished:
@@ -116,7 +152,7 @@ def verdict(candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     goal = largest_pass(list(finished[0].means))
     better = [each for each in finished if each.differences[goal].ends()[0] > 0]
     if not better:
-        return f"None is better than plain by more than noise in {goal}.{_more_seeds(finished, goal)}", None
+        return _not_told(finished, goal)
     best = max(better, key=lambda each: each.differences[goal].value)
     low = best.differences[goal].ends()[0]  # above another's interval: a careful test, for plain is in both
     others = [each.name for each in better if each is not best and not low > each.differences[goal].ends()[1]]
@@ -125,18 +161,24 @@ def verdict(candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     return f"Take {best.name}: {told}.{beside}", best
 
 
-def _more_seeds(candidates: Sequence[Candidate], goal: str) -> str:
-    """Returns what three more seeds would tell, if all of the error were the seeds'."""
+def _not_told(candidates: Sequence[Candidate], goal: str) -> tuple[str, Candidate | None]:
+    """Returns what is likely where nothing is sure, and what three more seeds would tell."""
+    none = f"None is better than plain by more than noise in {goal}."
     known = [each for each in candidates if each.differences[goal].interval]
     if not known:
-        return f" {ONE_SEED.capitalize()}: give seeds=3."
+        return f"{none} {ONE_SEED.capitalize()}: give seeds=3.", None
     best = max(known, key=lambda each: each.differences[goal].value)
-    before, after = best.seeds, best.seeds + 3
-    shrink = math.sqrt(before / after) * float(stdtrit(after - 1, 0.975) / stdtrit(before - 1, 0.975))
-    reach = shrink * (best.differences[goal].ends()[1] - best.differences[goal].value)
-    return (
-        f" The nearest is {best.name}, {in_words(best.differences[goal])}; seeds={after} would tell about {reach:.2g}."
-    )
+    difference, more = best.differences[goal], best.seeds + 3
+    # As if all of the error were the seeds': their degrees of freedom grow with them.
+    freedom = float(difference.detail["freedom"])
+    after = freedom * (more - 1) / (best.seeds - 1)
+    shrink = math.sqrt(best.seeds / more) * float(stdtrit(after, 0.975) / stdtrit(freedom, 0.975))
+    reach = f"seeds={more} would tell about {shrink * (difference.ends()[1] - difference.value):.2g}."
+    chance = float(stdtr(freedom, difference.value / difference.stderr)) if difference.stderr else 0.5
+    if chance < LIKELY:
+        return f"{none} The nearest is {best.name}, {in_words(difference)}; {reach}", None
+    lean = f"Lean to {best.name}: {goal} {in_words(difference)}, better than plain with a chance of {chance:.2f}."
+    return f"{lean} {none[:-1]}; {reach}", best
 
 
 def in_words(difference: Estimate) -> str:

@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rl_training.job.shipped import CONF
 from rl_training.job.trial import Branch, Trial, _as_list, read_trial, run_wave
-from rl_training.job.trial_results import Candidate, candidate, paired, to_stop, values_of, verdict
+from rl_training.job.trial_results import Candidate, candidates, paired, scatter_over_seeds, to_stop, values_of, verdict
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.folder import CONFIG_FILE
 
@@ -28,36 +28,45 @@ SMALL = [
 TRIAL = ["steps=2", "seeds=1", "evaluation.fraction=0.02", "evaluation.responses_per_prompt=2"]
 
 
-def differences_of(
-    seeds: int, prompts: int, spread: tuple[float, float, float], rng: np.random.Generator
+def equal_arms(
+    arms: int, seeds: int, prompts: int, spread: tuple[float, float, float], rng: np.random.Generator
 ) -> np.ndarray:
-    """Returns differences of two equal arms: a part of each seed's, of each prompt's, and of each cell's own."""
+    """Returns values (arms, seeds, prompts) of equal arms, with a part of each seed's, each prompt's, each cell's own.
+
+    What all arms share at a seed and at a prompt is added, and large.
+    """
     by_seed, by_prompt, cell = spread
-    return (
-        rng.normal(0, by_seed, (seeds, 1))
-        + rng.normal(0, by_prompt, (1, prompts))
-        + rng.normal(0, cell, (seeds, prompts))
-    )
+    shared = rng.normal(0, 1, (1, seeds, 1)) + rng.normal(0, 1, (1, 1, prompts))
+    own = rng.normal(0, by_seed, (arms, seeds, 1)) + rng.normal(0, by_prompt, (arms, 1, prompts))
+    return shared + own + rng.normal(0, cell, (arms, seeds, prompts))
 
 
 @pytest.mark.parametrize("spread", [(0.0, 0.0, 0.3), (0.05, 0.0, 0.3), (0.02, 0.1, 0.2), (0.0, 0.2, 0.05)])
-@pytest.mark.parametrize("shape", [(2, 16), (3, 64), (6, 32)])
-def test_intervals_of_two_equal_arms_hold_zero(shape: tuple[int, int], spread: tuple[float, float, float]) -> None:
-    rng = np.random.default_rng(0)
-    ends = [paired(differences_of(*shape, spread, rng)).ends() for _ in range(1500)]
+@pytest.mark.parametrize("shape", [(2, 2, 16), (3, 3, 64), (6, 3, 32)])
+def test_intervals_of_equal_arms_hold_zero(shape: tuple[int, int, int], spread: tuple[float, float, float]) -> None:
+    rng, ends = np.random.default_rng(0), []
+    for _ in range(1000):
+        values = equal_arms(*shape, spread, rng)
+        ends.append(paired(values[1] - values[0], scatter_over_seeds(values.mean(axis=2))).ends())
     assert 0.935 <= np.mean([low <= 0 <= high for low, high in ends]) <= 1.0
 
 
 def test_two_seeds_and_two_prompts_by_hand() -> None:
-    """Seeds differ by 2 and prompts not at all: stderr² = 2/2 = 1, and Student's t with one degree reaches 12.706."""
-    found = paired(np.array([[1.0, 1.0], [3.0, 3.0]]))
+    """Differences of two arms are 1 and 3 at two seeds: σ² = 1, stderr² = 2/2, Student's t of one degree is 12.706.
+
+    A third arm that is equal to plain brings a degree, and σ² = ((1/3)² 2 · 2 + (2/3)² 2) / 2 = 2/3.
+    """
+    values = np.array([[[0.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [3.0, 3.0]]])
+    found = paired(values[1] - values[0], scatter_over_seeds(values.mean(axis=2)))
     assert (found.value, found.stderr) == (2.0, 1.0)
     assert found.ends() == pytest.approx((2 - 12.7062, 2 + 12.7062), abs=1e-3)
-    assert paired(np.array([[1.0, 3.0]])).reason == "one seed says nothing of other seeds"
+    assert scatter_over_seeds(np.array([[0.0, 0.0], [1.0, 3.0], [0.0, 0.0]])) == (pytest.approx(2 / 3), 2)
+    assert paired(np.array([[1.0, 3.0]]), (0.0, 0)).reason == "one seed says nothing of other seeds"
 
 
 def of(name: str, value: float, reach: float, stopped: str = "") -> Candidate:
-    difference = Estimate(value, reach / 2, 9, interval=(value - reach, value + reach))
+    interval = (value - reach, value + reach)
+    difference = Estimate(value, reach / 2, 9, detail={"freedom": 8.0}, interval=interval)
     quantities = ("pass@1", "pass@8", "reward")
     return Candidate(name, 40, dict.fromkeys(quantities, 0.5), dict.fromkeys(quantities, difference), 3, stopped)
 
@@ -75,6 +84,9 @@ def test_the_verdict_takes_what_is_better_by_more_than_noise_and_orders_only_wha
     )
     assert best is None
     assert sentence.startswith("None is better than plain by more than noise in pass@8. The nearest is psr, +0.050")
+    sentence, best = verdict([of("psr", 0.09, 0.1), of("bonus", 0.0, 0.1)])  # t = 1.8 with 8 degrees
+    assert sentence.startswith("Lean to psr: pass@8 +0.090 ± 0.100, better than plain with a chance of 0.95. None is")
+    assert best is not None
 
 
 def test_halving_stops_the_worse_half_and_says_why() -> None:
@@ -110,8 +122,8 @@ def test_values_are_those_of_each_prompts_responses(tmp_path: Path) -> None:
     }
     assert found.to_dict("list") == {name: pytest.approx(values) for name, values in expected.items()}
     assert list(found.index) == [5, 7]
-    against = candidate("psr", 3, [found, found], [found, found], 1)
-    assert (against.means["pass@1"], against.differences["pass@1"].value) == (0.25, 0.0)
+    (against,) = candidates({"psr": {1: found, 2: found, 3: found}, "plain": {1: found, 2: found}}, 3, 1)
+    assert (against.means["pass@1"], against.differences["pass@1"].value, against.seeds) == (0.25, 0.0, 2)
 
 
 # --- branches ---------------------------------------------------------------------------------------------------------
