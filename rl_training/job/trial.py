@@ -7,6 +7,7 @@ command. Halving stops the worse half of the candidates half-way, by their paire
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -17,7 +18,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +42,7 @@ from rl_training.records.report.page import render
 from rl_training.records.report.series import read_run
 
 PAGE, RESULT = "try.html", "result.json"
+LOOK = 3.0  # seconds between two looks at the logs of all branches, for the bar
 OF_TRIAL = {
     "steps": Range(int, 1), "seeds": Range(int, 1, 100), "jobs": Range(int, 1),
     "evaluation.fraction": Range(float, 0, 1, open=True), "evaluation.responses_per_prompt": Range(int, 2),
@@ -219,7 +220,8 @@ def run_wave(trial: Trial, branches: Sequence[Branch]) -> None:
         try:
             with tqdm(total=total, unit="step", mininterval=every, maxinterval=every) as bar:
                 while process.poll() is None:
-                    time.sleep(0.5)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=LOOK)
                     done = sum(branch.is_finished for branch in branches)
                     bar.set_description(f"{done} of {len(branches)} branches", refresh=False)
                     bar.update(sum(branch.steps_done() for branch in branches) - bar.n)
