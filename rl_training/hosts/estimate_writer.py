@@ -103,11 +103,14 @@ def _averages(step: OpenStep) -> dict[str, float]:
     lengths = rollout.completion_mask.sum(dim=1).double()
     rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.to(lengths)
     group = rollout.prompt_index.unique(return_inverse=True)[1]
-    spreads = torch.stack([rewards[group == g].std() for g in range(int(group.max()) + 1)])
+    by_prompt = [rewards[group == g] for g in range(int(group.max()) + 1)]
+    spreads = torch.stack([own.std() for own in by_prompt])
+    # torch's standard deviation of equal numbers may not be 0.
+    are_equal = torch.stack([torch.isclose(own.min(), own.max()) for own in by_prompt])
     parts = {
         "reward": rewards,
         "reward_std": spreads,
-        "frac_reward_zero_std": torch.where(spreads.isnan(), spreads, (spreads == 0).double()),
+        "frac_reward_zero_std": are_equal.double().where(~spreads.isnan(), math.nan),
         "completions/mean_length": lengths,
         "entropy": torch.cat([scores.entropies[scores.mask.bool()] for scores in step.scores]).double(),
     }

@@ -58,7 +58,8 @@ class LossInputs:
         if self.sampling_logps is None:
             return torch.zeros_like(self.scores.logps)
         policy = self.scores.logps if self.old_logps is None else self.old_logps.to(self.scores.logps)
-        return (policy - self.sampling_logps.to(policy)).masked_fill(self.scores.mask == 0, 0.0)
+        difference = (policy - self.sampling_logps.to(policy)).masked_fill(self.scores.mask == 0, 0.0)
+        return difference.nan_to_num(nan=0.0)  # as TRL does where vLLM knows no log-probability of a token
 
     @property
     def unit(self) -> float:

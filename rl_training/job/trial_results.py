@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ import pandas as pd
 import torch
 from scipy.special import stdtr, stdtrit
 
+from rl_training.interventions.named import intervention
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.pass_at_k import pass_at_k
 from rl_training.records.evaluated import RESPONSES
@@ -188,7 +190,18 @@ def in_words(difference: Estimate) -> str:
 
 
 def foretold(logs: Path, name: str) -> str:
-    """Returns what the run's last measured step foretold of a candidate, "" where it was not measured."""
-    key = f"intervention/{name.rpartition('/')[2].partition(':')[0]}/delta_h"
-    found = [row[key] for row in read_metrics(logs) if math.isfinite(row.get(key, math.nan))]
-    return f"{found[-1]:+.2g} nats per token by one step" if found else ""
+    """Returns what the run's last measured step foretold of a candidate, "" where it was not measured.
+
+    Where it was measured at another strength, that one is named.
+    """
+    own = intervention(name).name
+    latest = {
+        key.split("/")[1]: value
+        for row in read_metrics(logs)
+        for key, value in row.items()
+        if re.fullmatch("intervention/[^/]+/delta_h", key) and math.isfinite(value)
+    }
+    names = [own, *(other for other in latest if other.partition(":")[0] == own.partition(":")[0])]
+    measured = next((each for each in names if each in latest), "")
+    at = "" if measured == own else f", of {measured}"
+    return f"{latest[measured]:+.2g} nats per token by one step{at}" if measured else ""

@@ -65,9 +65,10 @@ class SamplerProbe(Probe):
         if logs is None:
             self._answers = dict.fromkeys(names, Estimate.missing(NO_SAMPLING_LOGPS))
         else:
-            changed = torch.zeros_like(logs)
-            if correction is not None:
-                changed = (correction.factors(logs) != correction.ratios(logs)).to(logs) * mask
+            changed, old = torch.zeros_like(logs), batch.rollout.old_logps
+            if correction is not None:  # of the policy of before the rollout's first step, as the loss has it
+                weighed = logs if old is None else logs + (old - batch.scores.logps).masked_fill(mask == 0, 0.0)
+                changed = (correction.factors(weighed) != correction.ratios(weighed)).to(logs) * mask
             ratios, known = logs.sum(dim=1).exp(), torch.zeros_like(logs[:, 0]) if rewards is None else rewards.to(logs)
             by_sequence = [*_token_sums(logs, mask), changed.sum(dim=1), torch.ones_like(ratios), known,
                            ratios, ratios.square(), ratios * known]  # fmt: skip

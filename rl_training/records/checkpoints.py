@@ -52,7 +52,8 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: s
         choice = f"{choice} in {run_dir.parent}"
     found = next(filter(None, (newest_checkpoint(run, sharded_by) for run in runs)), None)
     if found is None:
-        raise ValueError(f"{choice}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
+        instead = ", or start a new run without resume" * (setting == "resume")
+        raise ValueError(f"{choice}: no complete checkpoint there; give {setting}=PATH{instead}")
     return found
 
 

@@ -23,6 +23,7 @@ PLAIN = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": F
 OTHER = {
     "loss_type": "grpo",
     "scale_rewards": "group",
+    "multi_objective_aggregation": "normalize_then_sum",
     "beta": 0.1,
     "importance_sampling_level": "sequence",
     "entropy_coef": 0.1,

@@ -26,9 +26,10 @@ from rl_training.engine.batch import take_rows
 from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
-from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.hosts.trl.patches import FIXES
+from rl_training.mathematics.scores import Scores
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -52,6 +53,17 @@ def probes() -> list[Any]:
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),
     ]
+
+
+def test_equal_rewards_have_no_spread_whatever_they_are() -> None:
+    """The standard deviation that torch gives of nine times .7 is not 0."""
+    rewards = torch.full((27,), 0.7, dtype=torch.float64)
+    rewards[-1] = 0.0
+    part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.arange(27) // 9)
+    part = dataclasses.replace(part, completion_mask=torch.ones(27, 1), completion_ids=torch.ones(27, 1))
+    scores = Scores(torch.zeros(27, 1), torch.zeros(27, 1), torch.ones(27, 1))
+    step = OpenStep(1, [], rollouts=[part], scores=[scores])
+    assert _averages(step)["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
 def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:

@@ -260,11 +260,22 @@ def test_what_is_missing_is_reported() -> None:
         "drop_truncated": "truncated",
         "kl": "reference model",
         "dynamic_sampling": "no gradient",
-        "tis": "train with vLLM, or with sampler_lag",
+        "tis": "train with vLLM, or in Python with",
     }
     dr_grpo = dataclasses.replace(bare, settings=known().settings)
     for name, words in said.items():
         assert words in intervention(name).why_unavailable(dr_grpo)
+
+
+def test_a_token_whose_chance_the_sampler_does_not_know_is_not_corrected() -> None:
+    """As in TRL, where a ratio that is not known is 1."""
+    sampled = double(AT_SAMPLING)
+    sampled[0, 1] = math.nan
+    loss = dataclasses.replace(known(), sampling_logps=sampled)
+    for name in ("tis:2", "mis:2", "seq_mask:3", "ppo_clip:0.2", "exact"):
+        assert bool(intervention(name).weights(loss).logps.isfinite().all()), name
+    found = intervention("tis:2").weights(loss).logps
+    assert float(found[0, 1]) == pytest.approx(plain()[0][1])
 
 
 def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:

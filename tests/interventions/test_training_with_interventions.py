@@ -117,7 +117,7 @@ def test_training_with_a_correction_is_that_with_trl_s_own(
 
 
 def test_a_correction_without_another_sampler_is_refused(make_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="train with vLLM, or with sampler_lag"):
+    with pytest.raises(ValueError, match="train with vLLM, or in Python with"):
         make_trainer(interventions=["tis"], **SHAPE)
 
 

@@ -18,7 +18,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rl_training.job.shipped import CONF
 from rl_training.job.trial import Branch, Trial, _as_list, read_trial, run_wave
-from rl_training.job.trial_results import Candidate, candidates, paired, scatter_over_seeds, to_stop, values_of, verdict
+from rl_training.job.trial_results import (
+    Candidate,
+    candidates,
+    foretold,
+    paired,
+    scatter_over_seeds,
+    to_stop,
+    values_of,
+    verdict,
+)
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.folder import CONFIG_FILE
 
@@ -167,6 +176,40 @@ def test_candidates_are_halved_until_two_are_left_and_not_where_the_schedule_kno
     assert stages(8, halving="false") == [40]
     (run / CONFIG_FILE).write_text("seed: 0\ntrainer: {lr_scheduler_type: linear}\n")
     assert stages(8) == [40]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("[pssr]", "unknown intervention 'pssr': did you mean psr"),
+        ("[lr:0.5,bonus:0]", "bonus:0: the strength must lie above 0"),
+        ("[nsr]", "nsr and psr contradict each other"),
+    ],
+)
+def test_what_no_branch_could_be_trained_with_is_refused_before_any_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, said: str
+) -> None:
+    run = a_run_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"no complete checkpoint there; give run=PATH$"):
+        read_trial(composed("try", f"run={run}", f"interventions={names}"), (), ())
+    checkpoint = run / "training_state" / "checkpoint-2"
+    monkeypatch.setattr("rl_training.job.trial.checkpoint_in_a_run", lambda setting, value: checkpoint)
+    (run / CONFIG_FILE).write_text("seed: 0\nintervention: psr\ntrainer: {}\n")
+    with pytest.raises(ValueError, match=said):
+        read_trial(composed("try", f"run={run}", f"interventions={names}"), (), ())
+
+
+def test_what_was_foretold_is_of_this_strength_or_says_of_which(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "intervention/bonus/delta_h": 9.0, "intervention/lr:0.5/delta_h": 2e-3},
+        {"step": 11, "intervention/bonus/delta_h": 1e-3, "intervention/lr:0.5/mean_delta_h": 7.0},
+        {"step": 12, "reward": 1.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert foretold(tmp_path, "bonus") == "+0.001 nats per token by one step"
+    assert foretold(tmp_path, "lr:0.5") == "+0.002 nats per token by one step"
+    assert foretold(tmp_path, "bonus:0.03") == "+0.001 nats per token by one step, of bonus"
+    assert foretold(tmp_path, "psr") == ""
 
 
 def test_a_branch_whose_command_fails_does_not_hold_up_the_others(tmp_path, monkeypatch) -> None:

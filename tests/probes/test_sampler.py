@@ -156,6 +156,17 @@ def test_corrections_of_two_responses_worked_by_hand(correction: Correction, exp
     torch.testing.assert_close(correction.factors(logs), torch.tensor(expected, dtype=torch.float64))
 
 
+def test_a_later_step_of_a_rollout_is_corrected_by_the_ratios_of_its_first() -> None:
+    """The policy has moved by 1 nat per token since; before it, no ratio was outside of the bounds."""
+    batch = random_batch(Correction(high=1.5))
+    old = batch.rollout.sampling_logps
+    later = dataclasses.replace(batch.rollout, on_policy=False, old_logps=old)
+    moved = dataclasses.replace(batch.scores, logps=(old + 1.0).masked_fill(batch.scores.mask == 0, 0.0))
+    found = answers(dataclasses.replace(batch, rollout=later, scores=moved))
+    assert found["sampler/ratio_outside"].value == 1.0
+    assert found["sampler/corrected_share"].value == 0.0
+
+
 def test_numerics_are_nothing_but_rounding_where_the_batch_s_shape_is_all_that_differs(make_trainer: Any) -> None:
     probe = SamplerProbe(numerics=True)
     make_trainer(probes=[probe], max_steps=1, max_completion_length=8).train()

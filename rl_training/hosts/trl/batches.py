@@ -39,6 +39,7 @@ OLD_LOGPS, SAMPLING_LOGPS = "old_per_token_logps", "sampling_per_token_logps"
 DR_GRPO: dict[str, Any] = {
     "loss_type": "dr_grpo",
     "scale_rewards": "none",
+    "multi_objective_aggregation": "sum_then_normalize",
     "beta": 0.0,
     "importance_sampling_level": "token",
     "entropy_coef": 0.0,
@@ -81,8 +82,12 @@ def steps_per_rollout(args: GRPOConfig) -> int:
 
 
 def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
-    """Returns the weighted sums (sequences,) of what each reward function says, (sequences, functions)."""
-    return (by_function * trainer.reward_weights.to(by_function.device)).nansum(dim=1)
+    """Returns the weighted sums (sequences,) of what each reward function says, (sequences, functions).
+
+    nan where none says anything: TRL leaves such a response out of its group's mean.
+    """
+    totals = (by_function * trainer.reward_weights.to(by_function.device)).nansum(dim=1)
+    return totals.masked_fill(by_function.isnan().all(dim=1), math.nan)
 
 
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:

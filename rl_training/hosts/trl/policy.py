@@ -30,17 +30,20 @@ from rl_training.hosts.processes import seed_torch, streams_put_back
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.mathematics.scores import Scores
 
+REGEX = "vllm_structured_outputs_regex"
 # Options of generate beside the temperature, by the value that switches them off; None always does.
 NEUTRAL_SAMPLING: dict[str, Any] = {
     "do_sample": True,
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), 0.0),
-    **dict.fromkeys(("top_k", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("top_k", "min_length", "min_new_tokens", "min_tokens"), 0),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
     **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty")),
     **dict.fromkeys(("watermarking_config", "top_h")),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),  # from here on vLLM's
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", REGEX)),
 }
 
 
@@ -196,7 +199,8 @@ def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
     """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are."""
     args = trainer.args
     requested = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    requested |= {"do_sample": True, **(args.generation_kwargs or {})}
+    requested |= {"do_sample": True, REGEX: getattr(args, REGEX) if args.use_vllm else None}
+    requested |= args.generation_kwargs or {}
     of_model = {} if args.use_vllm else trainer.model.generation_config.to_dict()  # fills what is not asked for
     effective = {**of_model, **{key: value for key, value in requested.items() if value is not None}}
     for key, neutral in {**NEUTRAL_SAMPLING, "temperature": args.temperature}.items():

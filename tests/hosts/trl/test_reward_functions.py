@@ -13,6 +13,7 @@ import torch
 from trl import GRPOTrainer
 
 from rl_training import attach
+from rl_training.hosts.trl.batches import total_rewards
 from rl_training.hosts.trl.reward_functions import named_rewards
 
 
@@ -97,6 +98,12 @@ def test_rewards_and_what_is_no_opinion_come_as_they_are() -> None:
     assert named(lambda completions, **_: torch.tensor([0.5, 2.0]), "f")(**GIVEN) == [0.5, 2.0]
     model = torch.nn.Linear(1, 1)
     assert named(model, "a reward model") is model
+
+
+def test_a_response_of_which_no_function_says_anything_has_no_reward() -> None:
+    trainer: Any = SimpleNamespace(reward_weights=torch.tensor([2.0, 1.0]))
+    by_function = torch.tensor([[1.0, torch.nan], [torch.nan, torch.nan], [0.5, 3.0]])
+    assert str(total_rewards(trainer, by_function).tolist()) == "[2.0, nan, 4.0]"
 
 
 def test_arguments_come_as_they_are_given() -> None:

@@ -62,6 +62,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ({"generation_kwargs": {"num_beams": 2}}, "set num_beams=1"),
         ({"generation_kwargs": {"temperature": 0.3}}, "set temperature=1.0"),
         ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "set no_repeat_ngram_size=0"),
+        ({"generation_kwargs": {"presence_penalty": 1.0}}, "set presence_penalty=0.0"),
+        ({"use_vllm": True, "vllm_structured_outputs_regex": "[0-9]+"}, "set vllm_structured_outputs_regex=None"),
         ({}, ""),
     ],
 )
