@@ -16,7 +16,6 @@ import functools
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from unittest import mock
 
 import torch.multiprocessing
 import trl.trainer.grpo_trainer  # noqa: F401, for the forks
+from accelerate.utils.other import get_free_port
 
 import rl_training.job.build  # noqa: F401
 
@@ -125,14 +125,8 @@ def begin_ranks(
 ) -> torch.multiprocessing.ProcessContext:
     """Returns so many processes, in which worker(rank, *args) was called with a launcher's environment. In a fork."""
     return torch.multiprocessing.start_processes(
-        _rank, (worker, args, processes, free_port()), nprocs=processes, join=False, start_method="fork"
+        _rank, (worker, args, processes, get_free_port()), nprocs=processes, join=False, start_method="fork"
     )
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: int) -> None:

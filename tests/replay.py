@@ -1,9 +1,9 @@
 """Trains on given rollouts under several launches: python tests/replay.py FOLDER RUN...
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
-`_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_truth` the true change is measured; with
-`_resumed` it goes on from the second of the three steps, with `_continued` from that of two processes;
-with `_interventions` these are predicted; with `_remedied` it trains with some, and has no probes.
+`_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the second of
+the three steps, with `_continued` from that of two processes; with `_remedied` it trains with interventions and has no
+probes.
 Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
 FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
 
@@ -23,7 +23,6 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 
-import forks
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -31,6 +30,7 @@ from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils.other import get_free_port
 from peft import LoraConfig
 from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
 from torch.distributed.tensor import DTensor
@@ -141,16 +141,16 @@ def probes_of(run: str) -> list[Probe]:
         return []
     if run.endswith("lora"):
         return [Recorder()]
-    if run.endswith("truth"):
-        return [GroundTruthProbe(every=1, sequences=16), Recorder()]
-    if run.endswith("interventions"):
-        return [
-            InterventionsProbe(["bonus:0.5", "nsr", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
-            TokenClassesProbe(every=1),
-            Recorder(),
-        ]
-    simple = SimpleEntropyProbe(per_sequence=True)
-    return [simple, MeasuredStepProbe(), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), Recorder()]
+    return [
+        SimpleEntropyProbe(per_sequence=True),
+        MeasuredStepProbe(),
+        GroundTruthProbe(every=2, sequences=16),
+        GradientNoiseScaleProbe(),
+        EffectiveSampleSizeProbe(),
+        InterventionsProbe(["bonus:0.5", "nsr", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
+        TokenClassesProbe(every=1),
+        Recorder(),
+    ]
 
 
 def train(rank: int, folder: Path, run: str, port: int) -> None:
@@ -183,9 +183,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         "adam_epsilon": 1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
         "max_grad_norm": 0.05,  # every step is clipped
         "lr_scheduler_type": "linear",
-        "save_strategy": "no"
-        if run.endswith(("bare", "resumed", "continued", "bf16", "truth", "remedied"))
-        else "steps",
+        "save_strategy": "no" if run.endswith(("bare", "resumed", "continued", "bf16", "remedied")) else "steps",
         "save_steps": 2,
     }
     trainer = trainer_maker(folder / run)(
@@ -212,6 +210,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     if uneven:
         policy = TrainerPolicy(trainer)
         policy.in_lockstep = all_ranks()
+        trainer.generation_config.max_new_tokens = 4
         fresh = policy.sample(65, seed=0).num_sequences
     with whole_weights(trainer):
         weights = {name: whole(p).detach().clone() for name, p in trainer.model.named_parameters()}
@@ -246,7 +245,7 @@ if __name__ == "__main__":
         (destination / name).mkdir(parents=True)
         torch.multiprocessing.start_processes(
             train,
-            args=(destination, name, forks.free_port()),
+            args=(destination, name, get_free_port()),
             nprocs=int(name.split("_")[1]),
             start_method="spawn" if "_gpu" in name else "fork",  # what was imported may have started CUDA
         )

@@ -25,6 +25,7 @@ import pandas as pd
 import pytest
 import torch
 from configs import composed
+from endings import hold, kill_itself, leave, run_out_of_memory
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
@@ -32,7 +33,7 @@ from tqdm import tqdm
 from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
-from rl_training.evaluation.workers import Send, run_in_process
+from rl_training.evaluation.workers import run_in_process
 from rl_training.job.evaluate import evaluate, print_table
 from rl_training.job.evaluation_plan import fingerprint, read_plan
 from rl_training.mathematics.estimate import Estimate
@@ -268,19 +269,6 @@ def test_a_checkpoint_without_weights_or_left_unfinished_is_named(run: Path, tmp
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def kill_itself(send: Send) -> None:
-    send("begun")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run_out_of_memory(send: Send) -> None:
-    raise MemoryError
-
-
-def leave(send: Send) -> None:
-    os._exit(3)
-
-
 @pytest.mark.parametrize(
     ("work", "reason"),
     [
@@ -324,12 +312,6 @@ def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returne
         ValueError, match=r"metric mine raised at row 0 .* instead of numbers by name, such as \{'mine': 0\.5\}"
     ):
         custom_metrics("mine", lambda **_: returned, {0: [response]}, [{"prompt": "p"}])
-
-
-def hold(folder: Path, send: Send) -> None:
-    with evaluated.locked(folder):
-        send("locked")
-        kill_itself(lambda _: None)
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ BUILT_FROM = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safetensors"}
 # What brings a library that is imported by another name.
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_convert": "vl-convert-python"}
-# Each command in a fork of one process that has imported what takes seconds.
+# Each command in a fork of one process that has imported what takes seconds, as has each process of a command's own.
 COMMANDS = """
-import json, os, sys
-import rl_training.__main__, rl_training.job.build
+import json, multiprocessing, os, sys
+import rl_training.__main__, rl_training.job.build, rl_training.job.evaluate
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda kind=None: fork
 assert rl_training.__file__.startswith(sys.prefix), rl_training.__file__
 for words in json.loads(sys.argv[1]):
     if os.fork() == 0:

@@ -13,10 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils.other import get_free_port
 from analysed_runs import restored_at
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -310,7 +310,7 @@ def share(rank: int, port: int, case: Case, folder: Path) -> None:
 
 def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_path: Path) -> None:
     case, one = cases("adapter"), load_kernel(finished("adapter")).tensors
-    port = forks.free_port()
+    port = get_free_port()
     both = [FORK.Process(target=share, args=(rank, port, case, tmp_path / "two")) for rank in range(2)]
     for process in both:
         process.start()

@@ -42,23 +42,8 @@ class Answers(Kept, MeasuredStepProbe):
         self.models.append(model.double().eval())
 
 
-class LionLike(torch.optim.Optimizer):
-    """Signs of an average of gradients: no formula is known for it, and its weights are edited in place."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                average = self.state[param].setdefault("average", torch.zeros_like(param))
-                param.sub_(group["lr"] * torch.lerp(average, param.grad, 0.1).sign())
-                average.lerp_(param.grad, 0.01)
-
-
-def lion(model: Any) -> torch.optim.Optimizer:
-    return LionLike(model.parameters(), lr=1e-4)
+def rprop(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(model.parameters(), lr=1e-4)  # steps of signs alone
 
 
 def adafactor(model: Any) -> torch.optim.Optimizer:
@@ -129,7 +114,7 @@ def assert_same(found: dict[str, Estimate], expected: dict[str, tuple[float, flo
         assert error == pytest.approx(stderr, rel=5 * tolerance, nan_ok=True), name
 
 
-@pytest.mark.parametrize(("optimizer", "scored"), [(lion, 1), (muon, 4), (adafactor, 2)])
+@pytest.mark.parametrize(("optimizer", "scored"), [(rprop, 1), (muon, 4), (adafactor, 2)])
 def test_of_any_optimizer_it_is_the_definition_with_the_weights_before_and_after(
     make_trainer, optimizer: Callable[[Any], torch.optim.Optimizer], scored: int
 ) -> None:

@@ -39,10 +39,14 @@ def code_cells(page: Path) -> list[str]:
 
 
 def typed_in_a_terminal(line: str, folder: Path) -> None:
-    """Runs `rl-training COMMAND …` as a warm fork, which starts at the root of the repository."""
+    """Runs `rl-training COMMAND …` as a warm fork, which starts at the root of the repository; trainings are smaller.
+
+    `make docs` runs them as they are.
+    """
     name, command, *arguments = shlex.split(line)
     assert name == "rl-training"
-    done = forks.run(SCRIPTS[command], *(a.replace("=runs/", f"={folder}/runs/") for a in arguments))
+    smaller = ["batch.sequences_per_step=64", "batch.microbatch_size=8"] if command == "train" else []
+    done = forks.run(SCRIPTS[command], *(a.replace("=runs/", f"={folder}/runs/") for a in arguments), *smaller)
     assert done.returncode == 0, done.stderr
 
 
