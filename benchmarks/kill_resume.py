@@ -18,7 +18,6 @@ import random
 import runpy
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from typing import Any
 import rl_training.job.silence
 
 import torch
+from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
 import rl_training.job.build  # noqa: F401, for the forks
@@ -72,10 +72,7 @@ def train(overrides: list[str], env: dict[str, str], log: Path) -> None:
 
 def start(run_dir: Path, processes: int, overrides: list[str], log: Path) -> list[ForkProcess]:
     """Returns the processes of one training run, with the environment that a launcher would give them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    workers = []
+    port, workers = get_free_port(), []
     for rank in range(processes):
         env = {"HF_HUB_OFFLINE": "1"}
         if processes > 1:

@@ -15,7 +15,6 @@ import ctypes
 import gc
 import json
 import os
-import socket
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -25,6 +24,7 @@ import rl_training.job.silence  # noqa: F401
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.other import get_free_port
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import get_context
 from torch.nn.parallel import DistributedDataParallel
@@ -141,10 +141,7 @@ def work(rank: int, port: int, layout: str, folds: int, probes: bool, folder: st
 
 def trained(layout: str, folds: int, probes: bool) -> list[dict[str, Any]]:
     """Returns what each process has found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fork = get_context("fork")
+    fork, port = get_context("fork"), get_free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             fork.Process(target=work, args=(rank, port, layout, folds, probes, folder)) for rank in range(PROCESSES)

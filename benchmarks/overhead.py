@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ import rl_training.job.silence  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from accelerate.utils.other import get_free_port
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 from workload import SHAPES, Workload, make_trainer, model_config
@@ -213,12 +213,9 @@ def _process(rank: int, port: int, workload: Workload, sets: tuple[str, ...], qu
 
 def bytes_sent(workload: Workload, sets: tuple[str, ...]) -> list[float]:
     """Returns the bytes that the probes of each set hand to collectives in a step, by two processes on the CPU."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    torch.multiprocessing.spawn(_process, args=(port, workload, sets, queue), nprocs=2)
+    torch.multiprocessing.spawn(_process, args=(get_free_port(), workload, sets, queue), nprocs=2)
     return queue.get()
 
 
