@@ -23,8 +23,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from rl_training import Rollout, measured_loop
+from rl_training import Estimate, Probe, Rollout, measured_loop
 from rl_training.engine.batch import take_rows
+from rl_training.engine.step import Step
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -51,12 +52,25 @@ OPTIONS: dict[str, Any] = {
     "optimizer": "adamw",
     "sampler": False,  # another policy has sampled
     "num_folds": None,
+    "numerics": False,  # the only probes score rows again one by one
 }
+
+
+class ScoringProbe(Probe):
+    """Scores a row with a graph, and goes no further: as a probe of one's own may."""
+
+    name = "scoring"
+
+    def prepare(self, step: Step) -> None:
+        logps = step.policy.score(step.batch.rollout, torch.arange(1)).logps
+        self._answers = {"scoring/logps": Estimate(float(logps.sum()))}
 
 
 def probes(case: dict[str, Any]) -> list[Any]:
     if not case["probes"]:
         return []
+    if case["numerics"]:
+        return [SamplerProbe(numerics=True), ScoringProbe()]
     return [
         SimpleEntropyProbe(per_sequence=True, num_folds=case["num_folds"]),
         MeasuredStepProbe(responses_per_prompt=2),

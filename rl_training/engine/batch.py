@@ -186,6 +186,11 @@ class Batch:
     rollout_number: int  # number of the rollout that the step learns from, within this training
     loss_settings: LossSettings | None = None  # None where they are not known
 
+    def sum_by_prompt(self, values: Tensor) -> Tensor:
+        """Returns the sums of (B, …) over this process's responses to each of its prompts, (prompts, …)."""
+        prompts, place = self.rollout.prompt_index.unique(return_inverse=True)
+        return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, place, values)
+
     def sum_by_fold(self, values: Tensor) -> Tensor:
         """Returns the sums of (B, …) over this process's sequences of each fold, (F, …)."""
         return values.new_zeros(self.num_folds, *values.shape[1:]).index_add_(0, self.fold, values)

@@ -9,6 +9,7 @@ REUSED = (
     "sample, and the optimizer's momentum holds their noise. Learn from each response once"
 )
 SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
+ONE_RESPONSE = "a prompt has one response, and no others that it could be held against: sample at least two"
 MIXED_PROMPTS = "the microbatches mix prompts, so no folds of whole prompts can be formed"
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
@@ -33,6 +34,7 @@ class Capabilities:
     no_fresh_responses: str = ""  # `policy.sample` may not be asked
     reused: str = ""  # an earlier optimizer step has already learned from some of these sequences
     split_prompts: str = ""  # on some rank, a prompt of the step lacks some of its G responses
+    no_baseline: str = ""  # that, or G is 1: a response has no others to the same prompt
     mixed_prompts: str = ""  # or lies in several folds
     other_terms: str = ""  # the loss has terms beside log-probabilities and entropies
     not_dr_grpo: str = ""  # the loss is not −A ∂log π summed over all tokens on one scale, A = reward − group's mean

@@ -33,6 +33,7 @@ from rl_training.engine.optimizer import gradients_and_states, view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, needs_of
+from rl_training.engine.shards import reshard
 from rl_training.engine.step import Gradients, Step
 from rl_training.engine.step_check import StepGuard, predicting, why_not_the_sum
 from rl_training.mathematics.estimate import Estimate
@@ -150,16 +151,25 @@ class StepDriver:
         assert step is not None
         self.disarm()
         if step.probes:
-            step.view = self._with_entropy_change(self._view(step, rollout_number), step.probes)
-            if self._guard is not None:
-                self._guard.ready(step.view, step.probes)
-            for probe in step.probes:
-                with self._clock.timed(probe.name):
-                    probe.prepare(step.view)
+            with self._without_autocast():
+                self._prepare(step, rollout_number)
         learned = self._prompts_learned_from(rollout_number)
         if step.rollouts:  # also where this step is not measured: a later one on them may be
             learned.update(torch.cat([rollout.prompt_index for rollout in step.rollouts]).tolist())
         self._learned = rollout_number, learned
+
+    def _without_autocast(self) -> torch.autocast:
+        """A context of the probes' own calculations: a loop may be in one of autocast, where they would be rounded."""
+        return torch.autocast(self._layout.device.type, enabled=False)
+
+    def _prepare(self, step: OpenStep, rollout_number: int) -> None:
+        step.view = self._with_entropy_change(self._view(step, rollout_number), step.probes)
+        if self._guard is not None:
+            self._guard.ready(step.view, step.probes)
+        for probe in step.probes:
+            with self._clock.timed(probe.name):
+                probe.prepare(step.view)
+        reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
 
     def _prompts_learned_from(self, rollout_number: int) -> set[int]:
         return self._learned[1] if self._learned[0] == rollout_number else set()
@@ -171,11 +181,12 @@ class StepDriver:
             return
         if self._memory is not None:
             self._memory.history.finish(step.number, self._loop.shard.weights())
-        for probe in step.probes:
-            with self._clock.timed(probe.name):
-                probe.after_step(step.view)
-        if self._guard is not None:
-            step.check = self._guard.stepped()
+        with self._without_autocast():
+            for probe in step.probes:
+                with self._clock.timed(probe.name):
+                    probe.after_step(step.view)
+            if self._guard is not None:
+                step.check = self._guard.stepped()
 
     def abandon(self) -> None:
         """Discards the step that has begun; called instead of `gradients_ready` when the loop skips the step."""
@@ -234,11 +245,10 @@ class StepDriver:
         """Returns what probes see of a step whose gradients are all in. A collective."""
         loop, reduce = self._loop, self._loop.ranks.reduce
         assert step.optimizer is not None
-        complete, whole = step.prompts(loop)
+        complete, whole, reused = step.prompts(loop, self._prompts_learned_from(rollout_number))
         batch = step.join(loop, rollout_number, whole)
         mean, optimizer = gradients_and_states(loop.shard, step.optimizer)
         mismatch = loop.sampling_mismatch or self._padding.why_it_matters(batch, loop.policy, reduce)
-        reused = not self._prompts_learned_from(rollout_number).isdisjoint(batch.rollout.prompt_index.tolist())
         capabilities = step.capabilities(loop, mismatch=mismatch, complete=complete, whole=whole, reused=reused)
         is_sliced = len(step.folds) > len(batch.microbatch_rows)
         # The share of a slice in another term of the loss is not known.

@@ -114,7 +114,7 @@ def _why_no_entropy_gradient(step: Step) -> str:
 
     X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
     """
-    logs, reason = log_ratios(step.batch), step.capabilities.sampling_mismatch or step.capabilities.split_prompts
+    logs, reason = log_ratios(step.batch), step.capabilities.sampling_mismatch or step.capabilities.no_baseline
     if reason or logs is None:
         return reason or NO_SAMPLING_LOGPS
     if step.batch.rollout.sampling_logps is None:

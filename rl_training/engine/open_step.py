@@ -13,6 +13,7 @@ from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width,
 from rl_training.engine.capabilities import (
     MIXED_PROMPTS,
     NOT_DR_GRPO,
+    ONE_RESPONSE,
     OTHER_TERMS,
     REUSED,
     SPLIT_PROMPTS,
@@ -106,7 +107,7 @@ class OpenStep:
             parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in self.loss_weights]
             entropies = in_one_width(parts)
         index, num_folds = rollout.prompt_index, self.folds[-1].folds.stop
-        fold = split_prompts(index, num_folds)
+        fold = split_prompts(index, num_folds, loop.ranks.number, loop.ranks.count)
         if whole_prompts:
             for group in self.folds:
                 for rows in group.passes:
@@ -123,10 +124,13 @@ class OpenStep:
             loss_settings=loop.loss_settings,
         )
 
-    def prompts(self, loop: Loop) -> tuple[bool, bool]:
-        """Returns whether every prompt has all its responses in this step, and whether they also lie in one fold.
+    def prompts(self, loop: Loop, learned: set[int]) -> tuple[bool, bool, bool]:
+        """Returns whether every prompt has all its responses in this step, whether they also lie in one fold, and
+        whether an earlier step has learned from some of them.
 
-        On all ranks: a collective.
+        On all ranks, or on one: a collective.
+
+        learned  prompts of this rollout and process that earlier steps have learned from
         """
         index = torch.cat([rollout.prompt_index for rollout in self.rollouts])
         prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
@@ -135,8 +139,9 @@ class OpenStep:
         num_in_folds = len((place * len(self.folds) + torch.cat(groups).to(place.device)).unique())
         is_incomplete = (counts != loop.shape.responses_per_prompt).any().double()
         is_split = torch.full_like(is_incomplete, num_in_folds > len(prompts))
-        incomplete, split = loop.ranks.reduce(torch.stack([is_incomplete, is_split])).tolist()
-        return incomplete == 0, incomplete == 0 and split == 0
+        is_reused = torch.full_like(is_incomplete, not learned.isdisjoint(prompts.tolist()))
+        incomplete, split, reused = loop.ranks.reduce(torch.stack([is_incomplete, is_split, is_reused])).tolist()
+        return incomplete == 0, incomplete == 0 and split == 0, reused > 0
 
     def capabilities(self, loop: Loop, *, mismatch: str, complete: bool, whole: bool, reused: bool) -> Capabilities:
         """Returns what cannot be measured at this step, and why not.
@@ -146,13 +151,15 @@ class OpenStep:
         reused           an earlier step has learned from some of the sequences
         """
         fixes = loop.fixes
+        split = "" if complete else f"{SPLIT_PROMPTS}: {fixes.whole_prompts}"
         # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
         mixed = not whole or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
         return Capabilities(
             sampling_mismatch=mismatch,
             no_fresh_responses=mismatch or loop.no_fresh_responses,
             reused=REUSED if reused else "",
-            split_prompts="" if complete else f"{SPLIT_PROMPTS}: {fixes.whole_prompts}",
+            split_prompts=split,
+            no_baseline=ONE_RESPONSE if loop.shape.responses_per_prompt == 1 else split,
             mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "",
             other_terms=OTHER_TERMS if self.other_terms else "",
             not_dr_grpo="" if loop.dr_grpo else f"{NOT_DR_GRPO}: {fixes.dr_grpo}",

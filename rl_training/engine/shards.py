@@ -41,7 +41,10 @@ def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees weights that FSDP2 keeps gathered after a forward pass without a backward: no step would reach them."""
+    """Frees weights that FSDP2 keeps gathered after a forward pass without a backward: no step would reach them.
+
+    Nothing where none are, or where the model is not FSDP2's.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

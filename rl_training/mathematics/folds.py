@@ -147,7 +147,14 @@ def response_number(prompt_index: Tensor) -> Tensor:
     return number
 
 
-def split_prompts(prompt_index: Tensor, num_folds: int) -> Tensor:
-    """Returns a fold number for each sequence, such that no prompt is split: at most num_folds contiguous groups."""
+def split_prompts(prompt_index: Tensor, num_folds: int, rank: int = 0, num_ranks: int = 1) -> Tensor:
+    """Returns a fold number for each sequence of a process, such that none of its prompts is split.
+
+    At most num_folds contiguous groups of prompts; those of the processes lie side by side.
+
+    >>> [split_prompts(torch.tensor([4, 4, 6, 6]), 4, rank, num_ranks=2).tolist() for rank in range(2)]
+    [[0, 0, 1, 1], [2, 2, 3, 3]]
+    """
     prompts, group = prompt_index.unique(return_inverse=True)
-    return group * min(num_folds, len(prompts)) // len(prompts)
+    count = num_ranks * len(prompts)
+    return (rank * len(prompts) + group) * min(num_folds, count) // count

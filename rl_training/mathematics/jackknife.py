@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate, why_no_stderr
 
+NONE_WITHOUT = "no error bar: without one of its prompts or folds it is not a number"
 NOT_FINITE = "a log-probability, an entropy or an advantage of the step is not a finite number"
 
 
@@ -85,11 +86,13 @@ def estimates_over_units(
     statistic: Callable[[Tensor], Tensor],
     by_unit: Tensor,
     reduce: Callable[[Tensor], Tensor] = unchanged,
+    why_no_bar: str = "",
 ) -> dict[str, Estimate]:
     """Returns the numbers of statistic(Σ by_unit) by name, with their jackknife errors where there are enough units.
 
-    by_unit  (units, m), what each independent unit adds: a fold, or a prompt with all its responses
-    reduce   sums a tensor over the processes, where each has its own units
+    by_unit     (units, m), what each independent unit adds: a fold, or a prompt with all its responses
+    reduce      sums a tensor over the processes, where each has its own units
+    why_no_bar  why these are not independent, and give no error
     """
     total = reduce(by_unit.sum(dim=0))
     value = statistic(total)
@@ -97,11 +100,13 @@ def estimates_over_units(
     table = reduce(torch.stack([torch.ones_like(deviations), deviations, deviations.square()]).sum(dim=1))
     num_units, (means, squares) = int(table[0, 0]), table[1:] / table[0]
     stderrs = ((num_units - 1) * (squares - means * means)).clamp(min=0).sqrt()
-    why_no_bar = why_no_stderr(num_units)
+    why_no_bar = why_no_bar or why_no_stderr(num_units)
     return {
         name: Estimate.missing(NOT_FINITE)
         if not math.isfinite(value)
-        else Estimate(value, math.nan if why_no_bar else stderr, num_units, why_no_bar)
+        else Estimate(value, math.nan, num_units, why_no_bar or NONE_WITHOUT)
+        if why_no_bar or math.isnan(stderr)
+        else Estimate(value, stderr, num_units)
         for name, value, stderr in zip(names, value.tolist(), stderrs.tolist(), strict=True)
     }
 

@@ -3,7 +3,7 @@
 The error of `forward` from P prompts is σ/√P, σ that of a single prompt. With Δ the size of the change it is half of
 it at
 
-    P = 4 / (Δ²/σ²),      σ² = P se²(forward),  Δ² = t² − se²(t),  t the trapezoid of the same step
+    P = 4 / (Δ²/σ²),      σ² = P se²(forward),  Δ² = t² − se²(t),  t the trapezoid that this step closes
 
 in which t² − se² is unbiased for the square of the change, and (ν − 2)/ν takes out the bias of 1/σ² from ν degrees of
 freedom. One step does not tell: Δ²/σ² is averaged over about ten, and divided last. (Averages of Δ² and of σ² apart

@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_training.engine.batch import take_rows
 from rl_training.engine.entropy_gradients import log_ratios
@@ -78,7 +78,7 @@ class MeasuredStepProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         kept, fresh = self._kept_of(step), step.batch.rollout.on_policy
-        why = step.capabilities.sampling_mismatch or step.capabilities.split_prompts or ("" if fresh else OLD_ROLLOUT)
+        why = step.capabilities.sampling_mismatch or step.capabilities.no_baseline or ("" if fresh else OLD_ROLLOUT)
         if why or kept.vector is None:
             self._answers = dict.fromkeys(NAMES, Estimate.missing(why or FIRST))
         else:
@@ -122,7 +122,7 @@ class MeasuredStepProbe(Probe):
         now, then = score(step, rows, step.gradients.layout.by_name(before))
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
         terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
-        by_prompt = sums_by_prompt(step, rows, terms, logs)
+        by_prompt = step.batch.sum_by_prompt(sums_of_responses(step, rows, terms, logs))
         found = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, step.ranks.reduce)
         found[STEPS] = Estimate(steps, reason=NO_BAR)
         if rollout.rewards is None:
@@ -182,20 +182,19 @@ def rounded_scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]
     )
 
 
-def sums_by_prompt(step: Step, rows: Tensor, terms: Tensor, logs: Tensor) -> Tensor:
-    """Returns what each prompt of this process adds to the sums of `statistic`, (prompts, 11).
+def sums_of_responses(step: Step, rows: Tensor, terms: Tensor, logs: Tensor) -> Tensor:
+    """Returns what each response adds to the sums of `statistic`, (B, 11).
 
     rows, terms  of the responses that were scored again
     """
-    scores, index = step.batch.scores, step.batch.rollout.prompt_index
+    scores = step.batch.scores
     weights = scores.mask * (running_sum(logs) - logs).exp()  # of tokens: 1 where the policy sampled itself
     entropies = (weights * scores.entropies.double().masked_fill(scores.mask == 0, 0.0)).sum(dim=1)
     lengths, again = weights.sum(dim=1), terms[:, 4].exp()
-    prompts, place = index.unique(return_inverse=True)
-    table = terms.new_zeros(len(prompts), 11)
-    table[:, :3].index_add_(0, place, torch.stack([torch.ones_like(lengths), entropies, lengths], dim=1))
     columns = [torch.ones_like(again), *terms[:, :4].unbind(dim=1), lengths[rows], again, again.square()]
-    return table.index_add_(0, place[rows], nn.functional.pad(torch.stack(columns, dim=1), (3, 0)))
+    scored = terms.new_zeros(len(lengths), len(columns))
+    scored[rows] = torch.stack(columns, dim=1)
+    return torch.cat([torch.stack([torch.ones_like(lengths), entropies, lengths], dim=1), scored], dim=1)
 
 
 def statistic(sums: Tensor) -> Tensor:

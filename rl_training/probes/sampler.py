@@ -18,7 +18,6 @@ With `numerics` some rows are scored again one by one: what that changes is the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,12 +27,13 @@ from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.jackknife import estimates_over_units
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
 NUMERICS = ("numerics_kl", "numerics_outside")
 LOW, HIGH = 0.9, 1.1  # of a token's ratio
-ROWS = 8  # that are scored again, on each process
+ROWS = 8  # that are scored again, on each process: of a prompt each
 MIN_ESS, CERTAINTY, LEAST_CUT = 0.9, 0.9999, 1e-3  # when a mean ratio below 1 is a cut: sure, and more than rounding
 SAME = "no error bar: the responses are sampled from this policy, so every ratio is 1"
 CUT = (
@@ -72,7 +72,10 @@ class SamplerProbe(Probe):
             ratios, known = logs.sum(dim=1).exp(), torch.zeros_like(logs[:, 0]) if rewards is None else rewards.to(logs)
             by_sequence = [*_token_sums(logs, mask), changed.sum(dim=1), torch.ones_like(ratios), known,
                            ratios, ratios.square(), ratios * known]  # fmt: skip
-            self._answers = _over_prompts(step, names, _statistic, by_sequence)
+            self._answers = estimates_over_units(
+                names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), step.ranks.reduce,
+                step.capabilities.split_prompts,
+            )  # fmt: skip
             if batch.rollout.sampling_logps is None:
                 self._answers = {name: Estimate(each.value, reason=SAME) for name, each in self._answers.items()}
             if rewards is None:
@@ -90,19 +93,19 @@ class SamplerProbe(Probe):
             self._answers["sampler/mean_ratio"] = dataclasses.replace(mean, reason=CUT)
 
     def _by_numerics(self, step: Step) -> dict[str, Estimate]:
-        """Returns KL and share outside between training's scores and those of rows scored one by one. A collective."""
-        batch = step.batch
-        rows = torch.arange(ROWS, device=batch.fold.device) % batch.rollout.num_sequences
-        differences = torch.zeros_like(batch.scores.logps, dtype=torch.float64)
-        for row in rows.unique() if step.policy.in_lockstep is None else rows:
-            with torch.no_grad():
-                again = step.policy.score(batch.rollout, row.unsqueeze(0)).logps.double()
-            differences[row, : again.shape[1]] = batch.scores.logps[row, : again.shape[1]].double() - again[0]
-        mask = torch.zeros_like(batch.scores.mask)
-        mask[rows] = batch.scores.mask[rows]
-        differences = differences.masked_fill(mask == 0, 0.0)
+        """Returns KL and share outside between training's scores and those of rows scored one by one. A collective.
+
+        The rows answer different prompts, so each is independent of the others.
+        """
+        batch, policy = step.batch, step.policy
+        rows = (response_number(batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
+        mask, differences = batch.scores.mask[rows], batch.scores.logps[rows].double()
+        for own, row in zip(differences, policy.in_batches(rows, 1), strict=False):
+            again = policy.scorer.score(batch.rollout, row, graph=False).logps[0]
+            own[: len(again)] -= again
+        sums = torch.stack(_token_sums(differences.masked_fill(mask == 0, 0.0), mask), dim=1)
         names = tuple(f"sampler/{name}" for name in NUMERICS)
-        return _over_prompts(step, names, lambda sums: sums[..., 1:] / sums[..., :1], _token_sums(differences, mask))
+        return estimates_over_units(names, lambda sums: sums[..., 1:] / sums[..., :1], sums, step.ranks.reduce)
 
 
 def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:
@@ -118,13 +121,3 @@ def _statistic(sums: Tensor) -> Tensor:
     gap = weighed / ratio - reward / number
     effective = ratio.square() / (number * square)
     return torch.stack([divergence / tokens, outside / tokens, effective, ratio / number, gap, changed / tokens], -1)
-
-
-def _over_prompts(
-    step: Step, names: Sequence[str], statistic: Callable[[Tensor], Tensor], by_sequence: list[Tensor]
-) -> dict[str, Estimate]:
-    """Returns the estimates of sums over sequences, with errors over the prompts of all processes. A collective."""
-    columns = torch.stack(by_sequence, dim=1)
-    prompts, place = step.batch.rollout.prompt_index.unique(return_inverse=True)
-    by_prompt = columns.new_zeros(len(prompts), columns.shape[1]).index_add_(0, place, columns)
-    return estimates_over_units(names, statistic, by_prompt, step.ranks.reduce)

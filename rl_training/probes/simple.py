@@ -74,7 +74,7 @@ class SimpleEntropyProbe(Probe):
 
     name = "simple"
     needs = Need.ENTROPY_CHANGE
-    measured = ("entropy/", "delta_h/backward")
+    measured = ("entropy/", "delta_h/backward", TRUNCATED)
 
     def __init__(
         self,

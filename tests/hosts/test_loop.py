@@ -468,7 +468,8 @@ def test_the_example_leaves_records_and_a_report(tmp_path: Path) -> None:
 def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
     """The engine names no trainer; TRL's host names the switch of its own."""
     for fixes in (Fixes(), Fixes("do this", "do that"), FIXES):
-        loop: Any = SimpleNamespace(fixes=fixes, dr_grpo=False, no_fresh_responses="")
+        shape = SimpleNamespace(responses_per_prompt=4)
+        loop: Any = SimpleNamespace(fixes=fixes, dr_grpo=False, no_fresh_responses="", shape=shape)
         why = OpenStep(1, []).capabilities(loop, mismatch="", complete=False, whole=False, reused=False)
         reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {fixes.whole_prompts}") for reason in reasons)

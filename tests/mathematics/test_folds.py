@@ -252,6 +252,14 @@ def test_response_number_counts_the_earlier_responses_of_the_same_prompt(seed: i
     assert response_number(torch.tensor(labels)).tolist() == [labels[:i].count(x) for i, x in enumerate(labels)]
 
 
+@pytest.mark.parametrize(("sizes", "ranks"), [([8, 8], 4), ([4, 4], 8), ([4, 4, 4, 4], 3), ([8] * 16, 2)])
+def test_where_microbatches_mix_prompts_each_fold_of_several_processes_holds_some(sizes: list[int], ranks: int) -> None:
+    index = torch.arange(sum(sizes)).remainder(sum(sizes) // 8)
+    num_folds = plan_folds(sizes, 8, ranks)[-1].folds.stop
+    folds = torch.cat([split_prompts(index, num_folds, rank, ranks) for rank in range(ranks)])
+    assert folds.unique().tolist() == list(range(num_folds))
+
+
 @pytest.mark.parametrize("num_folds", [1, 2, 3, 5, 8, 9, 20])
 @pytest.mark.parametrize("num_prompts", [1, 5, 8])
 def test_split_prompts_keeps_prompts_whole_and_folds_filled_and_even(num_prompts: int, num_folds: int) -> None:

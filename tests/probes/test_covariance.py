@@ -81,6 +81,16 @@ def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
     assert [found[name].stderr for name in NAMES] == pytest.approx(expected.tolist(), rel=1e-5)
 
 
+def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -> None:
+    step, probe = answers.steps[-1], CovariancePredictorProbe()
+    spread = dataclasses.replace(step.capabilities, split_prompts="spread")
+    probe.prepare(dataclasses.replace(step, capabilities=spread))
+    for name, found in probe.results().items():
+        assert found.value == answers.all[-1][name].value
+        assert math.isnan(found.stderr)
+        assert found.reason == "spread"
+
+
 def test_few_folds_have_a_value_and_no_error(make_trainer: Callable[..., Any]) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, **FEW).train()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import reference
 import torch
+from example_steps import ALONE
 from torch import Tensor
 
 from rl_training.engine.batch import Batch, LossSettings, Rollout
+from rl_training.engine.capabilities import Capabilities
 from rl_training.engine.correction import Correction
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.ranks import Ranks
@@ -26,8 +29,8 @@ G, PROMPTS, T = 4, 5, 6
 class StepOnly:
     """The part of a step that the probe reads."""
 
-    def __init__(self, batch: Batch, ranks: Ranks) -> None:
-        self.batch, self.ranks = batch, ranks
+    def __init__(self, batch: Batch, ranks: Ranks, capabilities: Capabilities) -> None:
+        self.batch, self.ranks, self.capabilities = batch, ranks, capabilities
 
 
 def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tensor, correction: Any = None) -> Batch:
@@ -40,9 +43,9 @@ def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tenso
     )  # fmt: skip
 
 
-def answers(batch: Batch, ranks: Ranks | None = None) -> dict[str, Estimate]:
+def answers(batch: Batch, ranks: Ranks = ALONE, capabilities: Capabilities | None = None) -> dict[str, Estimate]:
     probe = SamplerProbe()
-    probe.prepare(StepOnly(batch, ranks or Ranks(1, lambda tensor: tensor)))  # type: ignore[arg-type]
+    probe.prepare(StepOnly(batch, ranks, capabilities or Capabilities()))  # type: ignore[arg-type]
     return probe.results()
 
 
@@ -96,6 +99,37 @@ def test_prompts_on_another_process_count_as_those_here() -> None:
         assert both[name].num_samples == 2 * PROMPTS
     ratio = both["sampler/kl"].stderr / alone["sampler/kl"].stderr
     assert ratio == pytest.approx(math.sqrt(1 / 2), rel=0.1)
+
+
+def test_parts_of_prompts_on_other_processes_give_values_and_no_error() -> None:
+    batch = random_batch()
+    whole, parts = answers(batch), answers(batch, capabilities=Capabilities(split_prompts="spread"))
+    assert {each.value for each in whole.values()} == {each.value for each in parts.values()}
+    assert all(math.isnan(each.stderr) and each.reason == "spread" for each in parts.values())
+
+
+def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error() -> None:
+    batch = random_batch()
+    again = batch.scores.logps + 0.1 * torch.randn(batch.scores.logps.shape, generator=torch.Generator().manual_seed(1))
+    step: Any = StepOnly(batch, ALONE, Capabilities())
+
+    def score(rollout: Rollout, rows: Tensor, *, graph: bool) -> Scores:
+        assert not graph  # of a graph without a backward FSDP2 keeps the weights gathered
+        return Scores(again[rows], again[rows], batch.scores.mask[rows])
+
+    step.policy = SimpleNamespace(in_batches=lambda rows, size: rows.split(size), scorer=SimpleNamespace(score=score))
+    probe = SamplerProbe(numerics=True)
+    probe.prepare(step)
+    rows = []
+    for i in range(0, G * PROMPTS, G):
+        apart = (batch.scores.logps[i] - again[i])[batch.scores.mask[i]].tolist()
+        outside = sum(not 0.9 <= math.exp(x) <= 1.1 for x in apart)
+        rows.append([float(len(apart)), sum(math.exp(x) - 1 - x for x in apart), outside])
+    for number, name in enumerate(("kl", "outside"), start=1):
+        found, formula = probe.results()[f"sampler/numerics_{name}"], lambda s, n=number: s[n] / s[0]
+        assert found.value == pytest.approx(formula([sum(column) for column in zip(*rows, strict=True)]), rel=1e-9)
+        assert found.stderr == pytest.approx(reference.jackknife_stderr(formula, rows), rel=1e-8)
+        assert found.num_samples == PROMPTS
 
 
 def test_without_another_sampler_every_ratio_is_one_and_off_policy_they_are_missing() -> None:
