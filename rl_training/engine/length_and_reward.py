@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.changed_steps import ChangedSteps, Direction
+from rl_training.engine.entropy_gradients import log_ratios
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.engine.updates import StepsWithoutFolds
 from rl_training.mathematics.jackknife import jackknife_stderr
@@ -50,3 +52,33 @@ def length_and_reward(
 
     total, sums = torch.cat([forward, reward]), torch.cat([forward_without, reward - products + lost], dim=1)
     return changes(total), jackknife_stderr(changes, total, sums)
+
+
+def reward_gradient(step: Step) -> float | LossWeights | None:
+    """Returns J, the gradient of the mean reward: a multiple of the step's own in Dr-GRPO, else by its loss's weights.
+
+    None where the rewards are unknown. A response's own reward is in its group's mean: hence the factor G / (G − 1).
+    Responses of another sampler are weighed by their ratios.
+    """
+    batch, group, factor = step.batch, step.batch.responses_per_prompt, reward_factor(step)
+    if factor is not None:
+        return factor
+    rewards, mask = batch.rollout.rewards, batch.scores.mask
+    if rewards is None:
+        return None
+    advantages, logs = over_the_others(rewards, batch.rollout.prompt_index), log_ratios(batch)
+    if logs is None:
+        return None
+    weights = (advantages * logs.sum(dim=1).exp()).unsqueeze(1) * mask * (group / (group - 1) / len(mask))
+    return LossWeights(weights.to(batch.scores.logps), None)
+
+
+def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:
+    """Returns each reward less the mean of its prompt's, (b,).
+
+    >>> over_the_others(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([3, 3, 8])).tolist()
+    [0.5, -0.5, 0.0]
+    """
+    prompts, group = prompt_index.unique(return_inverse=True)
+    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards)
+    return rewards - (sums / group.bincount())[group]

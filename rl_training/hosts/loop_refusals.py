@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Rollout
@@ -35,11 +33,7 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
 
 def refuse_what_is_no_probe(probes: Any) -> None:
     """Raises ValueError where these are not objects of Probe in a list, or have no possible number of folds."""
-    if isinstance(probes, Probe) or not isinstance(probes, Iterable):
-        raise ValueError(f"probes={probes!r}: give a list of probes, such as [SimpleEntropyProbe()]")
     for probe in probes:
-        if isinstance(probe, type) and issubclass(probe, Probe):
-            raise ValueError(f"{probe.__name__} is a class: give an object of it, {probe.__name__}(...)")
         if not isinstance(probe, Probe):
             raise ValueError(f"{probe!r} is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()")
         if probe.num_folds is not None and (type(probe.num_folds) is not int or probe.num_folds < 1):
@@ -59,9 +53,6 @@ def refuse_impossible_settings(shape: Shape, temperature: Any, max_grad_norm: An
 
 def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
     """Raises ValueError where an optimizer trains no parameter of the model."""
-    if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        given = f"{type(module).__name__} and {type(optimizer).__name__}"
-        raise ValueError(f"measured_loop needs a torch module and its torch optimizer, and got {given}")
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
     if trained.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

@@ -10,19 +10,14 @@ example, are those of this rank's microbatch. The same functions predict (probes
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, LossSettings, Rollout
-from rl_training.engine.entropy_gradients import log_ratios
-from rl_training.engine.length_and_reward import reward_factor
+from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.step import Step
 from rl_training.mathematics.scores import Scores
 
 
@@ -80,25 +75,22 @@ def loss_inputs(
 
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
-    silent = silent_share(batch.rollout.advantages, batch.rollout.prompt_index, reduce)
-    whole = microbatch_inputs(
-        batch.rollout, batch.scores, batch.loss_weights, batch.loss_settings, reference_logps, silent_share=silent
-    )
-    return [_microbatch(whole, slice(rows.start, rows.stop)) for rows in batch.microbatch_rows]
-
-
-def _microbatch(step: LossInputs, rows: slice) -> LossInputs:
-    """Returns what the loss knew of these rows of a step."""
-    tensors = {name: value for name, value in vars(step).items() if isinstance(value, Tensor)}
-    fields: dict[str, Any] = {name: value[rows] for name, value in tensors.items()}
-    entropies = step.weights.entropies
-    return dataclasses.replace(
-        step,
-        weights=LossWeights(step.weights.logps[rows], None if entropies is None else entropies[rows]),
-        scores=Scores(*(table[rows] for table in vars(step.scores).values())),
-        microbatches=len(step.advantages) / len(fields["advantages"]),
-        **fields,
-    )
+    rollout, scores, width = batch.rollout, vars(batch.scores).values(), batch.scores.mask.shape[1]
+    silent, parts = silent_share(rollout.advantages, rollout.prompt_index, reduce), []
+    for microbatch in batch.microbatch_rows:
+        rows = torch.arange(microbatch.start, microbatch.stop, device=rollout.advantages.device)
+        parts.append(
+            microbatch_inputs(
+                take_rows(rollout, rows),
+                Scores(*(table[rows] for table in scores)),
+                batch.loss_weights.of_rows(rows, width),
+                batch.loss_settings,
+                None if reference_logps is None else reference_logps[rows],
+                microbatches=rollout.num_sequences / len(rows),
+                silent_share=silent,
+            )
+        )
+    return parts
 
 
 def microbatch_inputs(
@@ -153,33 +145,3 @@ def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Ten
     sizes.index_add_(0, group, advantages.abs().double())
     silent, count = reduce(torch.stack([(sizes == 0).sum().double(), sizes.new_tensor(float(len(sizes)))])).tolist()
     return silent / count
-
-
-def reward_gradient(step: Step) -> float | LossWeights | None:
-    """Returns J, the gradient of the mean reward: a multiple of the step's own in Dr-GRPO, else by its loss's weights.
-
-    None where the rewards are unknown. A response's own reward is in its group's mean: hence the factor G / (G − 1).
-    Responses of another sampler are weighed by their ratios.
-    """
-    batch, group, factor = step.batch, step.batch.responses_per_prompt, reward_factor(step)
-    if factor is not None:
-        return factor
-    rewards, mask = batch.rollout.rewards, batch.scores.mask
-    if rewards is None:
-        return None
-    advantages, logs = over_the_others(rewards, batch.rollout.prompt_index), log_ratios(batch)
-    if logs is None:
-        return None
-    weights = (advantages * logs.sum(dim=1).exp()).unsqueeze(1) * mask * (group / (group - 1) / len(mask))
-    return LossWeights(weights.to(batch.scores.logps), None)
-
-
-def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:
-    """Returns each reward less the mean of its prompt's, (b,).
-
-    >>> over_the_others(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([3, 3, 8])).tolist()
-    [0.5, -0.5, 0.0]
-    """
-    prompts, group = prompt_index.unique(return_inverse=True)
-    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards)
-    return rewards - (sums / group.bincount())[group]

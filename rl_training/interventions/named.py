@@ -42,27 +42,6 @@ NEEDS = {
 }
 
 
-def has(loss: LossInputs, need: str) -> bool:
-    """Returns whether a loss has what an intervention needs, one of NEEDS."""
-    differs = {"not known"} if loss.settings is None else loss.settings.differs
-    match need:
-        case "dr_grpo":
-            return differs <= ENTROPY_TERMS
-        case "advantages":
-            return differs.isdisjoint({"not known", "beta"})
-        case "unit":
-            return differs.isdisjoint({"not known", "loss_type"})
-        case "rewards":
-            return loss.rewards is not None
-        case "truncated":
-            return loss.truncated is not None
-        case "sampler":
-            return loss.sampling_logps is not None
-        case "reference":
-            return loss.reference_logps is not None
-    return loss.silent_share < 1.0
-
-
 SAMPLER = ("dr_grpo", "sampler")  # of corrections for a sampler that is not the policy
 
 
@@ -107,11 +86,27 @@ class Intervention:
         """How it changes the loss, as LossSettings.differs has it: "beta" for what is no weight on advantages."""
         if self.trl == "entropy_coef":
             return self.trl
-        return "intervention" if {"advantages", "sampler"} & {*self.needs} else "beta"
+        return "intervention" if {"advantages", "dr_grpo"} & {*self.needs} else "beta"
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether it makes its weights of advantages and ratios: what another one has changed before is lost."""
+        return "sampler" in self.needs or self.trl == "epsilon_high"
 
     def why_unavailable(self, loss: LossInputs) -> str:
         """Returns why it is not available with this loss, "" if it is."""
-        return next((NEEDS[need] for need in self.needs if not has(loss, need)), "")
+        differs = {"not known"} if loss.settings is None else loss.settings.differs
+        has = {
+            "dr_grpo": differs <= ENTROPY_TERMS,
+            "advantages": differs.isdisjoint({"not known", "beta"}),
+            "unit": differs.isdisjoint({"not known", "loss_type"}),
+            "rewards": loss.rewards is not None,
+            "truncated": loss.truncated is not None,
+            "reference": loss.reference_logps is not None,
+            "sampler": loss.sampling_logps is not None,
+            "some_advantage": loss.silent_share < 1.0,
+        }
+        return next((NEEDS[need] for need in self.needs if not has[need]), "")
 
     def weights(self, loss: LossInputs) -> LossWeights:
         """Returns the new weights of a microbatch. ValueError, naming it, where one's own function fails."""
@@ -194,6 +189,11 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
     for kind, count in kinds.items():
         if count > 1:
             raise ValueError(f"interventions has {kind} with {count} strengths: give it one")
+    for later in found[1:]:
+        if later.starts_anew:
+            raise ValueError(
+                f"interventions: {later.name} would undo those before it: give it first, and one of its kind"
+            )
     for pair in TOGETHER_NOTHING:
         if pair <= kinds.keys():
             raise ValueError(f"interventions: {' and '.join(sorted(pair))} contradict each other: give one of them")

@@ -129,7 +129,7 @@ def explain(error: BaseException) -> str:
         return f"{several.group(1)}: one value is needed. For a list: '{key}=[{value}]'; or {quoted(key, value)}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is not set: give {error.full_key}=VALUE"
-    choice = re.search(r"Could not (?:find|load) '(\w+)/([^']+)'", message)  # load: in a list
+    choice = re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", message)  # load: in a list
     if choice:
         group, name = choice.groups()
         if instead := GONE.get(f"{group}s.{name}"):  # what probe=NAME chooses is probes.NAME

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
 from rl_training.job.run_settings import refuse_other_settings
+from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import (
     SHARDED_BY,
     find_checkpoint,
@@ -103,36 +103,24 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
 
     On every process: the main one creates the file exclusively, and all of them learn the outcome.
     """
-    refusal = ""
+    refusal, path = "", run_dir / CONFIG_FILE
     if PartialState().is_main_process:
+        text = OmegaConf.to_yaml(OmegaConf.create(config))
         try:
-            _write_whole(run_dir / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)), is_its_own)
+            if is_its_own:
+                write_atomically({path: text.encode()})
+            else:
+                with open(path, "x", encoding="utf-8") as file:
+                    file.write(text)
         except FileExistsError:
             refusal = ANOTHERS.format(run_dir)
         except OSError as error:
-            refusal = f"{run_dir / CONFIG_FILE} cannot be written ({error}): make room, or choose another run_dir"
+            refusal = f"{path} cannot be written ({error}): make room, or choose another run_dir"
+            if not is_its_own:
+                path.unlink(missing_ok=True)  # what is there of it
     refusal = broadcast_object_list([refusal])[0]
     if refusal:
         raise ValueError(refusal)
-
-
-def _write_whole(path: Path, text: str, replace: bool) -> None:
-    """Writes a file that at no moment is there in part. FileExistsError where it is there and not to be replaced."""
-    scratch = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        if replace:
-            scratch.replace(path)
-            return
-        try:
-            os.link(scratch, path)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system that has no links
-            with open(path, "x", encoding="utf-8") as file:
-                file.write(text)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def check_number_of_processes(num_processes: int) -> None:

@@ -27,10 +27,11 @@ from dataclasses import replace
 import torch
 
 from rl_training.engine.changed_steps import Change
+from rl_training.engine.length_and_reward import reward_gradient
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import OptimizerView, Step
 from rl_training.engine.step_by_folds import pairs_of, why_no_folds
-from rl_training.interventions.loss import loss_inputs, reward_gradient
+from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate

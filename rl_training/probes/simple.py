@@ -87,8 +87,6 @@ class SimpleEntropyProbe(Probe):
         every: int = 1,
     ) -> None:
         super().__init__(every)
-        if num_folds is not None and num_folds < 1:
-            raise ValueError(f"simple: num_folds={num_folds} must be at least 1, or null for 8 or some more")
         try:
             self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay)
         except ValueError as error:

@@ -370,8 +370,7 @@ def test_a_number_that_no_loop_can_have_is_refused_by_name(facts: dict[str, Any]
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([SimpleEntropyProbe], r"SimpleEntropyProbe is a class: give an object of it, SimpleEntropyProbe\(...\)"),
-        (SimpleEntropyProbe(), "give a list of probes"),
+        ([SimpleEntropyProbe], r"SimpleEntropyProbe'> is no probe: give objects of .*, such as SimpleEntropyProbe\(\)"),
         ([None], "None is no probe"),
         (["simple"], "'simple' is no probe"),
         ([SimpleEntropyProbe(num_folds=2.5)], "simple: num_folds=2.5 must be a whole number"),  # type: ignore[arg-type]
@@ -387,8 +386,6 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model, torch.optim.AdamW(other.parameters()), [], **shape)
-    with pytest.raises(ValueError, match="got str and AdamW"):
-        measured_loop("gpt2", torch.optim.AdamW(other.parameters()), [], **shape)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model.requires_grad_(False), optimizer, [], **shape)

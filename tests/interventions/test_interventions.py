@@ -320,6 +320,22 @@ def test_a_mistake_is_reported_in_one_line(text: str, said: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("later", ["tis:2", "mis:0.5,2", "exact", "clip_higher"])
+def test_what_would_undo_another_one_is_trained_with_first_or_not_at_all(later: str) -> None:
+    assert [each.name for each in interventions_to_train([later, "psr"])] == [intervention(later).name, "psr"]
+    for names in (["psr", later], ["none", later]):
+        with pytest.raises(ValueError, match=re.escape(f"{intervention(later).name} would undo those before it")):
+            interventions_to_train(names)
+
+
+@pytest.mark.parametrize("name", ["std_norm", "length_norm", "clip_higher", "psr", "tis"])
+def test_what_a_weight_on_advantages_can_be_changed_with_others_can_too(name: str) -> None:
+    """A training with it still has weights on advantages; that of a KL term has not."""
+    settings = dataclasses.replace(known().settings, differs=frozenset({intervention(name).differs}))  # type: ignore[type-var]
+    assert intervention("psr").why_unavailable(dataclasses.replace(known(), settings=settings)) == ""
+    assert intervention("kl").differs == "beta"
+
+
 OWN = """
 import sys
 import numpy as np

@@ -12,8 +12,8 @@ import pytest
 import torch
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
+from rl_training.engine.length_and_reward import reward_gradient
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.interventions.loss import reward_gradient
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 

@@ -146,7 +146,7 @@ def private_members_named_in(path: Path) -> set[str]:
 
 
 def test_private_members_of_the_libraries_are_those_of_the_one_table() -> None:
-    table = {method.name for method in METHODS} | {*TRAINER_ATTRIBUTES}
+    table = {*METHODS, *TRAINER_ATTRIBUTES}
     files = [path for path in FILES if layer_of(path) == "hosts" and path.name != "sharding.py"]
     files = [path for path in files if path.parent.name != "verl"]  # it takes one minor version of verl only
     named = set().union(*map(private_members_named_in, files))

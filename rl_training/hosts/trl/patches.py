@@ -13,12 +13,11 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import Trainer
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -31,42 +30,31 @@ logger = logging.get_logger(__name__)
 WRITTEN_FOR = {"trl": "1.16", "transformers": "5.23", "accelerate": "1.15"}
 
 
-class Method(NamedTuple):
-    """A method that we call or wrap, with the names of the parameters that we rely on."""
-
-    owner: type
-    name: str
-    parameters: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.owner.__name__}.{self.name}"
-
-
-METHODS = (
+# Methods that are called or wrapped, with the parameters that are relied on.
+METHODS: dict[str, tuple[str, ...]] = {
     # inputs: a list of rows; returns the batch dictionary, keys as in batches.read_rollout
-    Method(GRPOTrainer, "_generate_and_score_completions", ("inputs",)),
-    # returns a tuple whose third entry is the mask of tools: a list for each sequence, or None
-    Method(GRPOTrainer, "_generate", ("prompts",)),
+    "_generate_and_score_completions": ("inputs",),
+    # returns a tuple: token ids of prompts and of completions, the mask of tools (a list for each sequence, or None),
+    # completions, and log-probabilities of the sampler (the same)
+    "_generate": ("prompts",),
     # returns (sequences of all ranks, reward functions)
-    Method(GRPOTrainer, "_calculate_rewards", ("inputs", "prompts", "completions", "completion_ids_list")),
+    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
     # returns one microbatch's dictionary, and leaves all of the rollout's in _buffered_inputs
-    Method(GRPOTrainer, "_prepare_inputs", ("generation_batch",)),
+    "_prepare_inputs": ("generation_batch",),
     # returns (log-probabilities (B, T), entropies (B, T), auxiliary loss or None), both with graph
-    Method(
-        GRPOTrainer,
-        "_get_per_token_logps_and_entropies",
-        ("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy"),
+    "_get_per_token_logps_and_entropies": (
+        *("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy"),
     ),
-    Method(GRPOTrainer, "compute_loss", ("model", "inputs")),
-    Method(GRPOTrainer, "training_step", ("model", "inputs", "num_items_in_batch")),
+    "compute_loss": ("model", "inputs"),
+    "training_step": ("model", "inputs", "num_items_in_batch"),
     # returns a tuple that begins with the token ids of each prompt
-    Method(GRPOTrainer, "_tokenize_prompts", ("prompts",)),
-    Method(Trainer, "_save_checkpoint", ("model", "trial")),
-    Method(Trainer, "_save_optimizer_and_scheduler", ("output_dir",)),
-    Method(Trainer, "_save_rng_state", ("output_dir",)),
-    Method(Trainer, "_load_optimizer_and_scheduler", ("checkpoint",)),
-    Method(Trainer, "_load_rng_state", ("checkpoint",)),
-)
+    "_tokenize_prompts": ("prompts",),
+    "_save_checkpoint": ("model", "trial"),
+    "_save_optimizer_and_scheduler": ("output_dir",),
+    "_save_rng_state": ("output_dir",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_load_rng_state": ("checkpoint",),
+}
 # Set by GRPOTrainer.__init__.
 TRAINER_ATTRIBUTES = (
     "_buffered_inputs",  # None until the first rollout, then its microbatches: a list of dictionaries
@@ -87,7 +75,7 @@ FIXES = Fixes(
 
 def another_trainer(trainer: object) -> str:
     """Returns why probes cannot be attached to what is no GRPOTrainer, such as trl.experimental's AsyncGRPOTrainer."""
-    missing = [method.name for method in METHODS if not hasattr(trainer, method.name)]
+    missing = [name for name in METHODS if not hasattr(trainer, name)]
     return (
         f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}, which lacks "
         f"{', '.join(missing)}. Use GRPOTrainer, with use_vllm=True for another sampler, or write the loop with "
@@ -97,20 +85,18 @@ def another_trainer(trainer: object) -> str:
 
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
     """Raises ValueError, naming what is missing or takes other arguments; warns once of an untested version."""
-    for method in METHODS:
-        library = "transformers" if method.owner is Trainer else "trl"
-        _demand(hasattr(method.owner, method.name), f"{method} is gone", library)
-        found = list(inspect.signature(getattr(method.owner, method.name)).parameters)[1:]  # less self
-        others = f"{method} takes ({', '.join(found)}), not ({', '.join(method.parameters)}, …)"
-        _demand(set(method.parameters) <= set(found), others, library)
+    for name, parameters in METHODS.items():
+        method = getattr(GRPOTrainer, name, None)
+        found = [] if method is None else [*inspect.signature(method).parameters]
+        _demand({*parameters} <= {*found}, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
     for name in TRAINER_ATTRIBUTES:
         _demand(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
     _demand(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
     installed = {library: importlib.metadata.version(library) for library in WRITTEN_FOR}
     untried = [
-        f"{library} {version} (tested: {WRITTEN_FOR[library]})"
-        for library, version in installed.items()
-        if not version.startswith(f"{WRITTEN_FOR[library]}.")
+        f"{library} {installed[library]} (tested: {version})"
+        for library, version in WRITTEN_FOR.items()
+        if not installed[library].startswith(f"{version}.")
     ]
     if untried:
         logger.warning_once(
@@ -142,13 +128,12 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
         undo.callback(setattr, owner, name, before)
 
 
-def _demand(holds: bool, what: str, library: str = "trl") -> None:
-    """Raises ValueError, saying what is wrong with the installed version, where a thing is not as it must be."""
+def _demand(holds: bool, what: str) -> None:
+    """Raises ValueError, saying what is wrong with the installed versions, where a thing is not as it must be."""
     if not holds:
-        raise ValueError(
-            f"written for {library} {WRITTEN_FOR[library]}, found {importlib.metadata.version(library)}: {what}; "
-            f"install {library}=={WRITTEN_FOR[library]}.*"
-        )
+        found = " and ".join(f"{library} {importlib.metadata.version(library)}" for library in WRITTEN_FOR)
+        install = " ".join(f"'{library}=={version}.*'" for library, version in WRITTEN_FOR.items())
+        raise ValueError(f"{what} in {found}: pip install {install}")
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
