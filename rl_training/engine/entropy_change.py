@@ -93,6 +93,7 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
                 products.add(k, [[part[number] for part in x] for x in directions])
             if rows is not None:
                 add([part[k] for part in rows], [part[number] for part in directions[0]])
+        del directions  # before the next ones are made, beside weights that are gathered
     change = EntropyChange(
         settings,
         layout,

@@ -108,7 +108,11 @@ class FoldReduction:
     def disarm(self) -> None:
         """Sends what is left and removes the hooks. A collective, if they were set."""
         if self._before:
-            self._add_reduced(self._target, self._shard.gradients())
+            rows = self._layout.by_name(self._target)
+            for name, after in self._shard.gradients().items():
+                before = self._before[name]
+                if after is not None:
+                    self._add_reduced(rows, name, after if before is None else after - before)
             self._target, self._before = [], {}
         if not self._handles:
             return
@@ -128,13 +132,9 @@ class FoldReduction:
     def _is_reduced(self, fold_of_rank: Sequence[int]) -> bool:
         return len(set(fold_of_rank)) == 1 and self._shard.reduces_each_backward
 
-    def _add_reduced(self, target: Vector, gradients: Mapping[str, Tensor | None]) -> None:
-        """Adds what the gradients have become, less what they were when the target was armed, over all processes."""
-        for name, rows in self._layout.by_name(target).items():
-            before, after = self._before.get(name), gradients[name]
-            if after is not None:
-                added = after if before is None else after - before
-                rows[0].add_(added.to(rows), alpha=self._shard.num_ranks)
+    def _add_reduced(self, rows: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
+        """Adds a gradient, given as its mean over processes, to the only row of its parameter."""
+        rows[name][0].add_(mean.to(rows[name]), alpha=self._shard.num_ranks)
 
     def add(
         self, target: Vector, fold_of_rank: Sequence[int], fresh: Scores, weights: LossWeights, keep_graph: bool = False
@@ -147,7 +147,8 @@ class FoldReduction:
         """
         if self._is_reduced(fold_of_rank):
             self.disarm()
-            self._add_reduced(target, self._shard.backward(*outputs_and_weights(fresh, weights), keep_graph))
+            receive = functools.partial(self._add_reduced, self._layout.by_name(target))
+            self._shard.backward(*outputs_and_weights(fresh, weights), keep_graph, receive)
             return
         with self.into(target, fold_of_rank):
             self._shard.backward(*outputs_and_weights(fresh, weights), keep_graph)

@@ -13,7 +13,8 @@ DeepSpeed's are in hosts/trl/sharding.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from rl_training.engine.precision import named
 from rl_training.mathematics.adamw import clipping_threshold
 
 EXCHANGED = 2**22  # entries of a process that are exchanged at once, where a parameter has no more
+Receive = Callable[[str, Tensor], None]
 States = dict[str, dict[str, Any]]  # by name of the parameter: its optimizer's state, or its group's hyperparameters
 
 
@@ -178,14 +180,15 @@ class Shard:
         return False
 
     def backward(
-        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
-    ) -> dict[str, Tensor | None]:
+        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False,
+        receive: Receive | None = None,
+    ) -> None:  # fmt: skip
         """Runs a backward that hooks on the leaves see; what training has accumulated stays as it is.
 
-        Returns the gradients that it has reduced, of this process's entries; none where a backward does not reduce.
+        receive  gets the name and this process's entries of each gradient, the mean over processes, where a backward
+                 reduces by itself
         """
         torch.autograd.grad(outputs, list(self.leaves().values()), weights, retain_graph=keep_graph, allow_unused=True)
-        return {}
 
 
 class FullyShard(Shard):
@@ -214,7 +217,8 @@ class FullyShard(Shard):
         return start * (entries // rows), stop * (entries // rows)
 
     def own(self, name: str, value: Tensor) -> Tensor:
-        local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
+        with torch.no_grad():  # so that no operation of a DTensor is dispatched, which takes longer than most kernels
+            local: Tensor = value.to_local()  # type: ignore[attr-defined]
         return local.reshape(-1)
 
     @property
@@ -262,15 +266,27 @@ class FullyShard(Shard):
         return {name: leaves[name] for name in self.trained}
 
     def backward(
-        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
-    ) -> dict[str, Tensor | None]:
-        # The DTensors are not in the graph: FSDP's own backward runs, and what it leaves in .grad is put back.
+        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False,
+        receive: Receive | None = None,
+    ) -> None:  # fmt: skip
+        # The DTensors are not in the graph: FSDP's own backward runs, and what training has in .grad is put back.
         before = {param: param.grad for param in self.trained.values()}
+        handles = []
         try:
-            for param in before:
+            for name, param in self.trained.items():
                 param.grad = None
+                if receive is not None:
+                    deliver = functools.partial(self._deliver, name, receive)
+                    handles.append(param.register_post_accumulate_grad_hook(deliver))
             torch.autograd.backward(outputs, weights, retain_graph=keep_graph)
-            return self.gradients()
         finally:
+            for handle in handles:
+                handle.remove()
             for param, gradient in before.items():
                 param.grad = gradient
+
+    def _deliver(self, name: str, receive: Receive, param: Tensor) -> None:
+        """Passes a gradient on as soon as FSDP2 has reduced it, so that they never exist all at once."""
+        assert param.grad is not None
+        receive(name, self.own(name, param.grad))
+        param.grad = None
