@@ -22,7 +22,7 @@ import rl_training.job.silence  # noqa: F401
 
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import read_metrics
-from rl_training.records.report.interventions import preferred
+from rl_training.records.report.interventions import as_list, preferred
 from rl_training.records.report.series import read_run
 
 REGISTERED = Path(__file__).with_name("regret_registered.json")
@@ -75,7 +75,7 @@ def register(setting: str, runs: Path, small: bool) -> dict[str, object]:
     asked = [text.partition(":") for text in preferred(read_run(run))]
     arms = arms_of(setting, {name: strength for name, _, strength in asked if strength})
     steps, seeds = (1, 1) if small else (20, 3)
-    command("try", str(run), f"interventions=[{','.join(arms)}]", f"steps={steps}", f"seeds={seeds}",
+    command("try", str(run), f"interventions={as_list(arms)}", f"steps={steps}", f"seeds={seeds}",
             f"evaluation.fraction={0.02 if small else 0.25}", f"output={run}_try")  # fmt: skip
     result = json.loads(Path(f"{run}_try", "result.json").read_text(encoding="utf-8"))
     chosen = {"report": asked[0][0] if asked else "plain", "try": result["choice"].partition(":")[0],
@@ -86,7 +86,7 @@ def register(setting: str, runs: Path, small: bool) -> dict[str, object]:
 def train_arms(setting: str, runs: Path, arms: list[str], small: bool) -> None:
     """Trains all arms of a setting to step 80, and evaluates them."""
     steps, seeds = (2, 2) if small else (60, 3)
-    command("try", str(runs / setting), f"interventions=[{','.join(arms)}]", f"steps={steps}", f"seeds={seeds}",
+    command("try", str(runs / setting), f"interventions={as_list(arms)}", f"steps={steps}", f"seeds={seeds}",
             "halving=false", f"evaluation.fraction={0.02 if small else 0.25}",
             f"output={runs / setting}_arms")  # fmt: skip
 

@@ -32,13 +32,23 @@ from rl_training.interventions.named import interventions_to_train
 from rl_training.job.explain import Range, check_kind
 from rl_training.job.run_settings import checkpoint_in_a_run, load_settings
 from rl_training.job.settings import check_ranges
-from rl_training.job.trial_results import PLAIN, Candidate, candidates, foretold, in_words, to_stop, values_of, verdict
+from rl_training.job.trial_results import (
+    PLAIN,
+    Candidate,
+    against_plain,
+    candidates,
+    foretold,
+    in_words,
+    to_stop,
+    values_of,
+    verdict,
+)
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import steps_taken, what_is_wrong_with
 from rl_training.records.evaluated import EVALUATIONS, locked, read_step
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
-from rl_training.records.report.interventions import preferred
+from rl_training.records.report.interventions import as_list, preferred
 from rl_training.records.report.page import render
 from rl_training.records.report.series import read_run
 
@@ -133,7 +143,7 @@ class Branch:
                  f"seed={self.seed}", f"trainer.max_steps={self.end}", "trainer.save_total_limit=1", "probe=none",
                  "logger=none", "trainer.disable_tqdm=true", "trainer.save_strategy=steps", "alert.below=null",
                  "alert.stop=false", *self.trial.words]  # fmt: skip
-        train += [f"intervention={_as_list(with_own)}"] * bool(with_own)
+        train += [f"intervention={as_list(with_own)}"] * bool(with_own)
         return [train, evaluate]
 
     def steps_done(self) -> int:
@@ -179,11 +189,6 @@ def as_folder(name: str) -> str:
 
 def _listed(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or [])
-
-
-def _as_list(names: Sequence[str]) -> str:
-    """Returns names as Hydra reads a list; one with a comma, mis:0.5,2, in quotes."""
-    return f"[{','.join(repr(name) if ',' in name else name for name in names)}]"
 
 
 def decide(trial: Trial) -> int:
@@ -269,7 +274,7 @@ def conclude(trial: Trial, found: Sequence[Candidate], failed: Mapping[str, str]
     sentence, best = verdict(found)
     go_on = shlex.join(
         ["rl-training", "train", f"branch={trial.checkpoint}", f"run_dir={trial.run}_{as_folder(best.name)}",
-         f"intervention={_as_list([*_listed(trial.settings.get('intervention')), best.name])}", "additional_steps=100"]
+         f"intervention={as_list([*_listed(trial.settings.get('intervention')), best.name])}", "additional_steps=100"]
     ) if best else ""  # fmt: skip
     predicted = {each.name: foretold(trial.run / LOGS_FOLDER, each.name) for each in found}
     content = {
@@ -283,7 +288,7 @@ def conclude(trial: Trial, found: Sequence[Candidate], failed: Mapping[str, str]
         ],
     }  # fmt: skip
     page = render("try.html", trial=trial, found=found, failed=failed, sentence=sentence, go_on=go_on,
-                  predicted=predicted, in_words=in_words)  # fmt: skip
+                  predicted=predicted, charts=[against_plain(found)] if found else [], in_words=in_words)  # fmt: skip
     write_atomically(
         {trial.folder / RESULT: json.dumps(content, indent=1).encode(), trial.folder / PAGE: page.encode()}
     )

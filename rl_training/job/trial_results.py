@@ -32,6 +32,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.pass_at_k import pass_at_k
 from rl_training.records.evaluated import RESPONSES
 from rl_training.records.jsonl import read_metrics
+from rl_training.records.report.charts import BLUE, GREY, Chart, Series, draw
 
 PLAIN = "plain"
 ONE_SEED = "one seed says nothing of other seeds"
@@ -181,6 +182,17 @@ def _not_told(candidates: Sequence[Candidate], goal: str) -> tuple[str, Candidat
         return f"{none} The nearest is {best.name}, {in_words(difference)}; {reach}", None
     lean = f"Lean to {best.name}: {goal} {in_words(difference)}, better than plain with a chance of {chance:.2f}."
     return f"{lean} {none[:-1]}; {reach}", best
+
+
+def against_plain(found: Sequence[Candidate]) -> Chart:
+    """Returns the chart of the differences to plain in pass@k, the largest k; of those that were stopped in grey."""
+    goal, series = largest_pass(list(found[0].means)), []
+    for each in found:
+        difference, color = each.differences[goal], GREY if each.stopped else BLUE
+        left, right = ([end] for end in difference.ends())
+        series.append(Series(each.name, color, [difference.value], [each.name], left=left, right=right,
+                             line=False, mark="circle"))  # fmt: skip
+    return draw("trial", series, names=[each.name for each in found], height=40 + 30 * len(found), goal=goal)
 
 
 def in_words(difference: Estimate) -> str:

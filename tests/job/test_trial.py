@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from configs import QUICK, composed, composing
 from hydra import compose
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rl_training.job.shipped import CONF
-from rl_training.job.trial import Branch, Trial, _as_list, read_trial, run_wave
+from rl_training.job.trial import Branch, Trial, read_trial, run_wave
 from rl_training.job.trial_results import (
     Candidate,
     candidates,
@@ -101,11 +100,6 @@ def test_the_verdict_takes_what_is_better_by_more_than_noise_and_orders_only_wha
 def test_halving_stops_the_worse_half_and_says_why() -> None:
     (stopped,) = to_stop([of("psr", 0.1, 0.3), of("bonus", -0.2, 0.3), of("lr", 0.0, 0.3)])
     assert (stopped.name, stopped.stopped) == ("bonus", "after 40 steps: pass@8 -0.200 ± 0.300, place 3 of 3")
-
-
-def test_an_intervention_with_a_comma_reaches_the_command_as_one() -> None:
-    written = _as_list(["lr:0.5", "mis:0.5,2"])
-    assert OverridesParser.create().parse_override(f"intervention={written}").value() == ["lr:0.5", "mis:0.5,2"]
 
 
 def test_values_are_those_of_each_prompts_responses(tmp_path: Path) -> None:

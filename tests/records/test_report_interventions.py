@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
@@ -156,6 +158,12 @@ def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:
 
 def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:
     assert interventions_of_run(read_run(record(tmp_path / "run", which={}))) is None
+
+
+def test_a_name_with_a_comma_reaches_the_printed_command_as_one(tmp_path: Path) -> None:
+    (line,) = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]})).lines
+    override = OverridesParser.create().parse_override(shlex.split(line)[-1])
+    assert override.value() == ["mis:0.5,2", "lr:0.5"]
 
 
 def test_the_page_has_the_picture_the_sentences_and_the_lines(tmp_path: Path) -> None:

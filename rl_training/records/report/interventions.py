@@ -5,6 +5,7 @@ Values are the probe's running means at its last measured step, `intervention/NA
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -20,6 +21,7 @@ from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.words import MILLI, MISSING, in_words, milli, sentences
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
+PLAIN_NAME = re.compile(r"[\w./:-]+")  # needs no quotes
 HEADINGS = ["intervention", "entropy, one step", "entropy, last step alone", "entropy, when kept", "reward, one step",
             "price", "halves the fall, when kept", "note"]  # fmt: skip
 NO_FALL = "entropy does not fall significantly now"
@@ -83,7 +85,7 @@ def interventions_of_run(run: Run) -> Interventions | None:
     """Returns what is said of the interventions that were measured; None where none was."""
     found = _measured(run)
     chosen = preferred(run) if found and checkpoints_of(run.folder) else []
-    words = ["rl-training", "try", str(run.folder), f"interventions=[{','.join(chosen)}]"]
+    words = ["rl-training", "try", str(run.folder), f"interventions={as_list(chosen)}"]
     lines = [shlex.join(words)] if chosen else []
     return Interventions(_sentences(run, found), [*map(_row, found)], plane(found), lines) if found else None
 
@@ -194,6 +196,15 @@ def _setting(run: Run, effect: Effect) -> str:
     if effect.halves:
         return f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.strength}"
     return text
+
+
+def as_list(names: Sequence[str]) -> str:
+    """Returns names as Hydra reads a list.
+
+    >>> as_list(["lr:0.5", "mis:0.5,2"])
+    '[lr:0.5,"mis:0.5,2"]'
+    """
+    return f"[{','.join(name if PLAIN_NAME.fullmatch(name) else json.dumps(name) for name in names)}]"
 
 
 def _row(effect: Effect) -> list[str]:
