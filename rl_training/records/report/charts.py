@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, TypeAlias
@@ -83,6 +83,10 @@ class Series:
     faint: float = 1.0
     text: str = ""
 
+    def heights(self) -> Iterator[float]:
+        """Yields its values, and the ends of their intervals."""
+        yield from (*self.y, *self.low, *self.high)
+
     def part(self, number: int) -> dict[str, Any]:
         """Returns what it is drawn as, and its points by column, thinned to MOST_POINTS."""
         every = max(1, math.ceil(len(self.x) / MOST_POINTS))
@@ -108,14 +112,23 @@ class Chart:
     caption: str  # how to read it
     missing: list[str]  # what is not in it, and why
     series: list[Series] = field(default_factory=list)  # none where there is nothing to draw
-    spec: Mapping[str, Any] = field(default_factory=dict)  # Vega-Lite, of data named `rows`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # that vega.yaml is filled in with
     over_steps: bool = False  # its x-axis is the optimizer step
     is_named: bool = False  # its y-axis names the series
 
-    @property
+    @functools.cached_property
     def data(self) -> list[dict[str, Any]]:
         """The table, a part for each series."""
         return [one.part(number) for number, one in enumerate(self.series)]
+
+    @functools.cached_property
+    def spec(self) -> dict[str, Any]:
+        """Vega-Lite of data named `rows`, for a page."""
+        return self._drawn(in_page=True)
+
+    def _drawn(self, in_page: bool) -> dict[str, Any]:
+        template = ENVIRONMENT.get_template("vega.yaml")
+        return read_yaml(template.render(**self.facts, parts=self.data, over_steps=self.over_steps, in_page=in_page))
 
     @property
     def legend(self) -> dict[str, Series]:
@@ -124,10 +137,14 @@ class Chart:
 
     def standalone(self) -> dict[str, Any]:
         """Returns Vega-Lite that holds its data, with a legend: for PNG, SVG and other programs."""
-        rows = pd.concat([pd.DataFrame(part) for part in self.data]).astype(object)
-        data = rows.where(rows.notna(), None).to_dict("records")
-        style = config(with_legend=bool(self.legend) or "config" in self.spec)  # that of cells is of their colours
-        return {**self.spec, "datasets": {"rows": data}, "width": WIDTH, "background": "white", "config": style}
+        rows = [
+            {name: value[number] if isinstance(value, list) else value for name, value in part.items()}
+            for part in self.data
+            for number in range(len(part["x"]))
+        ]
+        style = config(with_legend=bool(self.legend or self.facts["cells"]))  # that of cells is of their colours
+        drawn = self._drawn(in_page=False)
+        return {**drawn, "datasets": {"rows": rows}, "width": WIDTH, "background": "white", "config": style}
 
 
 def config(with_legend: bool) -> dict[str, Any]:
@@ -169,23 +186,23 @@ def draw(
     y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
     if cells:
         y["axis"]["labels"] = len(names) <= MAX_LABELS
-    spec = ENVIRONMENT.get_template("vega.yaml").render(
-        x={"field": "x", **axis(chart.get("x", STEPS))},
-        y=y,
-        labels=[*labels],
-        colors=[one.color for one in labels.values()],
-        dashes=[[*one.dash] or [1, 0] for one in labels.values()],
-        rules={**chart.get("rules", {}), **(rules or {})},
-        zoomed=["x"] if over_steps or names else ["x", "y"],
-        height=chart.get("height", height),
-        unit=chart.get("unit"),
-        over_steps=over_steps,
-        cells=cells,
-        start=start,
-    )
+    facts = {
+        "x": {"field": "x", **axis(chart.get("x", STEPS))},
+        "y": y,
+        "labels": [*labels],
+        "colors": [one.color for one in labels.values()],
+        "dashes": [[*one.dash] or [1, 0] for one in labels.values()],
+        "rules": {**chart.get("rules", {}), **(rules or {})},
+        "zoomed": ["x"] if over_steps or names else ["x", "y"],
+        "height": chart.get("height", height),
+        "unit": chart.get("unit"),
+        "is_cut": ends is not None and any(not ends[0] <= y <= ends[1] for one in series for y in one.heights()),
+        "cells": cells,
+        "start": start,
+    }
     is_named = set(names) == {*labels}
     title, caption = chart["title"], chart.get("caption", "")
-    return Chart(name or key, title, caption, list(missing), series, read_yaml(spec), over_steps, is_named)
+    return Chart(name or key, title, caption, list(missing), series, facts, over_steps, is_named)
 
 
 def axis(
@@ -193,7 +210,8 @@ def axis(
 ) -> dict[str, Any]:
     """Returns Vega-Lite's channel along an axis: numbers, or these names."""
     title = textwrap.wrap(chosen.get("title", ""), TITLE_LENGTH) or None
-    facts: dict[str, Any] = {"title": title, "axis": {"titleLimit": 0, "labelLimit": 260, **chosen.get("axis", {})}}
+    shown = {"titleLimit": 0, "labelLimit": 260 if names else 0, **chosen.get("axis", {})}
+    facts: dict[str, Any] = {"title": title, "axis": shown}
     if names:
         return {**facts, "type": "nominal", "sort": None, "scale": {"domain": list(names)}}
     scale = {"nice": ends is None, **chosen.get("scale", {}), **({"domain": list(ends)} if ends else {})}
