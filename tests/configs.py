@@ -1,9 +1,10 @@
-"""Settings as a command composes them, and a run that is quick."""
+"""Settings as a command composes them, those that are refused, and a run that is quick."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
@@ -14,6 +15,7 @@ QUICK = [
     "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none",
     "++trainer.disable_tqdm=true",
 ]  # fmt: skip
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
 
 
 def composing() -> initialize_config_dir:

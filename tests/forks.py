@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+import torch.distributed as dist
 import torch.multiprocessing
 import trl.trainer.grpo_trainer  # noqa: F401, for the forks
 from accelerate.utils.other import get_free_port
@@ -154,3 +155,6 @@ def _rank(rank: int, worker: Callable[..., None], args: tuple[Any, ...], process
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     worker(rank, *args)
+    if worker is not program_on_rank and dist.is_initialized():
+        dist.barrier()
+        os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,5 +186,3 @@ def worker(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     world = dist.get_world_size()
     for name, case in cases.items():
         torch.save(train(case, rank, world), folder / f"{name}_{world}_{rank}.pt")
-    dist.barrier()
-    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it

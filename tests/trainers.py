@@ -137,6 +137,12 @@ def trained_weights(trainer: Any) -> Tensor:
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
 
+def logged_numbers(trainer: Any) -> list[dict[str, Any]]:
+    """Returns what has been logged of each step, but for what depends on the clock."""
+    clock = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
+    return [{k: v for k, v in row.items() if not k.endswith(clock)} for row in trainer.state.log_history]
+
+
 class Ending(NamedTuple):
     """What a training has come to, of which no probe may change a bit."""
 

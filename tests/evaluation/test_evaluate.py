@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gzip
@@ -10,12 +9,9 @@ import json
 import math
 import multiprocessing
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +20,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from configs import composed
+from configs import REFUSED, composed
 from endings import hold, kill_itself, leave, run_out_of_memory
+from full_disk import files_of_at_most
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
@@ -172,30 +169,11 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
     assert {row.step for row in evaluated.read_table(folder)} == {1}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["run=nowhere"], "run=nowhere: there is no such folder"),
-        ([], "give run=RUN"),
-        (["run={run}/training_state"], "is not a run folder"),
-        (["run={run}", "evaluation.fraction=0"], "must be above 0 and at most 1"),
-        (["run={run}", "evaluation.fraction=1.5"], "must be above 0 and at most 1"),
-        (["run={run}", "evaluation.fraction=all"], "evaluation.fraction=all must be a number"),
-        (["run={run}", "evaluation.name=a/b"], "names a folder"),
-        (["checkpoints=[{run}/elsewhere]", "data=arithmetic"], "output=PATH"),
-        (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it with data=arithmetic or data=gsm8k"),
-        (["run={run}", "evaluation.k=9"], "use evaluation.responses_per_prompt=9"),
-        (["run={run}", "+metrics.entropy._target_=math.sqrt"], "there is a built-in metric entropy"),
-        (["run={run}", "+metrics.mine._target_=nofile.f"], "metrics.mine: .*nofile.f"),
-        (["run={run}", "+data.num_evil=3"], "data: .*num_evil"),
-        (["run={run}", "evaluation.temperature=0"], "evaluation.greedy decodes greedily"),
-        (["checkpoints=[{run}/training_state/checkpoint-1,/tmp/training_state/checkpoint-2]"], "of several runs"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: list[str], message: str) -> None:
+@pytest.mark.parametrize(("overrides", "message"), REFUSED["evaluation"].items())
+def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: str, message: str) -> None:
     before = sorted(run.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        evaluate(composed("evaluate", *(o.format(run=run) for o in overrides)))
+        evaluate(composed("evaluate", *overrides.replace("$RUN", str(run)).split()))
     assert sorted(run.rglob("*")) == before
 
 
@@ -541,28 +519,15 @@ def test_the_rows_of_a_fraction_are_fixed_and_at_least_one() -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def full_disk(limit: int) -> Iterator[None]:
-    """A limit on the size of the files that this process writes, as near to a full disk as a test can be."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_path: Path) -> None:
     metrics = response_metrics(given(), max_k=1, right_reward=1.0, answers=True)
     evaluated.write_step(tmp_path, 1, {}, metrics, [{"response": "a"}])
     table = evaluated.consolidate(tmp_path).read_bytes()
-    with full_disk(10_000):
+    with files_of_at_most(10_000):
         with pytest.raises(OSError, match="make room") as raised:
             evaluated.write_step(tmp_path, 2, {}, metrics, [{"response": "a" * 20_000}])
         assert str(tmp_path / "step_2") in str(raised.value)
-    with full_disk(100), pytest.raises(OSError, match="make room"):
+    with files_of_at_most(100), pytest.raises(OSError, match="make room"):
         evaluated.consolidate(tmp_path)
     assert evaluated.consolidate(tmp_path).read_bytes() == table
     assert sorted(path.name for path in tmp_path.iterdir()) == [evaluated.TABLE_FILE, "step_1"]

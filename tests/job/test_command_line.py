@@ -88,20 +88,10 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["alert=null"], "alert=None must be a group of settings: alert.NAME=VALUE"),
-        (["probe=simple,gns"], "'probe=[simple,gns]'"),
+    [  # other mistakes: refused.yaml
         (["data.path=/a b (1)=2"], """'data.path="/a b (1)=2"'"""),
-        (["trainer.lr_scheduler_type=foo"], "foo is not a valid SchedulerType"),
-        (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
         (["~trainer"], "is missing: a run needs it"),
         (["model=null"], "model=null: give a name"),
-        (["probe=[simple,null]"], "probe=[simple,null]: give a name, or names as in 'probe=[all]'"),
-        (["probe={a:1}"], "probe={a:1}: give a name"),
-        (
-            ["probe=interventions", "probes.interventions.which={bonus:1}"],
-            "for a list: 'probes.interventions.which=[…]'",
-        ),
         (["trainer.learning_rate=1e10"], "step 2"),
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],

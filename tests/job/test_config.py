@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import composed, quick_run
+from configs import REFUSED, composed, quick_run
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from rl_training.job.build import TrainingRun
-from rl_training.job.explain import GONE, explain, make
+from rl_training.job.explain import GONE, check_choices, explain, make
 from rl_training.job.run_settings import load_settings, refuse_other_settings
 from rl_training.job.settings import accumulation_steps, check_settings
 from rl_training.job.shipped import CONF
@@ -132,53 +132,22 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["++trainer.max_stepz=2"], "did you mean trainer.max_steps"),
-        (["++trainer.gradient_accumulation_steps=2"], "set batch.sequences_per_step"),
-        (["++trainer.deepspeed=launch/zero2.json"], "--config_file launch/zero2.yaml"),
-        (["trainer.per_device_train_batch_size=16"], "set batch.microbatch_size instead"),
-        (["trainer.seed=7"], "set seed instead"),
-        (["trainer.num_generations=-4"], "must be at least 2"),
-        (["seed=abc"], "must be a whole number"),
-        (["intervention=bonnus"], "did you mean bonus"),
-        (["intervention=[psr,clip_cov:2]"], "must lie above 0, at most 1"),
-        (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
-        (["data=gsm8k", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
-        (["resume=latest"], "holds no run to continue"),
-        (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
-        (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
-        (["++probes.simple.own_prompts=true"], "probes.simple.own_prompts: this setting is gone"),
-        (["probes=null"], "give probe=none"),
-        (["probes.simple=null"], "leave it out of the list"),
-        (["data=gsm8k", "data.path=5"], """is not a path: quote it, 'data.path="5"'"""),
-    ],
-)
-def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], message: str) -> None:
+@pytest.mark.parametrize(("overrides", "message"), REFUSED["build"].items())
+def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: str, message: str) -> None:
     with pytest.raises(Exception, match=message):
-        built(tmp_path, *overrides)
+        built(tmp_path, *overrides.split())
 
 
-@pytest.mark.parametrize(
-    ("override", "explanation"),
-    [
-        (
-            "probe=simpel",
-            "Choose from all, covariance, ess, gns, ground_truth, interventions, measured, none, sampler, simple",
-        ),
-        ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
-        ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch.microbatch_size?"),
-        ("probes.simple.evry=5", "did you mean probes.simple.every?"),
-        ("probe=[simple,responses]", "probe=responses: this probe is gone: which responses move entropy: rl-training"),
-        ("probes.simple.own_prompts=true", "probes.simple.own_prompts: this setting is gone"),
-        ("probes.gns.every=5", "what this run has chosen lacks this setting; probe=gns would have it"),
-    ],
-)
+@pytest.mark.parametrize(("word", "message"), REFUSED["choices"].items())
+def test_a_choice_that_is_no_name_is_refused(word: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_choices([word])
+
+
+@pytest.mark.parametrize(("override", "explanation"), REFUSED["typed"].items())
 def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation: str) -> None:
     with pytest.raises(HydraException) as raised:
-        composed("train", override)
+        composed("train", *override.split())
     assert explanation in explain(raised.value)
     assert "\n" not in explain(raised.value)
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
-import resource
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import forks
 import pytest
 import torch
 from configs import composed, quick_run
+from full_disk import files_of_at_most
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import save_file
+from trainers import logged_numbers
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.job.build import TrainingRun
@@ -65,12 +64,7 @@ def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
     for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
-    seconds = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
-
-    def numbers(trainer: DrGRPOTrainer) -> list[dict[str, Any]]:
-        return [{k: v for k, v in row.items() if not k.endswith(seconds)} for row in trainer.state.log_history]
-
-    assert numbers(resumed) == numbers(whole)
+    assert logged_numbers(resumed) == logged_numbers(whole)
 
 
 def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(make_trainer, tmp_path, caplog) -> None:
@@ -265,17 +259,6 @@ def test_a_full_disk_is_named_with_the_file_and_the_fix(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"make room, then go on with resume=latest: .*metrics\.jsonl") as raised:
         Records(tmp_path).write_metrics(1, {"loss": 0.5})
     assert raised.value.errno == errno.ENOSPC
-
-
-@contextlib.contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Within it a write beyond this size writes what fits, and the rest of it fails: as on a disk that fills up."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line_corrupts_nothing(tmp_path: Path) -> None:

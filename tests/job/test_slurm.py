@@ -25,34 +25,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch")
 NO_SLURM = not all(shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") for name in PROGRAMS)
 SMALL = [*QUICK, "probe=none"]
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-SlurmctldPort={ports[0]}
-AuthType=auth/none
-CredType=cred/none
-MpiDefault=none
-TaskPlugin=task/none
-ProctrackType=proctrack/linuxproc
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SelectType=select/cons_tres
-GresTypes=gpu
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-SchedulerParameters=batch_sched_delay=0,sched_interval=1
-ReturnToService=2
-KillWait=120
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-NodeName=127.0.0.[1-2] NodeHostname=localhost Port=[{ports[1]}-{ports[2]}] CPUs=1 Gres=gpu:1
-PartitionName=main Nodes=ALL Default=YES State=UP
-"""
+CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
 
 
 class Cluster:

@@ -72,32 +72,13 @@ def test_half_of_the_worked_examples_show_the_true_running_result(examples: list
     assert 0.45 < sum(map(bool, thoughts)) / len(thoughts) < 0.55
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        "6",
-        "</think>6",
-        "<answer>6",
-        "6</answer>",
-        "</answer>6<answer>",
-        "<answer></answer>",
-        "<answer> 6</answer>",
-        "<answer>6\n</answer>",
-        "<answer>06</answer>",
-        "<answer>6.0</answer>",
-        "<answer>+6</answer>",
-        "<answer>5+1</answer>",
-        "<answer>7</answer>",
-        "<ANSWER>6</ANSWER>",
-        "<answer>6</answer><answer>6</answer>",
-        "<answer>5</answer><answer>6</answer>",
-        "<answer><answer>6</answer></answer>",
-        "<answer>6</answer></answer>",
-        "<answer>\N{FULLWIDTH DIGIT SIX}</answer>",
-        "<answer>__import__('os')</answer>",
-    ],
-)
+@pytest.mark.parametrize("completion", [
+    "", "6", "</think>6", "<answer>6", "6</answer>", "</answer>6<answer>", "<answer></answer>", "<answer> 6</answer>",
+    "<answer>6\n</answer>", "<answer>06</answer>", "<answer>6.0</answer>", "<answer>+6</answer>", "<ANSWER>6</ANSWER>",
+    "<answer>5+1</answer>", "<answer>7</answer>", "<answer>6</answer><answer>6</answer>", "<answer>6</answer></answer>",
+    "<answer>5</answer><answer>6</answer>", "<answer><answer>6</answer></answer>",
+    "<answer>\N{FULLWIDTH DIGIT SIX}</answer>", "<answer>__import__('os')</answer>",
+])  # fmt: skip
 def test_anything_but_the_answer_in_one_pair_of_tags_earns_nothing(completion: str) -> None:
     assert arithmetic_reward([completion], answer=["6"]) == [0.0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import forks
 import pytest
 import torch
-import torch.distributed as dist
 from configs import quick_run
 from datasets import Dataset
 from seen import Seen
 from torch import Tensor
-from trainers import trainer_maker
+from trainers import logged_numbers, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
@@ -47,7 +45,6 @@ SMALL = [
     "probe=none",
 ]
 Make = Callable[..., GRPOTrainer]
-TIMINGS = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
 
 
 class Rollouts(Seen):
@@ -84,10 +81,6 @@ def parameters_after(trainer: GRPOTrainer, **how: Any) -> dict[str, Tensor]:
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
-
-
-def numbers(trainer: GRPOTrainer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.endswith(TIMINGS)} for row in trainer.state.log_history]
 
 
 # --- which prompts are drawn --------------------------------------------------------------------------------------
@@ -354,7 +347,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_traine
     checkpoint = tmp_path / "state" / "checkpoint-2"
     assert what_is_wrong_with(checkpoint) == ""
     assert_equal(ended, parameters_after(resumed, resume_from_checkpoint=str(checkpoint)))
-    assert numbers(resumed) == numbers(whole)
+    assert logged_numbers(resumed) == logged_numbers(whole)
     assert_equal(whole.buffer.state_dict(), resumed.buffer.state_dict())
     (checkpoint / "model.safetensors").unlink()  # the buffer's state is not taken for weights
     assert "no weights" in what_is_wrong_with(checkpoint)
@@ -436,8 +429,6 @@ def one_rank(rank: int, folder: Path) -> None:
             "parameters": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
         }  # fmt: skip
         torch.save(saved, folder / f"{run}_{rank}.pt")
-    dist.barrier()
-    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
 
 
 @pytest.fixture(scope="module")
