@@ -46,6 +46,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def of_kinds(*kinds: str) -> pytest.MarkDecorator:
+    """All of them on the GPU, on the CPU the last: hosts/trl/test_bitwise.py has the others there."""
+    on_gpu = [pytest.param("cuda", kind, marks=needs_cuda) for kind in kinds]
+    return pytest.mark.parametrize(("device", "kind"), [("cpu", kinds[-1]), *on_gpu])
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -84,7 +90,7 @@ def assert_probes_change_nothing(make_trainer: MakeTrainer, device: str, **setti
     assert math.isfinite(trainer.attachment.latest["delta_h/forward"].value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@of_kinds(*KINDS)
 def test_training_with_probes_is_bitwise_the_training_without(make_trainer, device: str, kind: str) -> None:
     assert_probes_change_nothing(make_trainer, device, **KINDS[kind])
 
@@ -111,7 +117,7 @@ def test_a_measurement_is_in_ieee_fp32_where_training_is_in_tf32(make_trainer, d
     assert torch.equal(exact.entropies, again.entropies)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "LoRA in bf16"])
+@of_kinds("fp32", "LoRA in bf16")
 def test_rows_in_host_memory_say_what_rows_on_the_gpu_do(make_trainer: MakeTrainer, device: str, kind: str) -> None:
     settings = {"use_cpu": device == "cpu", **SHORT, **KINDS[kind]}
     trainers, ends = [], []
@@ -146,7 +152,7 @@ def test_values_are_those_of_the_cpu_on_the_same_rollouts(make_trainer: MakeTrai
                 assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-3 * scale), (a["step"], name)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "LoRA in bf16"])
+@of_kinds("fp32", "LoRA in bf16")
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     make_trainer: MakeTrainer, device: str, kind: str, tmp_path: Path
 ) -> None:

@@ -83,6 +83,34 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
     return start(tmp_path / "log", *SMALL, f"run_dir={tmp_path / 'run'}", *arguments, **env)
 
 
+OWN = """
+import pathlib, time
+from rl_training import Estimate, Probe
+from rl_training.tasks.arithmetic import arithmetic
+
+class Mine(Probe):
+    name = "mine"
+    def results(self):
+        return {"mine/five": Estimate(5.0)}
+
+class Waiting(Probe):
+    name = "waiting"
+    def prepare(self, step):
+        pathlib.Path("waiting").touch()
+        time.sleep(60)
+
+def task():
+    return arithmetic(num_train=16)
+"""
+
+
+def train_with_own(tmp_path: Path, *arguments: str) -> Command:
+    """Trains with what OWN has, in a file of the working folder."""
+    (tmp_path / "my_file.py").write_text(OWN, encoding="utf-8")
+    words = [*SMALL, *arguments, "run_dir=run"]
+    return start(tmp_path / "log", *words, script=str(ROOT / "train.py"), folder=tmp_path)
+
+
 # --- one line ---------------------------------------------------------------------------------------------------------
 
 
@@ -197,10 +225,8 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
 
 
 def test_a_second_signal_ends_training_at_once(tmp_path: Path) -> None:
-    settings = ["batch.sequences_per_step=4096", "trainer.max_steps=9", "probe=none"]  # steps of many seconds
-    command = train(tmp_path, *settings)
-    wait_for(lambda: command.log.exists() and (tmp_path / "run" / "config.yaml").exists())
-    time.sleep(1)
+    command = train_with_own(tmp_path, "probe=none", "+probes.waiting._target_=my_file.Waiting")
+    wait_for((tmp_path / "waiting").exists)
     os.kill(command.process.pid, signal.SIGTERM)
     wait_for(lambda: any("a second one ends at once" in line for line in command.lines))
     os.kill(command.process.pid, signal.SIGTERM)  # at the same moment: a launcher passing on the same signal
@@ -234,24 +260,9 @@ def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path) -> None:
 # --- what a run folder holds ------------------------------------------------------------------------------------------
 
 
-OWN = """
-from rl_training import Estimate, Probe
-from rl_training.tasks.arithmetic import arithmetic
-
-class Mine(Probe):
-    name = "mine"
-    def results(self):
-        return {"mine/five": Estimate(5.0)}
-
-def task():
-    return arithmetic(num_train=16)
-"""
-
-
 def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: Path) -> None:
-    (tmp_path / "my_file.py").write_text(OWN, encoding="utf-8")
     own = ["+probes.mine._target_=my_file.Mine", "data._target_=my_file.task", "trainer.max_steps=1"]
-    command = start(tmp_path / "log", *SMALL, *own, "run_dir=run", script=str(ROOT / "train.py"), folder=tmp_path)
+    command = train_with_own(tmp_path, *own)
     assert command.end() == 0, command.lines
     assert read_metrics(tmp_path / "run" / "logs")[0]["mine/five"] == 5
 
