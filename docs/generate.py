@@ -123,6 +123,9 @@ def parameters(target: str) -> dict[str, str]:
     return found
 
 
+SOURCES = {"lr": "the optimizer's own", "max_grad_norm": "Pascanu et al. 2013, arXiv 1211.5063"}  # of no function
+
+
 def interventions() -> str:
     """Returns the table of all interventions, from their functions' docstrings and named.py; and why one is missing."""
     lines = ["| name | what it does | strength | exactly nothing | needs | setting of TRL | source |", "|---" * 7 + "|"]
@@ -138,7 +141,7 @@ def interventions() -> str:
             "; ".join(nothing),
             ", ".join(need.replace("_", " ") for need in known.needs),
             f"`{known.trl}`" if known.trl else "",
-            known.source,
+            SOURCES.get(name) or doc.partition("Source: ")[2].rstrip("."),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     reasons = [f"- **{need.replace('_', ' ')}**: {why}." for need, why in NEEDS.items()]

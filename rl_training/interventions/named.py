@@ -1,4 +1,4 @@
-"""Every intervention by name: its source, its strength, what it needs, and when it has no effect.
+"""Every intervention by name: its strength, what it needs, and when it has no effect.
 
 bonus        with its usual strength          bonus:0.02    with another          mis:0.5,2    with both bounds
 my.py:softer your own: a function of (LossInputs, strength) in a file that returns LossWeights
@@ -60,7 +60,6 @@ class Intervention:
 
     name: str
     function: Function | None
-    source: str
     needs: tuple[str, ...] = ("advantages",)
     strength: float = math.nan
     low: float = 0.0
@@ -117,47 +116,36 @@ class Intervention:
 INTERVENTIONS: Mapping[str, Intervention] = {
     known.name: known
     for known in (
-        Intervention("bonus", rw.bonus, "Mnih et al. 2016, arXiv 1602.01783; TRL",
-                     needs=(), strength=0.01, nothing=0.0, is_linear=True, trl="entropy_coef"),
-        Intervention("psr", rw.psr, "Zhu et al. 2025, arXiv 2506.01347"),
-        Intervention("nsr", rw.nsr, "Zhu et al. 2025, arXiv 2506.01347"),
-        Intervention("w_reinforce", rw.w_reinforce, "Zhu et al. 2025, arXiv 2506.01347",
-                     strength=0.1, high=1.0, nothing=1.0, is_linear=True),
-        Intervention("std_norm", rw.std_norm, "Shao et al. 2024, arXiv 2402.03300",
-                     needs=("dr_grpo", "rewards"), trl="scale_rewards='group'"),
-        Intervention("length_norm", rw.length_norm, "Shao et al. 2024, arXiv 2402.03300",
-                     needs=("dr_grpo",), trl="loss_type='grpo'"),
-        Intervention("dynamic_sampling", rw.dynamic_sampling, "Yu et al. 2025 (DAPO), arXiv 2503.14476",
-                     needs=("advantages", "some_advantage")),
-        Intervention("drop_truncated", rw.drop_truncated, "Yu et al. 2025 (DAPO), arXiv 2503.14476",
-                     needs=("advantages", "truncated"), trl="mask_truncated_completions=True"),
-        Intervention("keep_truncated", rw.keep_truncated, "Liu et al. 2025 (Dr-GRPO), arXiv 2503.20783",
-                     needs=("dr_grpo", "truncated", "rewards"), trl="mask_truncated_completions=False"),
-        Intervention("clip_cov", rw.clip_cov, "Cui et al. 2025, arXiv 2505.22617", strength=0.002, high=1.0),
-        Intervention("kl_cov", rw.kl_cov, "Cui et al. 2025, arXiv 2505.22617",
-                     needs=("unit",), strength=0.002, high=1.0, nothing_on_policy=True),
-        Intervention("top_entropy", rw.top_entropy, "Wang et al. 2025, arXiv 2506.01939",
-                     strength=0.2, high=1.0, trl="top_entropy_quantile"),
-        Intervention("steer", rw.steer, "Hao et al. 2025, arXiv 2510.10150 and its code", strength=0.8, high=1.0),
-        Intervention("kl", rw.kl, "Liu et al. 2025, arXiv 2512.02556; TRL", needs=("unit", "reference"),
-                     strength=0.04, nothing=0.0, is_linear=True, remark=GROWS, trl="beta"),
-        Intervention("clip_higher", rw.clip_higher, "Yu et al. 2025 (DAPO), arXiv 2503.14476",
-                     needs=("dr_grpo",), strength=0.28, nothing_on_policy=True, trl="epsilon_high"),
-        Intervention("none", rw.no_correction, "plain Dr-GRPO", needs=SAMPLER,
-                     trl="vllm_importance_sampling_correction=False"),
-        Intervention("tis", rw.token_truncation, "Yao et al. 2025, fengyao.notion.site/off-policy-rl; TRL",
-                     needs=SAMPLER, strength=2.0, trl="vllm_importance_sampling_mode='token_truncate'"),
-        Intervention("mis", rw.token_mask, "Zhao et al. 2025 (IcePop); TRL",
-                     needs=SAMPLER, strength=2.0, low=1.0, trl="vllm_importance_sampling_mode='token_mask'"),
-        Intervention("seq_mask", rw.sequence_mask, "Liu et al. 2025, richardli.xyz/rl-collapse; TRL",
-                     needs=SAMPLER, strength=3.0, trl="vllm_importance_sampling_mode='sequence_mask'"),
-        Intervention("ppo_clip", rw.ppo_clip, "Schulman et al. 2017, arXiv 1707.06347, on ratios to the sampler",
-                     needs=SAMPLER, strength=0.2),
-        Intervention("exact", rw.exact, "Precup, Sutton & Singh 2000", needs=SAMPLER),
-        Intervention("lr", None, "the optimizer's own",
-                     needs=(), strength=0.5, nothing=1.0, is_linear=True, trl="learning_rate"),
-        Intervention("max_grad_norm", None, "Pascanu et al. 2013, arXiv 1211.5063",
-                     needs=(), strength=0.1, trl="max_grad_norm"),
+        Intervention("bonus", rw.bonus, (), strength=0.01, nothing=0.0, is_linear=True, trl="entropy_coef"),
+        Intervention("psr", rw.psr),
+        Intervention("nsr", rw.nsr),
+        Intervention("w_reinforce", rw.w_reinforce, strength=0.1, high=1.0, nothing=1.0, is_linear=True),
+        Intervention("std_norm", rw.std_norm, ("dr_grpo", "rewards"), trl="scale_rewards='group'"),
+        Intervention("length_norm", rw.length_norm, ("dr_grpo",), trl="loss_type='grpo'"),
+        Intervention("dynamic_sampling", rw.dynamic_sampling, ("advantages", "some_advantage")),
+        Intervention("drop_truncated", rw.drop_truncated, ("advantages", "truncated"),
+                     trl="mask_truncated_completions=True"),
+        Intervention("keep_truncated", rw.keep_truncated, ("dr_grpo", "truncated", "rewards"),
+                     trl="mask_truncated_completions=False"),
+        Intervention("clip_cov", rw.clip_cov, strength=0.002, high=1.0),
+        Intervention("kl_cov", rw.kl_cov, ("unit",), strength=0.002, high=1.0, nothing_on_policy=True),
+        Intervention("top_entropy", rw.top_entropy, strength=0.2, high=1.0, trl="top_entropy_quantile"),
+        Intervention("steer", rw.steer, strength=0.8, high=1.0),
+        Intervention("kl", rw.kl, ("unit", "reference"), strength=0.04, nothing=0.0, is_linear=True, remark=GROWS,
+                     trl="beta"),
+        Intervention("clip_higher", rw.clip_higher, ("dr_grpo",), strength=0.28, nothing_on_policy=True,
+                     trl="epsilon_high"),
+        Intervention("none", rw.no_correction, SAMPLER, trl="vllm_importance_sampling_correction=False"),
+        Intervention("tis", rw.token_truncation, SAMPLER, strength=2.0,
+                     trl="vllm_importance_sampling_mode='token_truncate'"),
+        Intervention("mis", rw.token_mask, SAMPLER, strength=2.0, low=1.0,
+                     trl="vllm_importance_sampling_mode='token_mask'"),
+        Intervention("seq_mask", rw.sequence_mask, SAMPLER, strength=3.0,
+                     trl="vllm_importance_sampling_mode='sequence_mask'"),
+        Intervention("ppo_clip", rw.ppo_clip, SAMPLER, strength=0.2),
+        Intervention("exact", rw.exact, SAMPLER),
+        Intervention("lr", None, (), strength=0.5, nothing=1.0, is_linear=True, trl="learning_rate"),
+        Intervention("max_grad_norm", None, (), strength=0.1, trl="max_grad_norm"),
     )
 }  # fmt: skip
 TOGETHER_NOTHING = ({"psr", "nsr"}, {"drop_truncated", "keep_truncated"})  # one takes what the other leaves
@@ -215,7 +203,7 @@ def intervention(text: str) -> Intervention:
         function, _, strength = strength.partition(":")
         if function in (PLAIN, *INTERVENTIONS):
             raise ValueError(f"{text}: {function} is the name of another one in the metrics: rename the function")
-        known = Intervention(function, load_own(name, function), name, needs=(), strength=1.0, low=-math.inf)
+        known = Intervention(function, load_own(name, function), (), strength=1.0, low=-math.inf)
     else:
         close = difflib.get_close_matches(name, INTERVENTIONS, n=1, cutoff=0.5)
         names = ", ".join(INTERVENTIONS)

@@ -2,7 +2,7 @@
 
 c are the weights of log-probabilities and d those of entropies, A the advantages, ρ the ratios, m the mask of the
 loss's tokens, M the step's microbatches, and u = 1 / (b M L) what Dr-GRPO's loss hands back for an advantage of −1.
-Sources, strengths and requirements are listed in named.py.
+Strengths and requirements are listed in named.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ SMALLEST_SCALE = 0.02  # STEER's: below it, the largest |Ω| does not set the sc
 
 
 def bonus(loss: LossInputs, strength: float) -> LossWeights:
-    """Entropy bonus, the mean next-token entropy over the microbatch's tokens: d − β m / (M Σm)."""
+    """Entropy bonus, the mean next-token entropy over the microbatch's tokens: d − β m / (M Σm).
+
+    Source: Mnih et al. 2016, arXiv 1602.01783; TRL.
+    """
     mask = loss.scores.mask.to(loss.scores.entropies)
     added = mask * (-strength / (loss.microbatches * max(float(mask.sum()), 1.0)))
     old = loss.weights.entropies
@@ -30,23 +33,35 @@ def bonus(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def psr(loss: LossInputs, strength: float) -> LossWeights:
-    """Positive samples alone: c where A > 0, else 0."""
+    """Positive samples alone: c where A > 0, else 0.
+
+    Source: Zhu et al. 2025, arXiv 2506.01347.
+    """
     return scaled(loss, (loss.advantages > 0).to(loss.weights.logps).unsqueeze(1))
 
 
 def nsr(loss: LossInputs, strength: float) -> LossWeights:
-    """Negative samples alone: c where A < 0, else 0."""
+    """Negative samples alone: c where A < 0, else 0.
+
+    Source: Zhu et al. 2025, arXiv 2506.01347.
+    """
     return scaled(loss, (loss.advantages < 0).to(loss.weights.logps).unsqueeze(1))
 
 
 def w_reinforce(loss: LossInputs, strength: float) -> LossWeights:
-    """Positive samples count less: λ c where A > 0, else c."""
+    """Positive samples count less: λ c where A > 0, else c.
+
+    Source: Zhu et al. 2025, arXiv 2506.01347.
+    """
     ones = torch.ones_like(loss.weights.logps[:, :1])
     return scaled(loss, ones.masked_fill((loss.advantages > 0).unsqueeze(1), strength))
 
 
 def std_norm(loss: LossInputs, strength: float) -> LossWeights:
-    """Advantages over the standard deviation of their group's rewards: c / (s + 1e-4)."""
+    """Advantages over the standard deviation of their group's rewards: c / (s + 1e-4).
+
+    Source: Shao et al. 2024, arXiv 2402.03300.
+    """
     assert loss.rewards is not None
     prompts, group = loss.prompt_index.unique(return_inverse=True)
     deviations = torch.stack([loss.rewards[group == g].double().std() for g in range(len(prompts))])
@@ -54,25 +69,37 @@ def std_norm(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def length_norm(loss: LossInputs, strength: float) -> LossWeights:
-    """GRPO's mean over the tokens of each response: c L / T."""
+    """GRPO's mean over the tokens of each response: c L / T.
+
+    Source: Shao et al. 2024, arXiv 2402.03300.
+    """
     assert loss.settings is not None
     lengths = loss.scores.mask.sum(dim=1, keepdim=True).clamp(min=1)
     return scaled(loss, loss.settings.max_length / lengths)
 
 
 def dynamic_sampling(loss: LossInputs, strength: float) -> LossWeights:
-    """Prompts without any advantage replaced by others like the rest: c / (1 − share of such prompts)."""
+    """Prompts without any advantage replaced by others like the rest: c / (1 − share of such prompts).
+
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
+    """
     return LossWeights(loss.weights.logps / (1.0 - loss.silent_share), loss.weights.entropies)
 
 
 def drop_truncated(loss: LossInputs, strength: float) -> LossWeights:
-    """Truncated responses left out: c where the response has ended, else 0."""
+    """Truncated responses left out: c where the response has ended, else 0.
+
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
+    """
     assert loss.truncated is not None
     return scaled(loss, (~loss.truncated).to(loss.weights.logps).unsqueeze(1))
 
 
 def keep_truncated(loss: LossInputs, strength: float) -> LossWeights:
-    """Truncated responses that the loss leaves out, put in: c = −u (r − mean of the group's r) there."""
+    """Truncated responses that the loss leaves out, put in: c = −u (r − mean of the group's r) there.
+
+    Source: Liu et al. 2025 (Dr-GRPO), arXiv 2503.20783.
+    """
     assert loss.rewards is not None
     if loss.hidden is None:
         return loss.weights
@@ -85,12 +112,17 @@ def clip_cov(loss: LossInputs, strength: float) -> LossWeights:
 
     Clip-Cov draws them at random between bounds that depend on the scale of advantages; these are those that KL-Cov
     takes, so that there is no random number in it.
+
+    Source: Cui et al. 2025, arXiv 2505.22617.
     """
     return scaled(loss, 1.0 - _most_covariant(loss, strength).to(loss.weights.logps))
 
 
 def kl_cov(loss: LossInputs, strength: float) -> LossWeights:
-    """|log ρ| as a penalty on the same share of tokens: c + u sign(log ρ) there, and nothing where all ρ are 1."""
+    """|log ρ| as a penalty on the same share of tokens: c + u sign(log ρ) there, and nothing where all ρ are 1.
+
+    Source: Cui et al. 2025, arXiv 2505.22617.
+    """
     if loss.old_logps is None:
         return loss.weights
     assert loss.settings is not None
@@ -99,7 +131,10 @@ def kl_cov(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def top_entropy(loss: LossInputs, strength: float) -> LossWeights:
-    """The tokens whose entropies are the highest, this share of them, and no others: c there, else 0."""
+    """The tokens whose entropies are the highest, this share of them, and no others: c there, else 0.
+
+    Source: Wang et al. 2025, arXiv 2506.01939.
+    """
     return scaled(loss, highest_entropies(loss, strength).to(loss.weights.logps))
 
 
@@ -107,6 +142,8 @@ def steer(loss: LossInputs, strength: float) -> LossWeights:
     """Weights of tokens fall with their estimated change of entropy: c exp(−k |Ω|), Ω = ρ A (1 − π) (log π + h).
 
     k = −log λ / max(largest |Ω| of the microbatch, 0.02), so that no token has less than λ of its weight.
+
+    Source: Hao et al. 2025, arXiv 2510.10150 and its code.
     """
     logps, mask = loss.scores.logps, loss.scores.mask.bool()
     change = loss.ratios * loss.advantages.unsqueeze(1) * (1.0 - logps.exp()) * (logps + loss.scores.entropies)
@@ -118,6 +155,8 @@ def kl(loss: LossInputs, strength: float) -> LossWeights:
     """Divergence from the reference, ρ (e^x − x − 1) with x = log π_ref − log π: c − β u ρ x m.
 
     The factor ρ is there even where it is 1: without it the gradient would be that of another divergence.
+
+    Source: Liu et al. 2025, arXiv 2512.02556; TRL.
     """
     assert loss.reference_logps is not None
     distance = (loss.scores.logps - loss.reference_logps).masked_fill(loss.scores.mask == 0, 0.0)
@@ -126,7 +165,10 @@ def kl(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
-    """Ratios are clipped above at 1 + ε: c = −u ρ A where that lets them through. Nothing where all ρ are 1."""
+    """Ratios are clipped above at 1 + ε: c = −u ρ A where that lets them through. Nothing where all ρ are 1.
+
+    Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
+    """
     if loss.old_logps is None:
         return loss.weights
     assert loss.settings is not None
@@ -136,32 +178,50 @@ def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def no_correction(loss: LossInputs, strength: float) -> LossWeights:
-    """Nothing is done about the sampler: c = −u ρ A, clipped."""
+    """Nothing is done about the sampler: c = −u ρ A, clipped.
+
+    Source: plain Dr-GRPO.
+    """
     return corrected(loss, None)
 
 
 def token_truncation(loss: LossInputs, strength: float) -> LossWeights:
-    """Token ratios to the sampler, truncated above: the same c times min(π/μ, C)."""
+    """Token ratios to the sampler, truncated above: the same c times min(π/μ, C).
+
+    Source: Yao et al. 2025, fengyao.notion.site/off-policy-rl; TRL.
+    """
     return corrected(loss, Correction(high=strength))
 
 
 def token_mask(loss: LossInputs, strength: float, low: float | None = None) -> LossWeights:
-    """Tokens with ratios outside [low, C] left out, low = 1/C where it is not given; the others as above."""
+    """Tokens with ratios outside [low, C] left out, low = 1/C where it is not given; the others as above.
+
+    Source: Zhao et al. 2025 (IcePop); TRL.
+    """
     return corrected(loss, Correction(masks=True, low=1.0 / strength if low is None else low, high=strength))
 
 
 def sequence_mask(loss: LossInputs, strength: float) -> LossWeights:
-    """Responses whose ratio is above C left out; the others have their ratio on all tokens."""
+    """Responses whose ratio is above C left out; the others have their ratio on all tokens.
+
+    Source: Liu et al. 2025, richardli.xyz/rl-collapse; TRL.
+    """
     return corrected(loss, Correction(sequence=True, masks=True, high=strength))
 
 
 def exact(loss: LossInputs, strength: float) -> LossWeights:
-    """The ratio of the response on all of its tokens: unbiased, and very noisy."""
+    """The ratio of the response on all of its tokens: unbiased, and very noisy.
+
+    Source: Precup, Sutton & Singh 2000.
+    """
     return corrected(loss, Correction(sequence=True))
 
 
 def ppo_clip(loss: LossInputs, strength: float) -> LossWeights:
-    """PPO's clip on the ratios to the sampler: c = −u A π/μ where that lets them through."""
+    """PPO's clip on the ratios to the sampler: c = −u A π/μ where that lets them through.
+
+    Source: Schulman et al. 2017, arXiv 1707.06347, on ratios to the sampler.
+    """
     return clipped(loss, loss.log_sampler_ratios.exp(), strength, strength)
 
 

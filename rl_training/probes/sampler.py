@@ -83,7 +83,8 @@ class SamplerProbe(Probe):
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
             if not is_known and batch.rollout.sampling_logps is not None:
                 self._answers["sampler/corrected_share"] = Estimate.missing(NO_LOSS)
-            self._remark_on_a_cut()
+            if batch.rollout.on_policy:  # a policy that has learned from these very responses has a mean of its own
+                self._remark_on_a_cut()
         if self.numerics:
             self._answers |= self._by_numerics(step)
 

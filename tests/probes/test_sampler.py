@@ -159,6 +159,9 @@ def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p:
         mask, rewards = torch.ones_like(logps), torch.zeros(256, dtype=torch.float64)
         found.append(answers(batch_of(logps, sampled, mask, rewards))["sampler/mean_ratio"])
     assert [each.reason == CUT for each in found] == [flagged] * len(found)
+    batch = batch_of(logps, sampled, mask, rewards)
+    later = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, on_policy=False))
+    assert answers(later)["sampler/mean_ratio"].reason == ""  # it may have learned from these responses
 
 
 @pytest.mark.parametrize(("noise", "length"), [(0.1, 16), (0.2, 16), (0.1, 64)])
