@@ -28,20 +28,42 @@ GONE = {  # settings, and what to do instead
 }
 
 
+INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # of ranges.yaml
+
+
 class Range(NamedTuple):
-    """The numbers that mean something: from `least`, which is left out if `open`, to `most`."""
+    """The numbers that mean something: from `least`, which is left out if `open`, to `most`; with what is said of them.
+
+    >>> Range.parse("float (0, 1] or null for the run's").check("top_p", 2.0)
+    Traceback (most recent call last):
+    ValueError: top_p=2.0 must be above 0 and at most 1, or null for the run's
+    """
 
     kind: type
     least: float
     most: float = math.inf
     open: bool = False
     or_none: bool = False
+    in_list: bool = False
+    hint: str = ""
 
-    def check(self, key: str, value: Any, hint: str = "") -> None:
-        """Raises ValueError, with the hint, for another value."""
+    @classmethod
+    def parse(cls, text: str) -> Range:
+        found = INTERVAL.fullmatch(text)
+        assert found, text
+        in_list, kind, end, least, most, or_none, hint = found.groups()
+        return cls({"int": int, "float": float}[kind], float(least), float(most), end == "(", bool(or_none),
+                   bool(in_list), hint)  # fmt: skip
+
+    def check(self, key: str, value: Any) -> None:
+        """Raises ValueError, with the hint, for another value, or for one in a list of them."""
+        for number in value if self.in_list else (value,):
+            self._check(key, number)
+
+    def _check(self, key: str, value: Any) -> None:
         if value is None and self.or_none:
             return
-        hint = f"{', or null' * self.or_none}{hint}"
+        hint = f"{', or null' * self.or_none}{self.hint}"
         check_kind(key, value, self.kind(0), hint)
         if not (self.least < value if self.open else self.least <= value) or value > self.most:
             most = f" and at most {self.most:.10g}" if self.most < math.inf else ""

@@ -5,6 +5,7 @@ Nothing here imports torch: a mistyped value fails at once. What only TRL knows 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -18,61 +19,15 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.explain import GONE, Range, check_kind, did_you_mean, load_plain, quoted, refuse_other_kinds
 from rl_training.job.shipped import CONF
-from rl_training.offline.settings import LEVELS, MIN_SIZE, Overlap, Settings, Source
+from rl_training.offline.settings import LEVELS, Overlap, Settings, Source
 from rl_training.records.folder import TRAINING_STATE
 
 PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
-# Outside of these a run would silently train nothing, or something else. A config.yaml may be older than a setting.
-RANGES = {
-    "batch.sequences_per_step": Range(int, 1, 2**20), "batch.microbatch_size": Range(int, 1, 2**20),
-    "seed": Range(int, 0, 2**32 - 1),  # numpy's bound
-    "rollouts.every": Range(int, 0), "additional_steps": Range(int, 1, or_none=True),
-    "alert.below": Range(float, 0, open=True, or_none=True),
-    "trainer.num_generations": Range(int, 2, 2**20),  # one response has nothing to be compared with
-    "trainer.num_train_epochs": Range(float, 0), "trainer.num_iterations": Range(int, 1),
-    "trainer.max_completion_length": Range(int, 1), "trainer.learning_rate": Range(float, 0),
-    "trainer.max_grad_norm": Range(float, 0), "trainer.weight_decay": Range(float, 0),
-    "trainer.adam_beta1": Range(float, 0, 1), "trainer.adam_beta2": Range(float, 0, 1),
-    "trainer.adam_epsilon": Range(float, 0), "trainer.warmup_steps": Range(float, 0),
-    "trainer.temperature": Range(float, 0, open=True), "trainer.top_p": Range(float, 0, 1, open=True),
-    "trainer.top_k": Range(int, 0, or_none=True), "trainer.min_p": Range(float, 0, 1, or_none=True),
-    "trainer.repetition_penalty": Range(float, 0, open=True), "trainer.epsilon": Range(float, 0),
-    "trainer.epsilon_high": Range(float, 0, or_none=True), "trainer.max_steps": Range(int, -1),
-}  # fmt: skip
-# Options of probes, by their last word.
-COUNTS = {name: Range(int, 0) for name in ("every", "responses_per_prompt", "count", "seed", "split_prompts")} | {
-    "sequences": Range(int, 0, 2**16),  # of a buffer that a probe validates on
-    "num_folds": Range(int, 0, or_none=True),
-}
-OF_EVALUATION = {
-    "fraction": Range(float, 0, 1, open=True), "responses_per_prompt": Range(int, 1), "k": Range(int, 1, or_none=True),
-    "temperature": Range(float, 0, open=True, or_none=True), "max_completion_length": Range(int, 1, or_none=True),
-    "seed": Range(int, 0), "batch_size": Range(int, 1), "jobs": Range(int, 1),
-}  # fmt: skip
-OF_ANALYSIS = {
-    "evaluation.prompts": Range(int, 2), "evaluation.responses": Range(int, 1), "evaluation.seed": Range(int, 0),
-    "update.prompts": Range(int, 1), "update.seed": Range(int, 0), "truth.etas": Range(float, 0, open=True),
-    "memory.microbatch_size": Range(int, 1), "memory.generation_size": Range(int, 1),
-    "kernel.memory_gb": Range(float, 0, open=True), "kernel.microbatch_size": Range(int, 1),
-    "kernel.sketch_repeats": Range(int, 2),
-    "sweep.evaluation_sizes": Range(int, MIN_SIZE), "sweep.update_prompts": Range(int, 1),
-    "sweep.update_seeds": Range(int, 0), "learning_rate": Range(float, 0, open=True, or_none=True),
-}  # fmt: skip
-LISTS = ("truth.etas", "sweep.evaluation_sizes", "sweep.update_prompts", "sweep.update_seeds")  # each number of these
 CHOICES = {
     "logger.metrics": ("core", "all"), "evaluation.overlap": get_args(Overlap), "log.level": LEVELS,
     "kernel.source": get_args(Source), "kernel.dtype": ("float32", "bfloat16"),
     "kernel.sketch_buckets": tuple(2**bits for bits in range(21)),
 }  # fmt: skip
-HINTS = {
-    "trainer.max_grad_norm": "; 0 switches clipping off",
-    "truth.etas": ": a multiple of the step; truth.odd makes the step back",
-    "learning_rate": " for the checkpoint's",
-    "sequences": ": more would take hours at each validation",
-    "num_folds": " for 8 or some more where that takes no further pass",
-    "alert.below": " for no alert",
-    "evaluation.temperature": "; evaluation.greedy decodes greedily",
-}
 SAME_AS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
@@ -110,11 +65,11 @@ def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
-    for key in RANGES:
+    for key in ranges("train"):  # a config.yaml may be older than a setting
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
             OmegaConf.update(cfg, key, int(value))
-    check_ranges(cfg, RANGES)
+    check_ranges(cfg, "train")
     for key, instead in GONE.items():
         if OmegaConf.select(cfg, key) is not None:
             raise ValueError(f"{key}: this setting is gone: {instead}")
@@ -133,13 +88,20 @@ def check_settings(cfg: DictConfig) -> None:
     _check_trainer(cfg)
 
 
-def check_ranges(cfg: DictConfig, ranges: Mapping[str, Range]) -> None:
+@functools.cache
+def ranges(command: str) -> dict[str, Range]:
+    """Returns the numbers that settings of a command may be, by key, or options of probes, by their last word."""
+    return {
+        key: Range.parse(text) for key, text in load_plain(Path(__file__).with_name("ranges.yaml"))[command].items()
+    }
+
+
+def check_ranges(cfg: DictConfig, command: str) -> None:
     """Raises ValueError for a setting that is out of its range; one that is not there is not checked."""
-    for key, numbers in ranges.items():
+    for key, numbers in ranges(command).items():
         value = OmegaConf.select(cfg, key, default=...)
         if value is not ...:
-            for number in value if key in LISTS else (value,):
-                numbers.check(key, number, HINTS.get(key, ""))
+            numbers.check(key, value)
 
 
 def _check_choices(cfg: DictConfig) -> None:
@@ -158,8 +120,8 @@ def _check_probes(probes: Any) -> None:
         file = CONF / "probe" / f"{probe}.yaml"
         if file.is_file():
             refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
-        for name in COUNTS.keys() & probes[probe].keys():
-            COUNTS[name].check(f"probes.{probe}.{name}", probes[probe][name], HINTS.get(name, ""))
+        for name in ranges("probes").keys() & probes[probe].keys():
+            ranges("probes")[name].check(f"probes.{probe}.{name}", probes[probe][name])
 
 
 def _check_trainer(cfg: DictConfig) -> None:
@@ -246,7 +208,7 @@ def check_analysis(cfg: DictConfig) -> Settings:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     refuse_other_kinds(values, load_plain(CONF / "offline.yaml"))
     name_of(str(values["name"]))
-    check_ranges(cfg, OF_ANALYSIS)
+    check_ranges(cfg, "offline")
     _check_choices(cfg)
     source = values["evaluation"]["source"]
     if isinstance(source, str) and source not in ("train", "eval"):
@@ -271,7 +233,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     refuse_unset(cfg)
     refuse_other_kinds(cfg, load_plain(CONF / "evaluate.yaml"))
     options = cfg.evaluation
-    check_ranges(cfg, {f"evaluation.{name}": numbers for name, numbers in OF_EVALUATION.items()})
+    check_ranges(cfg, "evaluate")
     if options.k is not None and options.k > options.responses_per_prompt:
         raise ValueError(
             f"evaluation.k={options.k} is above evaluation.responses_per_prompt={options.responses_per_prompt}: pass@k "

@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from rl_training.interventions.named import interventions_to_train
-from rl_training.job.explain import Range, check_kind
+from rl_training.job.explain import check_kind
 from rl_training.job.run_settings import checkpoint_in_a_run, load_settings
 from rl_training.job.settings import check_ranges
 from rl_training.job.trial_results import (
@@ -54,10 +54,6 @@ from rl_training.records.report.series import read_run
 
 PAGE, RESULT = "try.html", "result.json"
 LOOK = 3.0  # seconds between two looks at the logs of all branches, for the bar
-OF_TRIAL = {
-    "steps": Range(int, 1), "seeds": Range(int, 1, 100), "jobs": Range(int, 1),
-    "evaluation.fraction": Range(float, 0, 1, open=True), "evaluation.responses_per_prompt": Range(int, 2),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ class Branch:
 
 def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -> Trial:
     """Returns the trial that was asked for. ValueError for whatever the user got wrong."""
-    check_ranges(cfg, OF_TRIAL)
+    check_ranges(cfg, "try")
     check_kind("halving", cfg.halving, True)
     checkpoint, given = checkpoint_in_a_run("run", cfg.run), cfg.interventions
     names = preferred(read_run(checkpoint.parents[1])) if given == "auto" else _listed(given)
