@@ -27,7 +27,7 @@ from rl_training.records.report.series import read_run
 
 REGISTERED = Path(__file__).with_name("regret_registered.json")
 LONG = ["+data.min_operands=8", "+data.max_operands=9", "trainer.max_completion_length=48"]
-SHORT = ["+data.min_operands=2", "+data.max_operands=3", "trainer.max_completion_length=16"]
+SHORT = ["+data.min_operands=3", "+data.max_operands=4", "trainer.max_completion_length=16"]
 # 32 prompts with 8 responses; learning rates at which entropy falls slowly and fast.
 SETTINGS = {
     "chains_3e-4": ["trainer.learning_rate=3e-4"],
