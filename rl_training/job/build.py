@@ -42,6 +42,7 @@ def build_run(cfg: DictConfig) -> TrainingRun:
 
     Raises ValueError for whatever the user got wrong.
     """
+    logging.disable_progress_bar()  # transformers' over files, in the middle of the one over steps
     with libraries_refuse():
         return _build(cfg)
 

@@ -151,7 +151,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training:
-            batches.warn_of_long_sequences(self._trainer, output)
             self._rollouts.begin(output, keep_logps=bool(self.probes or self._loss.on_loss))
             self._loss.begin(self._rollouts.read(output))
         return output

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import split_pixel_values_by_grid
@@ -19,8 +18,6 @@ from rl_training.engine.correction import Correction
 from rl_training.hosts.trl.patches import SHUFFLE, wrap
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.mathematics.scores import Scores
-
-logger = logging.get_logger(__name__)
 
 # Keys that ride along in TRL's batch dictionaries.
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
@@ -147,17 +144,6 @@ def read_rollout(
         images=image_inputs(inputs),
         truncated=_are_truncated(inputs["completion_ids"], tokens, ends) if ends else None,
     )
-
-
-def warn_of_long_sequences(trainer: GRPOTrainer, inputs: Mapping[str, Any]) -> None:
-    """Warns once where a prompt and the longest completion do not fit into the positions that the model knows."""
-    positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
-    longest = int(inputs["prompt_mask"].sum(dim=1).max())
-    if positions is not None and longest + trainer.max_completion_length > positions:
-        logger.warning_once(
-            f"a prompt of {longest} tokens and max_completion_length={trainer.max_completion_length} are more than the "
-            f"model's {positions} positions: what it says beyond them means little. Leave such prompts out"
-        )
 
 
 def are_hidden(inputs: Mapping[str, Any]) -> Tensor:

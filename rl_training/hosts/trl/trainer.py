@@ -236,14 +236,8 @@ class DrGRPOTrainer(GRPOTrainer):
             card.write_text(text, encoding="utf-8")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        shown = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # transformers' bar over files, in the middle of the one over steps
-        try:
-            with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
-                super()._save_checkpoint(model, trial)
-        finally:
-            if shown:
-                logging.enable_progress_bar()
+        with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+            super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
