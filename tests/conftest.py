@@ -39,13 +39,14 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
 LONG = [
-    "test_processes", "test_shards", "test_wheel", "test_command_line", "test_resume", "test_simple_probe",
-    "test_training_with_interventions", "test_loggers", "test_ground_truth", "test_evaluate", "test_gpu_benchmark",
-    "test_docs", "test_train", "test_loop", "test_attach", "test_alert", "test_buffer", "test_sequence_kernel",
-    "test_interventions_probe", "test_real_scale", "test_offline_sweep", "test_offline", "test_cuda", "test_bitwise",
-    "test_offline_probe", "test_measured_probe", "test_offline_real", "test_offline_ends", "test_token_classes",
-    "test_gns", "test_trial", "test_several_turns", "test_config", "test_restored", "test_kernel_structure",
-    "test_tasks_gsm8k", "test_report", "test_gns_in_training",
+    "test_processes", "test_shards", "test_wheel", "test_command_line", "test_resume", "test_report",
+    "test_simple_probe", "test_training_with_interventions", "test_loggers", "test_evaluate", "test_gpu_benchmark",
+    "test_docs", "test_ground_truth", "test_tasks_gsm8k", "test_train", "test_loop", "test_attach", "test_alert",
+    "test_buffer", "test_sequence_kernel", "test_interventions_probe", "test_real_scale", "test_offline_sweep",
+    "test_offline", "test_bitwise", "test_offline_probe", "test_measured_probe", "test_offline_real",
+    "test_offline_ends", "test_token_classes", "test_gns", "test_report_interventions", "test_trial",
+    "test_kernel_structure", "test_several_turns", "test_config", "test_restored", "test_compare",
+    "test_gns_in_training", "test_cuda",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig
 from seen import Seen
 from simple_twin import Answers, Recorder, Twin
+from torch import Tensor
 from trainers import (
     LORA,
     SGD,
@@ -48,6 +49,25 @@ TRL_S_OWN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def change_by(make_trainer: Callable[..., Any], trainer_class: Any = DrGRPOTrainer, **settings: Any) -> Tensor:
+    """Trains, and returns what the weights have changed by."""
+    torch.manual_seed(0)  # of an adapter's weights
+    trainer = make_trainer(trainer_class, **settings)
+    first = trained_weights(trainer)
+    trainer.train()
+    return trained_weights(trainer) - first
+
+
+PLAIN: dict[str, Tensor] = {}  # by their settings, what trainings without interventions have changed
+
+
+def plain_change(make_trainer: Callable[..., Any], **settings: Any) -> Tensor:
+    """Returns the change of the weights by a training without interventions, which is trained once."""
+    if str(settings) not in PLAIN:
+        PLAIN[str(settings)] = change_by(make_trainer, **settings)
+    return PLAIN[str(settings)]
+
+
 @pytest.mark.parametrize(("names", "settings", "common"), TRL_S_OWN, ids=lambda value: str(value)[:30])
 def test_training_is_that_with_trl_s_own_setting(
     make_trainer: Callable[..., Any], names: list[str], settings: dict[str, Any], common: dict[str, Any]
@@ -56,19 +76,19 @@ def test_training_is_that_with_trl_s_own_setting(
 
     By SGD: a cold Adam makes steps of full size of gradients that are their own rounding.
     """
-    changes = []
-    for changed in ({}, {"interventions": names}, settings):
-        trainer = make_trainer(**SHAPE | SGD | common | changed)
-        first = trained_weights(trainer)
-        trainer.train()
-        changes.append(trained_weights(trainer) - first)
-    plain, own, theirs = changes
+    common = SHAPE | SGD | common
+    own, theirs = (change_by(make_trainer, **common | changed) for changed in ({"interventions": names}, settings))
+    plain = plain_change(make_trainer, **common)
     assert float((own - theirs).norm() / theirs.norm()) < 1e-6
     assert float((plain - theirs).norm() / theirs.norm()) > 1e-3
 
 
 class LikeVLLM(DrGRPOTrainer):
     """To TRL its lagging sampler is an engine, for which TRL corrects."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.use_vllm = True
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         self.use_vllm = False
@@ -98,18 +118,10 @@ def test_training_with_a_correction_is_that_with_trl_s_own(
             zip(("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"), bounds, strict=True)
         )
     common = SHAPE | SGD | {"sampler_lag": 1}
-    changes, probe = [], SamplerProbe()
-    for trainer_class, more in (
-        (DrGRPOTrainer, {}),
-        (DrGRPOTrainer, {"interventions": [name]}),
-        (LikeVLLM, settings | {"probes": [probe]}),
-    ):
-        trainer = make_trainer(trainer_class, **common | more)
-        trainer.use_vllm = trainer_class is LikeVLLM
-        first = trained_weights(trainer)
-        trainer.train()
-        changes.append(trained_weights(trainer) - first)
-    plain, own, theirs = changes
+    probe = SamplerProbe()
+    own = change_by(make_trainer, **common, interventions=[name])
+    theirs = change_by(make_trainer, LikeVLLM, **common | settings, probes=[probe])
+    plain = plain_change(make_trainer, **common)
     assert float((own - theirs).norm() / theirs.norm()) < 1e-6
     assert (float((plain - theirs).norm() / theirs.norm()) > 1e-4) == (name != "none")
     assert 0 < probe.results()["sampler/kl"].value < 0.1
