@@ -14,6 +14,7 @@ one that time does not suffice for is named. The memory formula is (K + 4) × 4 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -120,6 +121,7 @@ def every_second(probes: list[Probe]) -> list[Probe]:
 
 
 def trained(workload: Workload, probes: list[Probe], steps: int) -> tuple[DrGRPOTrainer, Meter]:
+    gc.collect()  # of the trainer before, whose parts refer to one another
     trainer = make_trainer(workload, probes, max_steps=steps)
     meter = Meter(trainer)
     trainer.train()

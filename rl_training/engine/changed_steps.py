@@ -109,8 +109,10 @@ def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, 
     shares_of_folds = (sizes / sizes.sum()).to(layout.device, layout.dtype)
     for numbers in together + alone:
         found = _rows_of(step, [weights[number] for number in numbers])
-        for number, rows in zip(numbers, found, strict=True):
+        for number in numbers:
+            rows = found.pop(0)
             yield number, fold_means([shares_of_folds @ part for part in rows], rows, sizes)
+            del rows  # before the next are made
 
 
 def _bytes_at_once(device: torch.device) -> int:

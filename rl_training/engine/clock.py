@@ -14,22 +14,23 @@ class Clock:
     """Adds up seconds by name. On a GPU it uses events, so the host does not wait for the GPU until `read`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """A context whose time is added to that of this name."""
-        if not self._on_gpu:
+        if self._device.type != "cuda":
             start = time.perf_counter()
             yield
             self._seconds[name] += time.perf_counter() - start
             return
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
+        stream = torch.cuda.current_stream(self._device)  # perhaps not of the process's current device
+        events[0].record(stream)
         yield
-        events[1].record()
+        events[1].record(stream)
         self._events.append((name, *events))
 
     def read(self) -> dict[str, float]:

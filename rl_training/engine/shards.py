@@ -2,8 +2,8 @@
 
 Everything of parameter size that probes keep is a shard: of each vector (a gradient, an entropy gradient, a step, a
 moment) a process holds the entries of the parameters that are its own, flat. Steps are elementwise, products are sums
-over entries, so both are calculated where the entries are, and scalars are summed over processes at the end. Nothing
-of parameter size is ever gathered.
+over entries, so both are calculated where the entries are, and scalars are summed over processes at the end. Other
+weights for a moment (`put`) are exchanged a few parameters at a time.
 
     Shard       weights, gradients and states whole on every process, one or under DDP: each keeps 1/N of each parameter
     FullyShard  FSDP2: a process keeps what FSDP2 gives it, rows of each parameter

@@ -94,6 +94,7 @@ def pairs_of(
     measure({**changes, **without_basis})
     for number, basis in bases:  # one after another: they are large
         measure(by_basis[names[number]], basis)
+        del basis
     return pairs
 
 

@@ -44,7 +44,7 @@ class Bucket:
 
 
 class Layout:
-    """How vectors over these parameters lie in buckets. ValueError when there is no parameter.
+    """How vectors over these parameters lie in buckets. ValueError when there is none, or on several devices.
 
     >>> layout = Layout({"w": torch.zeros(2, 3), "b": torch.zeros(2)})
     >>> [tensor.shape for tensor in layout.zeros(4)]
@@ -56,6 +56,9 @@ class Layout:
         if not parameters:
             raise ValueError("there is no trainable parameter to keep gradients of")
         self.names = tuple(parameters)
+        devices = {str(param.device): name for name, param in parameters.items()}
+        if len(devices) > 1:
+            raise ValueError(f"trained parameters are on several devices, {devices}: load the model onto one of them")
         first = next(iter(parameters.values()))
         self.device = first.device
         self.dtype = torch.promote_types(first.dtype, torch.float32)

@@ -154,5 +154,6 @@ def _mean_product_within_prompts(step: Step, num_prompts: int) -> Tensor:
     parts = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]
     for one, other in gradients_of_processes(step, parts, halves, shares):
         total += dot(one, other).sum()
+        del one, other  # before the next are made
     total, num_products = step.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

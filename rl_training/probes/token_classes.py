@@ -174,7 +174,10 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
         own, _ = GradientParts(folds.steps, step.ranks.reduce, basis).products([None], [Direction(folds.rows)])[0]
         return own
 
-    found = {weighed[number]: products(basis) for number, basis in bases_of(step, weights)}
+    found = {}
+    for number, basis in bases_of(step, weights):
+        found[weighed[number]] = products(basis)
+        del basis  # before the next is made
     whole = products(None)
     for kind in kinds:
         others = [product for (other, _), product in found.items() if other == kind]

@@ -221,6 +221,11 @@ def test_a_layout_without_a_parameter_raises() -> None:
         Layout({})
 
 
+def test_a_layout_of_parameters_on_several_devices_raises() -> None:
+    with pytest.raises(ValueError, match=r"on several devices, .*a.*b.*: load the model"):
+        Layout({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
