@@ -1,23 +1,24 @@
 """What probes take of a large training: the page docs/explanation/at_size.md, from shapes alone, on any machine.
 
-    python benchmarks/scale.py                          # about ten minutes
-    python benchmarks/scale.py --models 1.5B-LoRA 7B
+    python benchmarks/scale.py                                    # all rows of the page
+    python benchmarks/scale.py --models 7B --processes 64 --probes simple --rows bfloat16 --folds 4
 
-One process of several (a fake process group) runs the engine on a GPU that is not there (pretend_gpu.py), on parameters
-of these models' shapes, with the bodies of the models left out: bytes, bytes sent, launches and waits are those of the
-probes' own work, a step with them less one without. What the models' passes take is calculated, by 2 operations for
+One process of several (a fake process group) runs the engine and FSDP2 on a GPU that is not there (pretend_gpu.py), on
+parameters of these models' shapes, at their full depth. The insides of layers and the product with the head are left
+out, so activations take nothing; weights are gathered for them, and their gradients made and reduced, as in a training.
+Launches and waits leave out what FSDP2 does by itself. What the models' passes take is calculated, by 2 operations for
 each parameter and token forward, 4 backward, 2 where only adapters are trained.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
 
@@ -28,6 +29,8 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from pretend_gpu import GPU, PretendGpu
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -47,8 +50,10 @@ MODELS = {
     "70B": (8192, 29568, 80, 64, 8, False, 0),
 }
 PROMPTS, RESPONSES, PROMPT_TOKENS, TOKENS = 8, 8, 64, 512  # of a step on each process; a prompt is a microbatch
-PROBES = ("simple", "gns", "interventions")
 MAX_GRAD_NORM = 0.5  # where the pretended norms are 1: all steps are clipped, which is dearer
+PROBES = ("simple", "gns", "interventions")
+HEAD = """| model | processes | probe | launches | waits | GB without | GB more | vectors | GB sent | passes | PFLOP |
+|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 @dataclass
@@ -58,33 +63,34 @@ class Counts:
     launches: int
     waits: int
     peak: int  # bytes
-    sent: int  # bytes
+    sent: Counter[str]  # bytes by collective
     sequences: int  # that went through a forward and backward
 
 
-@dataclass
 class Bodies:
     """In the place of the model's layers: each passes the hidden states on, and gives its parameters gradients."""
 
-    gpu: PretendGpu
-    model: Any
-    sequences: int = 0
-    _layers: list[list[Tensor]] = field(default_factory=list)
+    def __init__(self, gpu: PretendGpu, model: Any) -> None:
+        self._gpu, self._lm = gpu, model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.sequences = 0
+        self._lm.model.forward = self._forward
+        for layer in self._lm.model.layers:
+            layer.forward = functools.partial(self._through, layer)
 
-    def __post_init__(self) -> None:
-        lm = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        self._hidden_size = lm.config.hidden_size
-        parts = (lm.model.embed_tokens, *lm.model.layers, lm.model.norm)
-        self._layers = [[p for p in part.parameters() if p.requires_grad] for part in parts]
-        lm.model.forward = self.forward
-
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        with self.gpu.uncounted():
-            hidden = torch.ones(*input_ids.shape, self._hidden_size, device=GPU)
-            self.sequences += len(input_ids) if torch.is_grad_enabled() else 0
-            for parameters in self._layers:
-                hidden = cast(Tensor, _Layer.apply(hidden, self.gpu, *parameters))  # type: ignore[no-untyped-call]
+    def _forward(self, input_ids: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        body = self._lm.model
+        self.sequences += len(input_ids) if torch.is_grad_enabled() else 0
+        with self._gpu.uncounted():
+            hidden = torch.ones(*input_ids.shape, self._lm.config.hidden_size, device=GPU)
+            hidden = self._through(body.embed_tokens, hidden)
+            for layer in body.layers:
+                hidden = layer(hidden)
+            hidden = self._through(body.norm, hidden)
         return BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+
+    def _through(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        trained = [param for param in module.parameters() if param.requires_grad]
+        return cast(Tensor, _Layer.apply(hidden, self._gpu, *trained))  # type: ignore[no-untyped-call]
 
 
 class _Layer(torch.autograd.Function):
@@ -110,54 +116,56 @@ def model_of(name: str) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if rank:
         return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"), low_cpu_mem_usage=True)
-    for number, layer in enumerate(model.model.layers):  # as one parameter each: it takes this machine minutes less
-        joined = nn.Module()
-        joined.weight = nn.Parameter(torch.empty(sum(p.numel() for p in layer.parameters()), device="meta"))
-        model.model.layers[number] = joined
     return model
 
 
-def counted_steps(name: str) -> Iterator[tuple[str, Counts]]:
-    """Yields what each kind of step takes: "" without probes, and with each of PROBES."""
+def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str, Counts]]:
+    """Yields what each kind of step takes: "" without probes, and with each of these."""
     step_check.LIMIT = step_check.LIMIT_ROUNDED = math.inf  # there are no values that could agree
-    probes: list[Any] = [SimpleEntropyProbe(), GradientNoiseScaleProbe(), InterventionsProbe()]
-    kind = ""
+    simple = SimpleEntropyProbe(num_folds=settings.folds, rows_dtype=settings.rows)
+    further = [p for p in (GradientNoiseScaleProbe(), InterventionsProbe()) if p.name in settings.probes]
+    probes, kind = [simple, *further], ""
     for probe in probes:
-        probe.measures_at = lambda step, own=probe.name: own == kind
+        probe.measures_at = lambda step, own=probe.name: own == kind  # type: ignore[method-assign, misc]
     model = model_of(name).train()
-    with PretendGpu() as gpu, head_left_out(gpu):
+    with PretendGpu() as gpu, gpu.leave_out(linear_head._LinearHead, "forward", "backward"):
         gpu.hold(model)
         bodies = Bodies(gpu, model)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+        if not MODELS[name][-1]:
+            shard(model, settings.bf16)
+        optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad])
         loop = measured_loop(
             model, optimizer, probes, responses_per_prompt=RESPONSES, microbatch_size=RESPONSES, microbatches=PROMPTS,
             max_grad_norm=MAX_GRAD_NORM, dr_grpo=True,
         )  # fmt: skip
         with loop:
-            # The first step makes Adam's states, the first that is measured what is kept for those after it.
-            for number, kind in enumerate(("", "", PROBES[0], *PROBES), start=1):
+            # The first step that is measured makes what is kept for those after it.
+            for number, kind in enumerate(("", "simple", *settings.probes), start=1):
                 counts = one_step(gpu, bodies, loop, optimizer, number)
-                for state in optimizer.state.values():
-                    state["step"].fill_(20.0)  # Adam is warm
-                if number not in (1, 3):
+                if number != 2:
                     yield kind, counts
 
 
-@contextlib.contextmanager
-def head_left_out(gpu: PretendGpu) -> Iterator[None]:
-    """A context in which the product with the head is counted as the model's layers are."""
+def shard(model: Any, bf16: bool) -> None:
+    """Shards a model by FSDP2 over all processes, layer by layer."""
+    mesh = init_device_mesh(GPU.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    def left_out(call: Callable[..., Any]) -> Any:
-        @functools.wraps(call)
-        def uncounted(*args: Any) -> Any:
-            with gpu.uncounted():
-                return call(*args)
 
-        return staticmethod(uncounted)
-
-    head = linear_head._LinearHead
-    with mock.patch.multiple(head, forward=left_out(head.forward), backward=left_out(head.backward)):
-        yield
+def optimizer_of(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """Returns an optimizer with states, as after twenty steps."""
+    optimizer = torch.optim.AdamW(parameters, foreach=False)
+    for param in parameters:
+        param.grad = torch.zeros_like(param)
+    with mock.patch("torch.optim.adam.adam"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].fill_(20.0)
+    return optimizer
 
 
 def one_step(
@@ -165,6 +173,7 @@ def one_step(
 ) -> Counts:
     """Returns what an optimizer step takes, without the model's layers and the optimizer's own launches."""
     gc.collect()
+    gc.freeze()
     gpu.start_counting()
     bodies.sequences = 0
     with loop.step(number):
@@ -174,9 +183,9 @@ def one_step(
             loop.microbatch(rollout, scores.logps, scores.entropies.detach())
             (scores.logps * rollout.advantages.unsqueeze(1)).sum().backward()  # type: ignore[no-untyped-call]
             del scores
-        gc.collect()
+            gc.collect()
         loop.gradients_ready()
-        with mock.patch("torch.optim.adam.adam"):  # its states are made, and nothing moves
+        with mock.patch("torch.optim.adam.adam"):  # nothing moves
             optimizer.step()
         optimizer.zero_grad()
     return Counts(gpu.launches, gpu.waits.total(), gpu.peak, gpu.sent, bodies.sequences)
@@ -196,39 +205,39 @@ def random_rollout(prompt: int) -> Rollout:
         )
 
 
-def print_model(name: str) -> None:
+def print_model(name: str, settings: argparse.Namespace) -> None:
     """Prints a row for each probe."""
-    model = model_of(name)
-    weights = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    sequences = PROMPTS * RESPONSES
-    per_token = 6 if trained == weights else 4
-    bare: Counts | None = None
-    for kind, step in counted_steps(name):
-        if bare is None:
-            bare = step
-            continue
-        own = step.sequences - bare.sequences
-        operations = per_token * weights * own * (PROMPT_TOKENS + TOKENS)
-        print(
-            f"| {name} | {trained / 1e9:.3f} | `{kind}` | {step.launches - bare.launches} | {step.waits - bare.waits} "
-            f"| {(step.peak - bare.peak) / 1e9:.2f} | {(step.sent - bare.sent) / 1e9:.2f} "
-            f"| {own / sequences:.3f} | {operations / 1e15:.2f} |",
-            flush=True,
-        )
+    parameters = list(model_of(name).parameters())
+    weights = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    steps = counted_steps(name, settings)
+    _, bare = next(steps)
+    for kind, step in steps:
+        more, passes = step.peak - bare.peak, (step.sequences - bare.sequences) / (PROMPTS * RESPONSES)
+        tokens = (step.sequences - bare.sequences) * (PROMPT_TOKENS + TOKENS)
+        operations = (6 if trained == weights else 4) * weights * tokens
+        cells = (
+            name, settings.processes, f"`{kind}`", step.launches - bare.launches, step.waits - bare.waits,
+            f"{bare.peak / 1e9:.1f}", f"{more / 1e9:.2f}", f"{more / (4 * trained / settings.processes):.1f}",
+            f"{(step.sent - bare.sent).total() / 1e9:.2f}", f"{passes:.3f}", f"{operations / 1e15:.2f}",
+        )  # fmt: skip
+        print("|", *(f"{cell} |" for cell in cells), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=tuple(MODELS))
     parser.add_argument("--processes", type=int, default=8)
-    options = parser.parse_args()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.processes)
-    print(f"{PROMPTS} prompts × {RESPONSES} responses of {TOKENS} tokens on each of {options.processes} processes\n")
-    print("| model | trained, 1e9 | probe | launches | waits | GB | GB sent | passes, of training's | PFLOP |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name in options.models:
-        print_model(name)
+    parser.add_argument("--probes", nargs="+", choices=PROBES, default=PROBES)
+    parser.add_argument("--folds", type=int, help="num_folds of simple")
+    parser.add_argument("--rows", choices=("float32", "bfloat16"), default="float32", help="rows_dtype of simple")
+    parser.add_argument("--bf16", action="store_true", help="FSDP2 gathers weights in bf16; it reduces in fp32")
+    settings = parser.parse_args()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.processes)
+    print(f"{PROMPTS} prompts × {RESPONSES} responses of {TOKENS} tokens on each process\n")
+    print(HEAD)
+    for name in settings.models:
+        print_model(name, settings)
 
 
 if __name__ == "__main__":
