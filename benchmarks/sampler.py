@@ -95,7 +95,9 @@ class Against(SamplerProbe):
             return
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=None)
         bare = dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
-        without = measure_entropy_change(bare, StepMemory(layout, change.settings), Need.ENTROPY_ROWS)
+        assert step.policy.shard is not None
+        memory = StepMemory(layout, step.policy.shard, change.settings)
+        without = measure_entropy_change(bare, memory, Need.ENTROPY_ROWS)
         forward = change.quantities["forward"].estimates(step.num_folds)[0]
         assert change.update is not None
         truth = float(dot(layout.vector(self.truth[name] for name in layout.names), change.update))

@@ -31,6 +31,12 @@ ALONE = Ranks(1, lambda tensor: tensor)
 PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
 
 
+def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
+    """Returns the shard of a process that keeps all of these parameters."""
+    held = nn.ParameterDict(parameters)
+    return Shard(held, torch.optim.SGD(held.parameters()), None, alone=True)
+
+
 def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     """Returns the mean over all other folds, as steps without a fold are made of it, for each fold: (F, …), as folds.
 
@@ -74,9 +80,8 @@ def step_of(
         fold=fold,
         num_folds=microbatches,
         responses_per_prompt=int((rollout.prompt_index == rollout.prompt_index[0]).sum()),
-        rollout_number=0,
     )
-    shard = Shard(nn.ParameterDict(parameters), torch.optim.SGD(parameters.values()), None, alone=True)
+    shard = shard_of(parameters)
     layout = Layout(shard.weights())
     step = Step(
         number=number,

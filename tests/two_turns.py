@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import reference
 import torch
-from example_steps import step_of
+from example_steps import shard_of, step_of
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout
@@ -145,7 +145,9 @@ def step_on(
         Tabular(logits),
         states=states,
         rows=[rows],
-        memory=StepMemory(Layout(parameters), EntropySettings(per_sequence=True, error_decay=0.0)),
+        memory=StepMemory(
+            Layout(parameters), shard_of(parameters), EntropySettings(per_sequence=True, error_decay=0.0)
+        ),
     )
 
 

@@ -183,7 +183,6 @@ class Batch:
     fold: Tensor  # (B,), the fold that each sequence is in: folds hold whole prompts, of all processes
     num_folds: int  # of all processes
     responses_per_prompt: int  # G
-    rollout_number: int  # number of the rollout that the step learns from, within this training
     loss_settings: LossSettings | None = None  # None where they are not known
 
     def sum_by_prompt(self, values: Tensor) -> Tensor:

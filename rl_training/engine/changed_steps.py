@@ -90,14 +90,14 @@ def multiples(products: Tensor, row: int, others: Sequence[int]) -> list[float] 
 def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
     """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
-    A forward pass over the sequences with any weight, and a backward. Weights on at least half of all such sequences
-    share their forward passes, as many as fit. A collective.
+    The first comes first. A forward pass over the sequences with any weight, and a backward. Weights on at least half
+    of all such sequences share their forward passes, as many as fit. A collective.
     """
     if not weights:
         return
     layout, batch = step.gradients.layout, step.batch
-    counts = [float(weighed(some).sum()) for some in (*([one] for one in weights), weights)]
-    shares = step.ranks.reduce(torch.tensor(counts, dtype=torch.float64, device=batch.fold.device)).tolist()
+    counts = torch.stack([weighed(some).sum() for some in (*([one] for one in weights), weights)])
+    shares = step.ranks.reduce(counts.double()).tolist()
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
     fitting = _bytes_at_once(layout.device) // (layout.dtype.itemsize * batch.num_folds * layout.num_entries)
     at_once = max(
@@ -107,7 +107,7 @@ def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, 
     alone = [[number] for number in range(len(weights)) if number not in dense]
     sizes = step.fold_sizes
     shares_of_folds = (sizes / sizes.sum()).to(layout.device, layout.dtype)
-    for numbers in together + alone:
+    for numbers in sorted(together + alone):
         found = _rows_of(step, [weights[number] for number in numbers])
         for number in numbers:
             rows = found.pop(0)

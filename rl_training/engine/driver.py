@@ -36,9 +36,9 @@ from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.shards import reshard
 from rl_training.engine.step import Gradients, Step
 from rl_training.engine.step_check import StepGuard, predicting, why_not_the_sum
+from rl_training.engine.updates import OptimizerPieces, adam_roots
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.square_norms import adam_roots
 from rl_training.mathematics.vectors import Layout
 
 logger = logging.getLogger(__name__)
@@ -80,16 +80,14 @@ class StepDriver:
         self._reduction = FoldReduction(loop.shard, self._layout)
         if not needs:
             return
-        keep = Need.FOLD_GRADIENTS in needs, Need.SQ_NORMS in needs
-        self._rows = GradientRows(self._reduction, self._layout, *keep, offload, self._requirements.rows_dtype)
+        self._rows = GradientRows(self._reduction, self._layout, offload, self._requirements.rows_dtype)
         if loop.ranks.number == 0:
             plan, missing = announcement(loop, self._requirements, self._layout)
             logger.info(plan)
             for line in missing:
                 logger.warning(line)
         if Need.ENTROPY_GRADIENT in needs:
-            places = {name: (*loop.shard.cut(name, loop.shard.rank), loop.shard.numel(name)) for name in weights}
-            self._memory = StepMemory(self._layout, self._requirements.entropy, offload, places)
+            self._memory = StepMemory(self._layout, loop.shard, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)
             self._guard = StepGuard(loop.shard, self._layout, self._memory.history, loop.ranks.reduce)
 
@@ -118,8 +116,11 @@ class StepDriver:
         if self._guard is not None:
             self._guard.notice_edits()
         if self._rows is not None:
-            metric = Need.SQ_NORMS in needs_of(probes)
-            self._rows.start_step(folds, adam_roots(self._layout, optimizer.states) if metric else None)
+            needs, roots = needs_of(probes), None
+            if Need.SQ_NORMS in needs:
+                pieces = OptimizerPieces(self._layout, self._loop.shard.weights(), optimizer.states)
+                roots = adam_roots(self._layout, pieces)
+            self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs, roots)
         self.open_step = OpenStep(number, probes, folds, optimizer)
 
     def microbatch(
@@ -246,7 +247,7 @@ class StepDriver:
         loop, reduce = self._loop, self._loop.ranks.reduce
         assert step.optimizer is not None
         complete, whole, reused = step.prompts(loop, self._prompts_learned_from(rollout_number))
-        batch = step.join(loop, rollout_number, whole)
+        batch = step.join(loop, whole)
         mean, optimizer = gradients_and_states(loop.shard, step.optimizer)
         mismatch = loop.sampling_mismatch or self._padding.why_it_matters(batch, loop.policy, reduce)
         capabilities = step.capabilities(loop, mismatch=mismatch, complete=complete, whole=whole, reused=reused)
@@ -281,7 +282,8 @@ class StepDriver:
             late = torch.full((), float(self._rows.num_late), dtype=torch.float64, device=self._layout.device)
             if float(view.ranks.reduce(late)) > 0.0:
                 return dataclasses.replace(view, gradients=dataclasses.replace(view.gradients, why_no_rows=IN_PARTS))
-            self._rows.finish(view.fold_sizes, view.ranks.count)
+            mean = self._layout.vector(view.gradients.mean.values())
+            self._rows.finish(view.fold_sizes, view.ranks.count, mean)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
             if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
                 sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0

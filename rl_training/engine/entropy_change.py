@@ -73,12 +73,12 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     settings, layout, history, labels = memory.settings, memory.layout, memory.history, memory.attribution.labels
     why_none = _why_no_entropy_gradient(step)
     if why_none:
-        return EntropyChange(settings, layout, labels, why_none)
+        return EntropyChange(settings, labels, why_none)
     ratios = prefix_ratios(step)
     levels = levels_of_folds(step, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
-        return EntropyChange(settings, layout, labels, NO_TOKENS)
+        return EntropyChange(settings, labels, NO_TOKENS)
     intended, update, steps = _updates(step, layout)
     sizes = step.fold_sizes
     products, rows = None, None
@@ -96,7 +96,6 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         del directions  # before the next ones are made, beside weights that are gathered
     change = EntropyChange(
         settings,
-        layout,
         labels,
         why_no_forward=_why_no_forward(step),
         why_no_backward=history.why_none(step.number) or step.capabilities.reused,

@@ -51,9 +51,8 @@ def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
     What a sequence does to the normaliser of position k, (1 − ρ_ik) times the mean there, is in its row for the sake of
     errors, and adds up to 0 over all.
     """
-    scores = step.batch.scores
-    mask = scores.mask.double()
-    entropies = scores.entropies.double().masked_fill(mask == 0, 0.0)
+    exact = step.batch.scores.exact()
+    entropies, mask = exact.entropies, exact.mask
     sums = [entropies.sum(dim=1), mask.sum(dim=1)]
     if ratios is not None:
         before, order = ratios.before, policy_first(mask)

@@ -43,7 +43,6 @@ class FoldProducts:
     num_targets: int
     _sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
     _products: list[Tensor] = field(default_factory=list)  # by fold, (·, targets)
-    _own: list[Tensor] = field(default_factory=list)  # by fold, (targets,): X_k · (δθ_(−k) − δθ)
 
     def __post_init__(self) -> None:
         self._sums = [self.layout.zeros() for _ in range(self.num_targets)]
@@ -55,7 +54,6 @@ class FoldProducts:
         reuse, backward = self._dots(self.update, directions), self._dots(self.previous, directions)
         forward, unclipped, split = self._forward(k, directions)
         self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
-        self._own.append(forward - reuse)
 
     def sums(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Returns n_k X_k · δθ of PRODUCTS and of forward's splits, and what the others lose with a fold. A collective.
@@ -64,13 +62,14 @@ class FoldProducts:
         """
         by_fold = torch.stack(self._products)
         own, split = by_fold[:, : len(PRODUCTS)], self.attribution.sum(by_fold[:, len(PRODUCTS) :])
-        sizes = self.sizes.to(own)
-        parts = torch.cat([own, split, self._lost_with_a_fold(sizes).unsqueeze(1)], dim=1)
+        sizes, (forward, _, reuse, _) = self.sizes.to(own), own.unbind(dim=1)
+        lost = self._lost_with_a_fold(sizes.unsqueeze(1) * (forward - reuse))
+        parts = torch.cat([own, split, lost.unsqueeze(1)], dim=1)
         *products, lost = as_pairs(reduce(parts)).unbind(dim=1)
         return sizes.view(-1, 1, 1) * torch.stack(products, dim=1), lost
 
-    def _lost_with_a_fold(self, sizes: Tensor) -> Tensor:
-        own = torch.stack(self._own)
+    def _lost_with_a_fold(self, own: Tensor) -> Tensor:
+        """Returns S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), (F, targets)."""
         if self.steps is None:
             return torch.full_like(own, torch.nan)
         products = torch.zeros_like(own)
@@ -79,7 +78,7 @@ class FoldProducts:
                 moved = self.steps.step(fold, piece).total
                 for target, x in enumerate(self._sums):
                     product[target].add_(dots(moved, piece.of(x)))
-        return products - self._dots(self.update, self._sums) - sizes.unsqueeze(1) * own
+        return products - self._dots(self.update, self._sums) - own
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""

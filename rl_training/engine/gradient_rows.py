@@ -26,42 +26,47 @@ from rl_training.mathematics.vectors import Layout, Vector, add, copy, num_bytes
 class GradientRows:
     """Catches the gradients of one step at a time. Nothing of parameter size is held between steps.
 
-    keep_rows      keep every row, in host memory with `offload`, in `dtype` if that is given
-    keep_sq_norms  measure square norms, with one row at a time in memory where rows are not kept
+    offload  rows are kept in host memory    dtype  and in this one; None: as the layout's
     """
 
     def __init__(
-        self, reduction: FoldReduction, layout: Layout, keep_rows: bool = True, keep_sq_norms: bool = False,
-        offload: bool = False, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self, reduction: FoldReduction, layout: Layout, offload: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
         self._reduction, self.layout = reduction, layout
-        self._keep_rows, self._keep_sq_norms = keep_rows, keep_sq_norms
         self._device, self._dtype = "cpu" if offload else None, dtype
         self.rows: Vector | None = None  # (F, n) of each bucket
-        self.sq_norms: Tensor | None = None  # (F, parameters, 2) fp64: of this process's entries, |g_k|² and Σ P g_k²
+        # (F + 1, parameters, 2) fp64: of this process's entries, |g_k|² and Σ P g_k², and last those of the step's g.
+        self.sq_norms: Tensor | None = None
         self._groups: Sequence[FoldGroup] = ()
         self._roots: Vector | None = None
         self._group: int | None = None  # whose gradients arrive
         self._passing: Vector | None = None  # its rows, where rows are not kept
 
-    def start_step(self, groups: Sequence[FoldGroup], roots: Vector | None = None) -> None:
+    def start_step(self, groups: Sequence[FoldGroup], keep_rows: bool = True, roots: Vector | None = None) -> None:
         """Makes room for the step that begins.
 
-        roots  √P of Adam's metric, nan where it is not one; for square norms alone
+        keep_rows  keep every row
+        roots      √P of Adam's metric, nan where it is not one; square norms are measured where it is given, with the
+                   rows of one group of folds at a time in memory where rows are not kept
         """
         self.release()
         self._reduction.late = 0
         self._groups, self._roots = groups, roots
         num_folds = groups[-1].folds.stop
-        if self._keep_rows:
+        if keep_rows:
             self.rows = self.layout.zeros(num_folds, device=self._device, dtype=self._dtype)
-        if self._keep_sq_norms:
+        if roots is not None:
             self.sq_norms = torch.zeros(
-                num_folds, len(self.layout.names), 2, dtype=torch.float64, device=self.layout.device
+                num_folds + 1, len(self.layout.names), 2, dtype=torch.float64, device=self.layout.device
             )
 
     def arm(self, first_row: int) -> None:
-        """Sets the hooks: the gradients that reach the leaves from now on are of the microbatch that begins there."""
+        """Sets the hooks: the gradients that reach the leaves from now on are of the microbatch that begins there.
+
+        None where the step keeps nothing of them.
+        """
+        if self.rows is None and self.sq_norms is None:
+            return
         number = next(i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.passes))
         if number != self._group:
             self._measure_passing()
@@ -100,10 +105,11 @@ class GradientRows:
                 add(rest, total, -1.0)
             copy(_folds_of(self.rows, slices[-1]), rest)
 
-    def finish(self, sizes: Tensor, num_ranks: int) -> None:
+    def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> None:
         """Puts rows and square norms on the scale of means: all gradients are in.
 
         sizes  (F,), n_k over all processes
+        mean   the step's gradient, whose square norms come last
         """
         self._measure_passing()
         factors = float(sizes.sum()) / (num_ranks * sizes)
@@ -111,10 +117,12 @@ class GradientRows:
             of_rows = factors.to(self.rows[0].device, self.layout.dtype).unsqueeze(1)
             for part in self.rows:
                 part *= of_rows
-        if self.sq_norms is not None and self.rows is not None:
-            self.sq_norms = square_norms(self.layout, self.rows, self._roots)
-        elif self.sq_norms is not None:
-            self.sq_norms *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
+        if self.sq_norms is not None:
+            if self.rows is not None:
+                self.sq_norms[:-1] = square_norms(self.layout, self.rows, self._roots)
+            else:
+                self.sq_norms[:-1] *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
+            self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._roots)
 
     def release(self) -> None:
         """Frees the rows."""

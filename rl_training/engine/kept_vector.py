@@ -8,21 +8,17 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from rl_training.engine.shards import Shard
 from rl_training.mathematics.vectors import SHARD, Layout, Vector, num_bytes
-
-Place = tuple[int, int, int]  # of a process's entries in a whole parameter: start, stop; and how many that has
 
 
 class KeptVector:
-    """This process's entries of a vector of some step.
+    """This process's entries of a vector of some step, as the shard says which they are."""
 
-    places  start, stop, and the entries of each whole parameter; None: this process keeps whole parameters
-    """
-
-    def __init__(self, layout: Layout, places: Mapping[str, Place] | None = None) -> None:
+    def __init__(self, layout: Layout, shard: Shard) -> None:
         self._layout = layout
-        own = layout.by_name(layout.zeros()) if places is None else {}
-        self._places = places or {name: (0, len(part), len(part)) for name, part in own.items()}
+        # Start and stop in the whole parameter, and how many entries that has.
+        self._places = {name: (*shard.cut(name, shard.rank), shard.numel(name)) for name in layout.names}
         self.vector: Vector | None = None
         self.step: int | None = None  # that it is of
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.fold_products import PRODUCTS
-from rl_training.engine.kept_vector import Place
+from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
 from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.running_variance import RunningVariance
@@ -19,17 +19,11 @@ from rl_training.mathematics.vectors import Layout
 class StepMemory:
     """What outlives a step and goes into the checkpoint: δθ of the one before, and variances of the last few."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        settings: EntropySettings,
-        offload: bool = False,
-        places: Mapping[str, Place] | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, shard: Shard, settings: EntropySettings, offload: bool = False) -> None:
         self.layout, self.settings = layout, settings
         self.device = "cpu" if offload else None  # of what is kept by fold; None: the parameters'
         self.errors = RunningVariance(settings.error_decay)
-        self.history = UpdateHistory(layout, places)
+        self.history = UpdateHistory(layout, shard)
         self.attribution = Attribution(layout.names)
 
     @property

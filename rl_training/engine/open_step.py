@@ -94,7 +94,7 @@ class OpenStep:
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
-    def join(self, loop: Loop, rollout_number: int, whole_prompts: bool) -> Batch:
+    def join(self, loop: Loop, whole_prompts: bool) -> Batch:
         """Returns sequences, scores and loss weights of the whole step, padded to one width."""
         rollout = join_rollouts(self.rollouts)
         scores = Scores(
@@ -120,7 +120,6 @@ class OpenStep:
             fold=fold,
             num_folds=num_folds,
             responses_per_prompt=loop.shape.responses_per_prompt,
-            rollout_number=rollout_number,
             loss_settings=loop.loss_settings,
         )
 

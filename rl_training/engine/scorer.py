@@ -15,27 +15,20 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_training.engine.batch import Rollout
+from rl_training.engine.model_inputs import ModelInputs, as_they_lie, first_columns
 from rl_training.engine.precision import measuring, why_not_fp32
 from rl_training.engine.shards import reshard
 from rl_training.mathematics.linear_head import LogitMap, scores_of_hidden, scores_of_logits
 from rl_training.mathematics.scores import Scores
 
 CHUNK_LOGITS = 2**25  # 128 MB in fp32
-
-
-class _Batch(NamedTuple):
-    ids: Tensor  # (B, W), each sequence from the first column on
-    inputs: dict[str, Any]  # images and the like, by the names of the model's arguments
-    columns: Tensor  # (B, T), where a completion's tokens are predicted
-    targets: Tensor  # (B, T), these tokens
-    mask: Tensor  # (B, T), 1 on sampled ones
 
 
 class Scorer:
@@ -100,7 +93,7 @@ class Scorer:
             self.verify()
             as_training = contextlib.nullcontext() if self._measuring else self._autocast()
             with as_training, torch.set_grad_enabled(graph):
-                batch = _first_columns(sequences, rows)
+                batch = first_columns(sequences, rows)
                 logps, entropies = self._calculate(batch)
         return Scores(logps, entropies, batch.mask)
 
@@ -110,12 +103,12 @@ class Scorer:
         All of them at once, in at least fp32: give few rows at a time.
         """
         with self._streams_put_back(), torch.no_grad():
-            batch = _first_columns(sequences, rows)
-            row, place = batch.mask.nonzero(as_tuple=True)
-            at_tokens = row, batch.columns[row, place]
+            batch = first_columns(sequences, rows)
+            at_tokens = batch.at_tokens(batch.sampled_tokens())
             if self.verify():
-                return _at_least_fp32(self._own_logits(batch.ids, batch.inputs)[at_tokens]) / self.temperature
-            hidden = self._hidden(batch.ids, batch.inputs)[at_tokens]
+                logits = self._own_logits(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
+                return _at_least_fp32(logits) / self.temperature
+            hidden = self._hidden(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
             return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
 
     def _gathered(self, calculate: Callable[[], Any]) -> Any:
@@ -145,18 +138,13 @@ class Scorer:
 
         By an attention mask and without positions, as trainers pass rows on; as a measurement, without graph.
         """
-        ids = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
-        there = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
-        targets, mask = sequences.completion_ids[rows], sequences.completion_mask[rows]
-        columns = torch.arange(ids.shape[1] - targets.shape[1] - 1, ids.shape[1] - 1, device=ids.device)
-        inputs = {"attention_mask": there, **_further_inputs(sequences, rows, None)}
-        batch = _Batch(ids, inputs, columns.expand_as(targets), targets, mask)
+        batch = as_they_lie(sequences, rows)
         # Half-precision layers take no fp32 but from autocast.
         rounded = self._autocast() if self.why_not_fp32 else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
             self.verify()
             logps, entropies = self._calculate(batch)
-        return Scores(logps, entropies, mask)
+        return Scores(logps, entropies, batch.mask)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -214,22 +202,21 @@ class Scorer:
         expected = self._logit_map(ramp) * self.temperature
         return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
 
-    def _calculate(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+    def _calculate(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
         calculate = self._by_own_logits if self._why_whole else self._by_body_and_head
         logps, entropies = self._gathered(lambda: calculate(batch))
         return logps, entropies
 
-    def _by_body_and_head(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+    def _by_body_and_head(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
         head = self._lm.get_output_embeddings()
         hidden = self._hidden(batch.ids, batch.inputs)
         patched = "forward" in vars(head) and not self._fp32_head  # or patched to do that
         if self._call_head or type(head) is not nn.Linear or patched:
             columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
             return self._by_called_head(head, hidden.gather(1, columns), batch)
-        row, place = batch.mask.nonzero(as_tuple=True)
-        at_tokens = row * batch.ids.shape[1] + batch.columns[row, place]
-        x = hidden.flatten(0, 1).index_select(0, at_tokens).to(head.weight.device)
-        targets = batch.targets[row, place].to(x.device)
+        sampled = batch.sampled_tokens()
+        x = hidden.flatten(0, 1).index_select(0, batch.at_tokens(sampled)).to(head.weight.device)
+        targets = batch.targets.flatten()[sampled].to(x.device)
         values = scores_of_hidden(
             x, head.weight, head.bias, targets, self._logit_map, self._dtype_of_product(x, head), self._chunk
         )
@@ -238,7 +225,7 @@ class Scorer:
         logps, entropies = (t.masked_scatter(mask, v.to(mask.device)) for t, v in zip(empty, values, strict=True))
         return logps, entropies
 
-    def _by_called_head(self, head: Any, hidden: Tensor, batch: _Batch) -> tuple[Tensor, Tensor]:
+    def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs) -> tuple[Tensor, Tensor]:
         """Calls it on chunks of columns, (B, t, H): hooks on it can tell the sequences apart."""
 
         def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,7 +245,7 @@ class Scorer:
         logps, entropies = (torch.cat(values, dim=1) for values in zip(*parts, strict=True))
         return logps, entropies
 
-    def _by_own_logits(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+    def _by_own_logits(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
         logits = self._own_logits(batch.ids, batch.inputs)
         logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets)
@@ -299,39 +286,6 @@ def _logit_map(config: Any, temperature: float) -> LogitMap:
         factors.append(scaling if text.model_type == "hyperclovax" else 1 / scaling)
     scale = next((factor for factor in factors if factor is not None), 1.0)
     return LogitMap(scale, getattr(text, "final_logit_softcapping", None), temperature)
-
-
-def _first_columns(sequences: Rollout, rows: Tensor) -> _Batch:
-    """Returns these rows with the padding on their right."""
-    prompt_mask, mask = sequences.prompt_mask[rows], sequences.completion_mask[rows]
-    prompt_length, length = prompt_mask.sum(dim=1), sequences.token_mask[rows].sum(dim=1)
-    padded = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
-    width, longest = torch.stack([(prompt_length + length).max(), length.max()]).tolist()  # one wait for both
-    columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
-    columns = columns.clamp(max=padded.shape[1] - 1)
-    before = (prompt_length - 1).unsqueeze(1) + torch.arange(longest, device=padded.device)
-    return _Batch(
-        ids=padded.gather(1, columns),
-        inputs=_further_inputs(sequences, rows, columns),
-        columns=before.clamp(max=width - 1),
-        targets=sequences.completion_ids[rows][:, :longest],
-        mask=mask[:, :longest],
-    )
-
-
-def _further_inputs(sequences: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
-    """Returns what the model takes beside tokens, of these rows; types of tokens go with the tokens, to `columns`."""
-    inputs: dict[str, Any] = {}
-    for name, values in (sequences.images or {}).items():
-        if not isinstance(values, Tensor):
-            own = [values[row] for row in rows.tolist()]
-            if isinstance(own[0], Tensor):  # otherwise it counts what rows have, and is no input of the model
-                inputs[name] = torch.cat(own)
-        elif columns is not None and name.endswith("token_type_ids"):
-            inputs[name] = values[rows].gather(1, columns)
-        else:
-            inputs[name] = values[rows]
-    return inputs
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ class Gradients:
     reduction: FoldReduction
     rows: Vector | None  # (F, n) of each bucket: the mean gradient of each fold
     why_no_rows: str = ""  # where a probe asks for them
-    sq_norms: Tensor | None = None  # (F, parameters, 2) fp64: |g_k|² and Σ P g_k², over all processes
+    # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, last of the mean, over all processes
+    sq_norms: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,10 @@ class EntropySettings:
 class EntropyChange:
     """What the step does to entropy to first order: entropy_change.py has the formulas.
 
-    Vectors lie as `layout` says. Reasons are "" where the thing is there.
+    Vectors lie as the layout of the step's gradients says. Reasons are "" where the thing is there.
     """
 
     settings: EntropySettings
-    layout: Layout
     labels: tuple[str, ...]  # of forward's splits
     why_none: str = ""  # why there is no entropy gradient, and nothing of what follows
     why_no_forward: str = ""  # why no fold can be left out of the step

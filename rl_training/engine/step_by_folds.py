@@ -11,11 +11,9 @@ from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, ba
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.engine.updates import FoldMeans
-from rl_training.mathematics.estimate import FEWEST_FOLDS
+from rl_training.mathematics.estimate import why_no_stderr
 from rl_training.mathematics.jackknife import jackknife_covariance
 from rl_training.mathematics.running_pairs import Pair
-
-FEW_FOLDS = f"it needs {FEWEST_FOLDS} folds of prompts, and this step has fewer"
 
 
 def why_no_folds(step: Step, off_policy: str) -> str:
@@ -24,9 +22,8 @@ def why_no_folds(step: Step, off_policy: str) -> str:
     off_policy  why not off-policy
     """
     change, reused = step.entropy_change, step.capabilities.reused
-    few = FEW_FOLDS if step.num_folds < FEWEST_FOLDS else ""
     other_policy = "" if step.batch.rollout.on_policy else off_policy
-    return reused or other_policy or change.why_none or change.why_no_forward or few
+    return reused or other_policy or change.why_none or change.why_no_forward or why_no_stderr(step.num_folds)
 
 
 class StepByFolds:
@@ -75,17 +72,13 @@ def pairs_of(
     folds, reduce, plain = StepByFolds(step), step.ranks.reduce, step.batch.loss_weights.stacked()
     further = {name: table - plain for name, table in weights.items()}
     without_basis, by_basis = changes_by_basis(further, plain, reduce)
-    directions = [Direction(folds.rows)]
+    directions, names = [Direction(folds.rows)], list(by_basis)
+    first = [reward] if isinstance(reward, LossWeights) else []
+    bases = bases_of(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])
     if reward is not None:
-        gradient, factor = folds.steps.gradient, 1.0
-        if isinstance(reward, LossWeights):
-            ((_, gradient),) = bases_of(step, [reward])
-        else:
-            factor = reward
+        gradient, factor = (folds.steps.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
         directions.append(Direction(gradient.rows, [step.num_sequences * part for part in gradient.mean], factor))
     pairs: dict[str, Pair] = {}
-    names = list(by_basis)
-    bases = bases_of(step, [LossWeights.of_stacked(further[name]) for name in names])
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
         products = ChangedSteps(folds.steps, reduce, basis).products(list(changes.values()), directions)
@@ -93,7 +86,7 @@ def pairs_of(
 
     measure({**changes, **without_basis})
     for number, basis in bases:  # one after another: they are large
-        measure(by_basis[names[number]], basis)
+        measure(by_basis[names[number - len(first)]], basis)
         del basis
     return pairs
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_training.engine.attribution import layer
 from rl_training.engine.probe import Need, Probe
+from rl_training.engine.quantities import NOT_FINITE
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Step
 from rl_training.engine.updates import UpdateHistory
@@ -132,12 +133,13 @@ class StepGuard:
                 probe.load_state_dict(state)
                 probe.discard(reason)
         found = {name: _remaining(share) for name, share in zip(names[1:], shares, strict=True)}
-        return {names[0]: Estimate(error, reason=NO_BAR)} | found
+        return {names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR)} | found
 
     def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
         """Returns the error beyond rounding, and (δ_actual · δ) / δ² of all weights and of each layer.
 
-        The error is inf where weights move that would not; a share nan where the formula moves none.
+        The error is inf where weights move that would not, or become no numbers, and nan where the formula has none. A
+        share is nan where the formula moves nothing.
         """
         ends = [self._kept((1.0 + off) * formula) for off in (-HALF_PRECISION, HALF_PRECISION)]
         off = moved - torch.where(self._is_short, moved.clamp(torch.minimum(*ends), torch.maximum(*ends)), formula)
@@ -148,6 +150,8 @@ class StepGuard:
         by_part = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # all of it first
         off_square, square = by_part[0, :2].tolist()
         error = math.sqrt(off_square / square) if square else math.inf if off_square else 0.0
+        if math.isnan(error) and math.isfinite(square):
+            error = math.inf
         return [error, *(by_part[:, 2] / by_part[:, 3]).tolist()]
 
     def _kept(self, change: Tensor) -> Tensor:

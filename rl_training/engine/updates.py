@@ -179,6 +179,15 @@ def split_products(
     return products
 
 
+def adam_roots(layout: Layout, pieces: Iterable[Piece]) -> Vector:
+    """Returns √P of the step before; nan for the entries of parameters without a warm state of AdamW's."""
+    roots = [torch.full_like(part, torch.nan) for part in layout.zeros()]
+    for piece in pieces:
+        if isinstance(piece.state, AdamWState) and piece.state.is_warm:
+            piece.of(roots).copy_(piece.state.preconditioner().sqrt_())
+    return roots
+
+
 @dataclass(frozen=True)
 class FoldMeans:
     """A gradient's mean over all folds, and over each: this process's entries."""

@@ -27,7 +27,7 @@ def bonus(loss: LossInputs, strength: float) -> LossWeights:
     Source: Mnih et al. 2016, arXiv 1602.01783; TRL.
     """
     mask = loss.scores.mask.to(loss.scores.entropies)
-    added = mask * (-strength / (loss.microbatches * max(float(mask.sum()), 1.0)))
+    added = mask * (-strength / (loss.microbatches * mask.sum().clamp(min=1.0)))
     old = loss.weights.entropies
     return LossWeights(loss.weights.logps, added if old is None else old + added)
 

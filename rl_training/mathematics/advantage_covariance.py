@@ -32,9 +32,8 @@ def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
 
     First over its tokens, then over the sequence as one value. `minus_covariance` takes sums of these over sequences.
     """
-    mask = scores.mask.bool()
-    logp = scores.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
-    length, advantage = mask.sum(dim=1).double(), advantages.double()
+    exact, advantage = scores.exact(), advantages.double()
+    logp, length = exact.logps.sum(dim=1), exact.mask.sum(dim=1)
     token_sums = torch.stack([length, logp, length * advantage, logp * advantage], dim=1)
     sequence_sums = torch.stack([torch.ones_like(length), logp, advantage, logp * advantage], dim=1)
     return torch.stack([token_sums, sequence_sums], dim=1)

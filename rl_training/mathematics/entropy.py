@@ -61,9 +61,8 @@ class PrefixRatios(NamedTuple):
     @classmethod
     def of(cls, log_ratios: Tensor, mask: Tensor) -> PrefixRatios:
         """Returns those of log π − log μ of each token, (B, T), where mask is 1."""
-        order = policy_first(mask)
-        through = running_sum(log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, order)).exp()
-        return cls(torch.cat([torch.ones_like(through[:, :1]), through[:, :-1]], dim=1), through)
+        logs = log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, policy_first(mask))
+        return cls(sums_before(logs).exp(), running_sum(logs).exp())
 
     def normalised(self, reduce: Callable[[Tensor], Tensor] = unchanged) -> PrefixRatios:
         """Returns them over their mean over all N sequences at each position: 1 in expectation, so less noise.
@@ -117,7 +116,7 @@ def surrogate_weights(
     ones = torch.ones_like(mask)
     before, through = (ones, ones) if ratios is None else (part[:, : mask.shape[1]] for part in ratios)
     costs, entropy_weights = _costs(target, entropies, before * mask, reduce)
-    to_go = (running_sum(costs.flip(1)).flip(1) - costs) * mask  # strictly after k
+    to_go = sums_after(costs) * mask
     weights = (to_go - through * _leave_one_out_mean(to_go, mask, through, group, reduce)) * mask
     weights, entropy_weights = (torch.zeros_like(w).scatter(1, order, w).to(dtype) for w in (weights, entropy_weights))
     return weights, entropy_weights
@@ -130,6 +129,16 @@ def running_sum(values: Tensor) -> Tensor:
     """
     place = "cpu" if torch.are_deterministic_algorithms_enabled() else values.device
     return values.to(place).cumsum(dim=1).to(values.device)
+
+
+def sums_before(values: Tensor) -> Tensor:
+    """Returns the sums of (B, T) values strictly before each position."""
+    return running_sum(values) - values
+
+
+def sums_after(values: Tensor) -> Tensor:
+    """Returns the sums of (B, T) values strictly after each position."""
+    return running_sum(values.flip(1)).flip(1) - values
 
 
 def _costs(

@@ -52,10 +52,8 @@ class Weights:
 
 def sequence_totals(scores: Scores) -> Tensor:
     """Returns (B, 3) in float64: S, H and T of each sequence, the sums over its tokens."""
-    mask = scores.mask.bool()
-    logp = scores.logps.double().masked_fill(~mask, 0).sum(dim=1)
-    entropy = scores.entropies.double().masked_fill(~mask, 0).sum(dim=1)
-    return torch.stack([logp, entropy, mask.sum(dim=1).double()], dim=1)
+    exact = scores.exact()
+    return torch.stack([exact.logps, exact.entropies, exact.mask], dim=1).sum(dim=2)
 
 
 def importance_weights(before: Tensor, after: Tensor) -> Weights:

@@ -47,8 +47,7 @@ def jackknife_stderr(
     >>> torch.isclose(error, x.std() / 2)
     tensor(True)
     """
-    covariance = jackknife_covariance(lambda s: statistic(s).unsqueeze(-1), sums, sums_without)
-    return covariance[..., 0, 0].clamp(min=0).sqrt()  # exact zero may come out as −1e-30: rounding, not an estimate
+    return Replicates(statistic(sums), statistic(sums_without)).stderr
 
 
 def jackknife_covariance(

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.entropy import running_sum, surrogate_weights
+from rl_training.mathematics.entropy import sums_after, sums_before, surrogate_weights
 from rl_training.mathematics.scores import Scores
 
 
@@ -44,25 +44,24 @@ def differences_before(
     Example: of two responses to one prompt, each of one token with h = 1 and with rewards 1 and 0, the first has
     h' = 3 and is twice as likely before: its terms are 2, 0, (2 − 1)(1 − 0) and 2 − 1 − log 2; log w = log 2.
     """
-    mask = scores.mask.double()
-    entropies = scores.entropies.double().masked_fill(mask == 0, 0.0)
+    exact, exact_before = scores.exact(), before.exact()
+    mask, entropies = exact.mask, exact.entropies
     real, own = mask[rows], entropies[rows]
-    log_step = (before.logps.double() - scores.logps[rows].double()).masked_fill(real == 0, 0.0)
-    entropies_before = before.entropies.double().masked_fill(real == 0, 0.0)
+    log_step = exact_before.logps - exact.logps[rows]
     (prefix, last, moves), (prefix_before, last_before, moves_before) = (
         _prefix_ratios(logs) for logs in (log_ratios[rows], log_ratios[rows] + log_step)
     )
     centred = [surrogate_weights(entropies, mask, prompt_index, "sequence")[0]]
     centred += [surrogate_weights(entropies, mask, prompt_index, "length")[0]]
     of_entropy, of_length = (
-        ((moves_before - moves) * (costs.sum(dim=1, keepdim=True) - running_sum(costs) - weights)[rows]).sum(dim=1)
+        ((moves_before - moves) * (sums_after(costs) - weights)[rows]).sum(dim=1)
         for costs, weights in zip((entropies, mask), centred, strict=True)
     )
     _, group, sizes = prompt_index.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros_like(sizes, dtype=torch.float64).index_add_(0, group, rewards.double())
     above_others = rewards - (sums[group] - rewards) / (sizes[group] - 1)
     columns = [
-        (prefix_before * entropies_before - prefix * own).sum(dim=1) - of_entropy,
+        (prefix_before * exact_before.entropies - prefix * own).sum(dim=1) - of_entropy,
         ((prefix_before - prefix) * real).sum(dim=1) - of_length,
         (last_before.exp() - last.exp()) * above_others[rows],
         ((prefix + moves) * (log_step.expm1() - log_step)).sum(dim=1),
@@ -73,6 +72,5 @@ def differences_before(
 
 def _prefix_ratios(logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ρ before each token, log ρ after the last, (B,), and how each token moves ρ."""
-    after = running_sum(logs)
-    before = (after - logs).exp()
-    return before, after[:, -1], before * logs.expm1()
+    before = sums_before(logs).exp()
+    return before, logs.sum(dim=1), before * logs.expm1()

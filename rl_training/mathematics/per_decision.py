@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.entropy import running_sum
+from rl_training.mathematics.entropy import sums_after, sums_before
 from rl_training.mathematics.importance import MIN_SEQUENCES
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.scores import Scores
@@ -47,10 +47,11 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     with ρ_b = 0.5. H' = 2 + 1.5·4/(1.5 + 0.5) = 5 and T' = 1 + 1.5/2 = 1.75: ΔH_seq = 5 − 1.5, ΔH_tok = 5/1.75 − 1.
     """
     units = units or JackknifeUnits.of_rows(before.mask)
-    mask = _alive(before, units)
-    ratios = _relative_ratios(before, after, units)
-    entropy = mask * after.entropies.double().masked_fill(mask == 0, 0.0)
-    terms = torch.stack([ratios * entropy, ratios * mask, ratios], dim=1)  # (B, 3, T)
+    now, then = _exact(before, units), _exact(after, units)
+    log_ratios = sums_before(then.logps - now.logps)
+    # Relative to the largest of each position, which cancels: none overflows, not all underflow.
+    ratios = (log_ratios - units.largest(log_ratios)).exp()
+    terms = torch.stack([ratios * then.entropies, ratios * now.mask, ratios], dim=1)  # (B, 3, T)
     total, (own, unit_sums) = units.total(terms), units.local(terms)
 
     def sum_of_positions(sums: Tensor) -> Tensor:
@@ -65,10 +66,9 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
 def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replicates:
     """Returns H, (2,) nats per token and per sequence, of sequences under the policy that they were sampled from."""
     units = units or JackknifeUnits.of_rows(scores.mask)
-    mask = _alive(scores, units)
-    entropy = (mask * scores.entropies.double().masked_fill(mask == 0, 0.0)).sum(dim=1)
-    sums = _sums(torch.stack([entropy, mask.sum(dim=1)], dim=1), units)
-    return _per_token_and_sequence(_ratio(sums, _sums(torch.ones_like(mask[:, :1]), units)))
+    exact = _exact(scores, units)
+    sums = _sums(torch.stack([exact.entropies, exact.mask], dim=1).sum(dim=2), units)
+    return _per_token_and_sequence(_ratio(sums, _sums(torch.ones_like(exact.mask[:, :1]), units)))
 
 
 def first_order_change(
@@ -83,16 +83,14 @@ def first_order_change(
     out of the baseline, of the level H_tok and of the mean length too.
     """
     units = units or JackknifeUnits.of_rows(scores.mask)
-    mask = _alive(scores, units)
-    entropy, logp_terms, entropy_terms = (
-        mask * values.double().masked_fill(mask == 0, 0.0) for values in (scores.entropies, logp_slopes, entropy_slopes)
-    )
+    exact, along = _exact(scores, units), Scores(logp_slopes, entropy_slopes, scores.mask).exact()
+    mask, entropy, logp_terms, entropy_terms = exact.mask, exact.entropies, along.logps, along.entropies
     count = _sums(torch.ones_like(mask[:, :1]), units)
     lengths, entropies, direct = (
         _ratio(_sums(values.sum(dim=1, keepdim=True), units), count) for values in (mask, entropy, entropy_terms)
     )
     through_prefixes, length_change = (
-        _ratio(_centred_products(_still_to_come(cost), logp_terms, mask, units), count) for cost in (entropy, mask)
+        _ratio(_centred_products(sums_after(cost), logp_terms, mask, units), count) for cost in (entropy, mask)
     )
     change = direct + through_prefixes
 
@@ -111,17 +109,10 @@ def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
     )
 
 
-def _alive(scores: Scores, units: JackknifeUnits) -> Tensor:
+def _exact(scores: Scores, units: JackknifeUnits) -> Scores:
     if units.count < MIN_SEQUENCES:
         raise ValueError(f"{units.count} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
-    return scores.mask.double()
-
-
-def _relative_ratios(before: Scores, after: Scores, units: JackknifeUnits) -> Tensor:
-    """Returns ρ, (B, T), relative to the largest of each position, which cancels: none overflows, not all underflow."""
-    steps = (after.logps.double() - before.logps.double()).masked_fill(before.mask == 0, 0.0)
-    log_ratios = torch.nn.functional.pad(running_sum(steps), (1, -1))  # of what comes before, and not of the token
-    return (log_ratios - units.largest(log_ratios)).exp()
+    return scores.exact()
 
 
 def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
@@ -142,11 +133,6 @@ def _sums(values: Tensor, units: JackknifeUnits) -> Replicates:
 
 def _ratio(sums: Replicates, counts: Replicates) -> Replicates:
     return Replicates(sums.value / counts.value, sums.without / counts.without)
-
-
-def _still_to_come(costs: Tensor) -> Tensor:
-    """Returns the sum of the costs strictly after each position, (N, T)."""
-    return running_sum(costs.flip(1)).flip(1) - costs
 
 
 def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: JackknifeUnits) -> Replicates:

@@ -158,12 +158,6 @@ def copy(target: Vector, vector: Vector) -> None:
         part.copy_(other)
 
 
-def as_flat(tensor: Tensor) -> Tensor:
-    """Returns the entries as a vector, in at least fp32."""
-    flat = tensor.detach().reshape(-1)
-    return flat.to(torch.promote_types(flat.dtype, torch.float32))
-
-
 def join(vectors: Sequence[Tensor]) -> Tensor:
     """Returns the vectors as one, (n,); a single one is not copied."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))

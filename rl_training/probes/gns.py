@@ -31,7 +31,6 @@ from rl_training.mathematics import noise_scale as noise
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.noise_scale import BOUNDS
-from rl_training.mathematics.square_norms import adam_roots, square_norms
 from rl_training.mathematics.vectors import dot
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
@@ -76,17 +75,12 @@ class GradientNoiseScaleProbe(Probe):
         if reason:
             self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return
-        gradients, prompts = step.gradients, step.fold_sizes / group
-        assert gradients.sq_norms is not None
-        layout, mean = gradients.layout, gradients.layout.vector(gradients.mean.values())
-        roots = adam_roots(layout, step.optimizer.states)
-        batch = step.ranks.reduce(square_norms(layout, [part.unsqueeze(0) for part in mean], roots))[0].cpu()
-        kinds = [module_kind(name) for name in layout.names]
-        batch_size = float(prompts.sum())
-        moments = noise.noise_moments(
-            _channels(gradients.sq_norms.mean(dim=0).cpu(), kinds), _channels(batch, kinds),
-            blocks / float((1.0 / prompts).sum()), batch_size,
-        )  # fmt: skip
+        assert step.gradients.sq_norms is not None
+        sq_norms, prompts = step.gradients.sq_norms.cpu(), step.fold_sizes / group
+        kinds = [module_kind(name) for name in step.gradients.layout.names]
+        of_blocks, of_batch = _channels(sq_norms[:-1].mean(dim=0), kinds), _channels(sq_norms[-1], kinds)
+        block_size, batch_size = blocks / float((1.0 / prompts).sum()), float(prompts.sum())
+        moments = noise.noise_moments(of_blocks, of_batch, block_size, batch_size)
         if self.split_prompts and not _why_no_split(step):
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)

@@ -31,7 +31,7 @@ from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.kept_vector import KeptVector
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step
-from rl_training.mathematics.entropy import running_sum
+from rl_training.mathematics.entropy import sums_before
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.jackknife import estimates_over_units
@@ -101,11 +101,8 @@ class MeasuredStepProbe(Probe):
 
     def _kept_of(self, step: Step) -> KeptVector:
         if self._kept is None:
-            shard = step.policy.shard
-            assert shard is not None
-            names = step.gradients.layout.names
-            places = {name: (*shard.cut(name, shard.rank), shard.numel(name)) for name in names}
-            self._kept = KeptVector(step.gradients.layout, places)
+            assert step.policy.shard is not None
+            self._kept = KeptVector(step.gradients.layout, step.policy.shard)
             self._kept.load_state_dict(self._state)
             prefix = "error."
             self._errors.load_state_dict(
@@ -187,9 +184,9 @@ def sums_of_responses(step: Step, rows: Tensor, terms: Tensor, logs: Tensor) -> 
 
     rows, terms  of the responses that were scored again
     """
-    scores = step.batch.scores
-    weights = scores.mask * (running_sum(logs) - logs).exp()  # of tokens: 1 where the policy sampled itself
-    entropies = (weights * scores.entropies.double().masked_fill(scores.mask == 0, 0.0)).sum(dim=1)
+    exact = step.batch.scores.exact()
+    weights = exact.mask * sums_before(logs).exp()  # of tokens: 1 where the policy sampled itself
+    entropies = (weights * exact.entropies).sum(dim=1)
     lengths, again = weights.sum(dim=1), terms[:, 4].exp()
     columns = [torch.ones_like(again), *terms[:, :4].unbind(dim=1), lengths[rows], again, again.square()]
     scored = terms.new_zeros(len(lengths), len(columns))

@@ -22,7 +22,7 @@ from rl_training.engine.shards import Shard
 from rl_training.mathematics import vectors
 from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import SEGMENT, Layout, add, dot, dots, num_bytes, sums_of_spans
+from rl_training.mathematics.vectors import SEGMENT, Layout, Vector, add, dot, dots, num_bytes, sums_of_spans
 
 VOCABULARY, WIDTH = 11, 4
 
@@ -88,6 +88,11 @@ def kept(rows: GradientRows) -> dict[str, Tensor]:
     return rows.layout.by_name(rows.rows)
 
 
+def mean_of(model: nn.Module, rows: GradientRows) -> Vector:
+    """Returns the gradient that the optimizer gets."""
+    return rows.layout.vector(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+
+
 def catch(rows: GradientRows, first_row: int, loss: Tensor) -> None:
     rows.arm(first_row)
     loss.backward()
@@ -100,7 +105,7 @@ def train_step(model: nn.Module, rows: GradientRows, batches: list[Tensor]) -> N
     rows.start_step(folds_of(*[[3]] * count))
     for k, tokens in enumerate(batches):
         catch(rows, 3 * k, model(tokens) / count)
-    rows.finish(torch.full((count,), 3.0, dtype=torch.float64), 1)
+    rows.finish(torch.full((count,), 3.0, dtype=torch.float64), 1, mean_of(model, rows))
 
 
 @pytest.fixture
@@ -307,6 +312,12 @@ def test_rows_that_are_not_armed_keep_nothing(model: TiedModel, rows: GradientRo
     assert not any(part.any() for part in rows.rows)
 
 
+def test_a_step_that_keeps_nothing_of_gradients_sets_no_hook(model: TiedModel, rows: GradientRows) -> None:
+    rows.start_step(folds_of([3]), keep_rows=False)
+    rows.arm(0)
+    assert not any(param._backward_hooks for param in model.parameters())
+
+
 def test_disarmed_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> None:
     rows.start_step(folds_of([3], [3]))
     for first_row in (0, 3):
@@ -319,23 +330,24 @@ def test_disarmed_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> No
     assert not any(part.any() for part in rows.rows)
 
 
-@pytest.mark.parametrize("options", [{"offload": True}, {"keep_rows": False}, {"offload": False}], ids=str)
+@pytest.mark.parametrize(("offload", "keep_rows"), [(True, True), (False, False), (False, True)])
 def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
-    model: TiedModel, options: dict[str, bool]
+    model: TiedModel, offload: bool, keep_rows: bool
 ) -> None:
     """Of microbatches of 1, 2 and 3 sequences, the first two in one fold: the loss of all six is a mean over them."""
-    rows, sizes = rows_of(model, keep_sq_norms=True, **options), [1, 2, 3]
+    rows, sizes = rows_of(model, offload=offload), [1, 2, 3]
     batches = torch.cat(microbatches(2)).split(sizes)
-    rows.start_step(folds_of([1, 2], [3]))
+    rows.start_step(folds_of([1, 2], [3]), keep_rows, roots=rows.layout.zeros())
     for first_row, tokens in zip((0, 1, 3), batches, strict=True):
         catch(rows, first_row, model(tokens) * len(tokens) / sum(sizes))
-    rows.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1)
+    rows.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model, rows))
     expected = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
     assert rows.sq_norms is not None
     for number, name in enumerate(expected[0]):
         own = torch.stack([gradients[name] for gradients in expected])
-        torch.testing.assert_close(rows.sq_norms[:, number, 0], own.square().sum(dim=1))
-        if options.get("keep_rows", True):
+        of_folds_and_mean = torch.cat([own, own.mean(dim=0, keepdim=True)]).square().sum(dim=1)
+        torch.testing.assert_close(rows.sq_norms[:, number, 0], of_folds_and_mean)
+        if keep_rows:
             torch.testing.assert_close(kept(rows)[name], own)
 
 
@@ -345,8 +357,8 @@ def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
     with FakeTensorMode(), torch.no_grad():
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
         layout = Layout(shard.trained)
-        rows = GradientRows(FoldReduction(shard, layout), layout, keep_sq_norms=True, offload=offload)
-        rows.start_step(folds_of([1]))
+        rows = GradientRows(FoldReduction(shard, layout), layout, offload=offload)
+        rows.start_step(folds_of([1]), roots=layout.zeros())
         assert {part.device.type for part in rows.rows} == {lies_on}
         assert rows.sq_norms.device.type == "cuda"
 
@@ -396,7 +408,7 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
         own = torch.tensor(rows)
         catch(caught, rows.start, (weights[own] * policy.score(rollout, own).logps).sum())
     caught.fill_slices(step)
-    caught.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1)
+    caught.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, caught.layout.zeros())
     expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
     torch.testing.assert_close(caught.rows[0], expected, rtol=1e-12, atol=0)
 

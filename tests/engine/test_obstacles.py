@@ -10,6 +10,7 @@ from typing import Any
 import plain_loop
 import pytest
 import torch
+from example_steps import shard_of
 from ranks_in_threads import on_two_ranks
 from shared_rollouts import MICROBATCH, PROMPTS
 from shared_rollouts import G as G_OF_LOOP
@@ -25,9 +26,9 @@ from rl_training.engine.open_step import OpenStep
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.step import EntropySettings, OptimizerView, Step
-from rl_training.engine.step_by_folds import FEW_FOLDS, why_no_folds
+from rl_training.engine.step_by_folds import why_no_folds
 from rl_training.mathematics import adamw as adamw_module
-from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.estimate import Estimate, why_no_stderr
 from rl_training.mathematics.folds import plan_folds
 from rl_training.probes import GradientNoiseScaleProbe, MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
@@ -41,7 +42,7 @@ def step() -> Step:
 
 def test_products_by_folds_take_four_folds(step: Step) -> None:
     steps = [dataclasses.replace(step, fold_sizes=step.fold_sizes[:n]) for n in (3, 4)]
-    assert [why_no_folds(each, "") for each in steps] == [FEW_FOLDS, ""]
+    assert [why_no_folds(each, "") for each in steps] == [why_no_stderr(3), ""]
 
 
 def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
@@ -53,7 +54,7 @@ def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
         return sums + sums.new_tensor([128.0, 1024.0])
 
     two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), fold_sizes=2 * step.fold_sizes)
-    memory = StepMemory(step.gradients.layout, EntropySettings())
+    memory = StepMemory(step.gradients.layout, shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
     assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).why_none
 
 

@@ -14,6 +14,7 @@ from two_turns import LOGITS, coverage
 
 from rl_training.engine.entropy_gradients import levels_of_folds, prefix_ratios
 from rl_training.engine.ranks import Ranks
+from rl_training.mathematics.scores import Scores
 
 SAMPLER = [[x + 0.35 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] for i, row in enumerate(LOGITS)]
 
@@ -25,8 +26,7 @@ def part_of(rows: slice, width: int) -> Any:
     logps, sampled, entropies = (torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(3))
     own = [values[rows, :width] for values in (logps, entropies, mask)]
     rollout = SimpleNamespace(sampling_logps=sampled[rows, :width], completion_mask=own[2], on_policy=True)
-    scores = SimpleNamespace(logps=own[0], entropies=own[1], mask=own[2])
-    return SimpleNamespace(batch=SimpleNamespace(rollout=rollout, scores=scores), num_sequences=8.0)
+    return SimpleNamespace(batch=SimpleNamespace(rollout=rollout, scores=Scores(*own)), num_sequences=8.0)
 
 
 def levels(rank: int, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:

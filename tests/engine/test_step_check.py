@@ -164,6 +164,12 @@ def test_a_step_of_bf16_weights_that_is_not_rounded_to_nearest_is_only_looked_ba
     assert math.isfinite(last["delta_h/backward"].value)
 
 
+def test_weights_that_become_no_numbers_are_no_step_of_the_optimizer() -> None:
+    first, _ = estimates(late=each_weight(lambda weight: torch.full_like(weight, math.nan)))
+    assert first["step/formula_error"].value == math.inf
+    assert "step/formula_error" in first["delta_h/forward"].reason
+
+
 def test_a_right_loop_is_the_formula_to_rounding() -> None:
     for step in estimates():
         assert step["step/formula_error"].value < 1e-5

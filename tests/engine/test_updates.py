@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import shard_of
 from torch import Tensor, nn
 
 from rl_training.engine.fold_products import PRODUCTS
@@ -128,12 +129,16 @@ def test_steps_of_bf16_weights_are_those_that_torch_makes(optimizer: Any, settin
         assert torch.isclose(moved, parts.total, rtol=1e-5, atol=0.0)[moves].float().mean() > alike
 
 
+def history_of(entries: int) -> UpdateHistory:
+    parameters = {"w": torch.zeros(entries)}
+    return UpdateHistory(Layout(parameters), shard_of(parameters))
+
+
 def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
-    layout = Layout({"w": torch.zeros(3)})
-    history, update, nowhere = UpdateHistory(layout), [torch.tensor([1.0, -2.0, 0.5])], {"w": torch.zeros(3)}
+    history, update, nowhere = history_of(3), [torch.tensor([1.0, -2.0, 0.5])], {"w": torch.zeros(3)}
     assert "first measured step" in history.why_none(1)
     history.keep(4, update, nowhere)
-    resumed = UpdateHistory(layout)
+    resumed = history_of(3)
     resumed.load_state_dict(history.state_dict())
     for kept in (history, resumed):
         assert kept.before(5)[0].tolist() == [1.0, -2.0, 0.5]
@@ -141,11 +146,11 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
         assert kept.before(6) is None
         assert "step 5 was not measured" in kept.why_none(6)
     with pytest.raises(ValueError, match="not of the 2 numbers that are trained"):
-        UpdateHistory(Layout({"w": torch.zeros(2)})).load_state_dict(history.state_dict())
+        history_of(2).load_state_dict(history.state_dict())
 
 
 def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
-    history = UpdateHistory(Layout({"w": torch.zeros(2)}))
+    history = history_of(2)
     weights = {"w": torch.tensor([1.0, 2.0])}
     history.keep(1, None, weights)
     weights["w"] += torch.tensor([0.25, -1.0])
@@ -157,7 +162,8 @@ def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
 
 def test_averaged_errors_of_a_checkpoint_that_has_own_prompts_go_to_the_products_that_are_left() -> None:
     """Its rows were forward, backward, reuse, own_prompts, forward_unclipped, and a row for each split."""
-    memory = StepMemory(Layout({"w": torch.zeros(2)}), EntropySettings())
+    parameters = {"w": torch.zeros(2)}
+    memory = StepMemory(Layout(parameters), shard_of(parameters), EntropySettings())
     labels = [f"label {number}" for number in range(len(memory.attribution.labels))]
     before = [*PRODUCTS[:3], "own_prompts", *PRODUCTS[3:], *labels]
     numbers = torch.arange(len(before), dtype=torch.float64).unsqueeze(1).expand(-1, 2)

@@ -286,7 +286,7 @@ def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
         completion_mask=loss.scores.mask, advantages=loss.advantages, rewards=None, prompt_index=rows // 2,
     )  # fmt: skip
     parts = (range(2), range(2, 6))
-    batch = Batch(rollout, loss.scores, loss.weights, parts, rows, 6, responses_per_prompt=2, rollout_number=1)
+    batch = Batch(rollout, loss.scores, loss.weights, parts, rows, 6, responses_per_prompt=2)
     inputs = loss_inputs(batch, lambda mine: mine)
     assert [part.microbatches for part in inputs] == [3.0, 1.5]
     assert torch.equal(inputs[1].weights.logps, loss.weights.logps[2:])

@@ -21,6 +21,7 @@ from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Gradients, Step
+from rl_training.engine.updates import OptimizerPieces, adam_roots
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
 from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.noise_scale import (
@@ -32,7 +33,6 @@ from rl_training.mathematics.noise_scale import (
     split_of_trace,
 )
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.square_norms import adam_roots
 from rl_training.mathematics.vectors import Layout
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import BOUNDS
@@ -94,7 +94,7 @@ class Loop:
         self.shard = Shard(self.model, torch.optim.SGD(self.model.parameters()), None)
         self.layout = Layout(self.shard.weights())
         self.reduction = FoldReduction(self.shard, self.layout)
-        self.rows = GradientRows(self.reduction, self.layout, keep_rows=False, keep_sq_norms=True)
+        self.rows = GradientRows(self.reduction, self.layout)
         self.states = {
             name: dataclasses.replace(state, exp_avg=state.exp_avg.flatten(), exp_avg_sq=state.exp_avg_sq.flatten())
             for name, state in (states or {}).items()
@@ -107,7 +107,8 @@ class Loop:
         self.steps += 1
         rows = ranges_of([number * G for number in sizes])
         folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
-        self.rows.start_step(folds, adam_roots(self.layout, self.states))
+        pieces = OptimizerPieces(self.layout, self.shard.weights(), self.states)
+        self.rows.start_step(folds, keep_rows=False, roots=adam_roots(self.layout, pieces))
         for k, block in enumerate(vectors):
             loss = self.model(block) * len(block) / sum(sizes)
             self.rows.arm(rows[k].start)
@@ -132,7 +133,7 @@ class Loop:
             states=self.states,
         )
         fold_sizes = torch.tensor([len(part) for part in rows], dtype=torch.float64)
-        self.rows.finish(fold_sizes, 1)
+        self.rows.finish(fold_sizes, 1, self.layout.vector(self.shard.gradients().values()))
         gradients = Gradients(
             self.shard.weights(),
             self.shard.gradients(),
@@ -443,14 +444,15 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
     parameters = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")})
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
     layout = Layout(shard.weights())
-    rows = GradientRows(FoldReduction(shard, layout), layout, keep_rows=False, keep_sq_norms=True)
-    rows.start_step([FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)])
+    rows = GradientRows(FoldReduction(shard, layout), layout)
+    folds = [FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)]
+    rows.start_step(folds, keep_rows=False, roots=layout.zeros())
     for k, p in enumerate(parameters.values()):
         rows.arm(k)
         (3.0 * p.sum() / 2).backward()
         rows.disarm()
-    rows.finish(torch.ones(2, dtype=torch.float64), 1)
-    assert rows.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0], rel=1e-6)
+    rows.finish(torch.ones(2, dtype=torch.float64), 1, layout.vector(shard.gradients().values()))
+    assert rows.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0, 4.5, 4.5], rel=1e-6)
 
 
 # --- the split of the trace -------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Validated(TruthProbe):
         self.before = step.policy.score_rollout(self.rollout)
         size, sides, parameters = 1 / 16, [], dict(step.policy.model.named_parameters())
         update = step.entropy_change.update
-        along = step.entropy_change.layout.by_name(update) if update is not None else {}
+        along = step.gradients.layout.by_name(update) if update is not None else {}
         if step.ranks.count > 1:  # each has its part of the update
             parts: list[Any] = [None] * step.ranks.count
             dist.all_gather_object(parts, along)

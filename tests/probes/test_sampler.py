@@ -39,7 +39,7 @@ def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tenso
     rollout = Rollout(ids, ids + 1, mask.long(), mask.long(), rewards, rewards, index, sampled)
     return Batch(
         rollout, Scores(logps, torch.zeros_like(logps), mask), LossWeights(logps, None), (range(count),),
-        index, 1, G, 0, LossSettings(T, 0.2, 0.2, False, correction),
+        index, 1, G, LossSettings(T, 0.2, 0.2, False, correction),
     )  # fmt: skip
 
 
