@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from rl_training.interventions.named import interventions_to_train
 from rl_training.job.explain import check_kind
-from rl_training.job.run_settings import checkpoint_in_a_run, load_settings
+from rl_training.job.run_settings import checkpoint_in_a_run, load_settings, with_changes
 from rl_training.job.settings import check_ranges
 from rl_training.job.trial_results import (
     PLAIN,
@@ -167,9 +167,10 @@ def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -
         )
     if len(set(names)) < len(names) or PLAIN in names:
         raise ValueError(f"interventions={given}: name each once; plain is always among them")
-    trained_with = _listed(load_settings(checkpoint.parents[1] / CONFIG_FILE).get("intervention"))
+    settings = load_settings(checkpoint.parents[1] / CONFIG_FILE)
+    with_changes(settings, words, f"the run in {checkpoint.parents[1]}")  # what each branch would refuse
     for name in names:
-        interventions_to_train([*trained_with, name])
+        interventions_to_train([*_listed(settings.get("intervention")), name])
     kind = cfg.launcher or ("joblib" if cfg.jobs > 1 else "basic")
     plugin = kind.partition("_")[0]
     if kind != "basic" and importlib.util.find_spec(f"hydra_plugins.hydra_{plugin}_launcher") is None:

@@ -191,6 +191,8 @@ def test_what_no_branch_could_be_trained_with_is_refused_before_any_is(
     (run / CONFIG_FILE).write_text("seed: 0\nintervention: psr\ntrainer: {}\n")
     with pytest.raises(ValueError, match=said):
         read_trial(composed("try", f"run={run}", f"interventions={names}"), (), ())
+    with composing(), pytest.raises(ValueError, match="stesp: there is no such setting, nor does the run in"):
+        read_trial(compose("try", [f"run={run}", "interventions=[lr:0.5]"]), ["stesp=20"], ())
 
 
 def test_what_was_foretold_is_of_this_strength_or_says_of_which(tmp_path: Path) -> None:
