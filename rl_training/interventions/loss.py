@@ -10,6 +10,7 @@ example, are those of this rank's microbatch. The same functions predict (probes
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ def loss_inputs(
 
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
-    rollout, scores, width = batch.rollout, vars(batch.scores).values(), batch.scores.mask.shape[1]
+    rollout, scores = dataclasses.replace(batch.rollout, images=None), vars(batch.scores).values()
     silent, parts = silent_share(rollout.advantages, rollout.prompt_index, reduce), []
     for microbatch in batch.microbatch_rows:
         rows = torch.arange(microbatch.start, microbatch.stop, device=rollout.advantages.device)
@@ -83,7 +84,7 @@ def loss_inputs(
             microbatch_inputs(
                 take_rows(rollout, rows),
                 Scores(*(table[rows] for table in scores)),
-                batch.loss_weights.of_rows(rows, width),
+                batch.loss_weights.of_rows(rows, batch.scores.mask.shape[1]),
                 batch.loss_settings,
                 None if reference_logps is None else reference_logps[rows],
                 microbatches=rollout.num_sequences / len(rows),

@@ -143,10 +143,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     stored = run_dir / CONFIG_FILE
     if not stored.is_file():
         return
-    try:
-        started = load_settings(stored)
-    except ValueError as error:
-        raise ValueError(f"{error}; without it the settings are not compared") from error
+    started = load_settings(stored)
     before, now = (
         {key: value for key, value in flat(without_secrets(c)).items() if not key.startswith(NOT_OF_TRAINING)}
         for c in (OmegaConf.to_container(started, resolve=True), OmegaConf.to_container(cfg, resolve=True))

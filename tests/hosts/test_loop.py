@@ -22,13 +22,14 @@ from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
 from rl_training import Estimate, Rollout, measured_loop
-from rl_training.engine.batch import take_rows
+from rl_training.engine.batch import LossSettings, take_rows
 from rl_training.engine.capabilities import REUSED, Fixes
+from rl_training.engine.correction import Correction
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
-from rl_training.hosts.trl.patches import FIXES
+from rl_training.hosts.trl.batches import fixes
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import (
     CovariancePredictorProbe,
@@ -464,14 +465,20 @@ def test_the_example_leaves_records_and_a_report(tmp_path: Path) -> None:
 
 def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
     """The engine names no trainer; TRL's host names the switch of its own."""
-    for fixes in (Fixes(), Fixes("do this", "do that"), FIXES):
+    settings = LossSettings(8, 0.2, 0.2, True, Correction(), frozenset({"delta", "loss_type", "intervention"}))
+    of_trl = fixes(settings)
+    assert of_trl.dr_grpo == (
+        "set loss_type='dr_grpo', delta=None, mask_truncated_completions=False, "
+        "vllm_importance_sampling_correction=False, no intervention"
+    )
+    for own in (Fixes(), Fixes("do this", "do that"), of_trl):
         shape = SimpleNamespace(responses_per_prompt=4)
-        loop: Any = SimpleNamespace(fixes=fixes, dr_grpo=False, no_fresh_responses="", shape=shape)
+        loop: Any = SimpleNamespace(fixes=own, dr_grpo=False, no_fresh_responses="", shape=shape)
         why = OpenStep(1, []).capabilities(loop, mismatch="", complete=False, whole=False, reused=False)
         reasons = why.split_prompts, why.mixed_prompts
-        assert all(reason.endswith(f": {fixes.whole_prompts}") for reason in reasons)
-        assert why.not_dr_grpo.endswith(f": {fixes.dr_grpo}")
-        assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (fixes is FIXES)
+        assert all(reason.endswith(f": {own.whole_prompts}") for reason in reasons)
+        assert why.not_dr_grpo.endswith(f": {own.dr_grpo}")
+        assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (own is of_trl)
 
 
 def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptureFixture) -> None:

@@ -214,7 +214,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 loss_settings=self.loss_settings,
                 sampling_mismatch=why_sampling_mismatch(trainer),
                 no_fresh_responses=why_no_fresh_responses(trainer),
-                fixes=patches.FIXES,
+                fixes=batches.fixes(self.loss_settings),
             )
         )
         if trainer.is_deepspeed_enabled:

@@ -14,6 +14,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.engine.batch import LossSettings, Rollout, in_one_width
+from rl_training.engine.capabilities import Fixes
 from rl_training.engine.correction import Correction
 from rl_training.hosts.trl.patches import SHUFFLE, wrap
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -56,6 +57,19 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
         hides_truncated=trainer.mask_truncated_completions,
         correction=_correction(trainer),
         differs=frozenset(name for name, value in DR_GRPO.items() if getattr(trainer.args, name) != value),
+    )
+
+
+def fixes(settings: LossSettings) -> Fixes:
+    """Returns what to do so that more can be measured of a training whose loss is set so."""
+    others = [f"{name}={value!r}" for name, value in DR_GRPO.items() if name in settings.differs]
+    others += ["mask_truncated_completions=False"] * settings.hides_truncated
+    others += ["vllm_importance_sampling_correction=False"] * (settings.correction is not None)
+    others += ["no intervention"] * ("intervention" in settings.differs)
+    return Fixes(
+        "use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences in a "
+        "microbatch",
+        f"set {', '.join(others)}",
     )
 
 

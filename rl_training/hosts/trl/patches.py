@@ -22,7 +22,6 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from rl_training.engine.capabilities import Fixes
 from rl_training.hosts.trl.sharding import has_sharded_weights
 
 logger = logging.get_logger(__name__)
@@ -65,12 +64,6 @@ TRAINER_ATTRIBUTES = (
 SHUFFLE = "shuffle_sequence_dict"  # of trl.trainer.grpo_trainer: shuffles a generation batch before it is split
 
 READABLE_STAGES = (1, 2, 3)  # of ZeRO
-FIXES = Fixes(
-    whole_prompts="use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences "
-    "in a microbatch",
-    dr_grpo="set loss_type='dr_grpo', scale_rewards='none', beta=0, mask_truncated_completions=False and, with vLLM, "
-    "vllm_importance_sampling_correction=False, or use DrGRPOTrainer",
-)
 
 
 def another_trainer(trainer: object) -> str:
