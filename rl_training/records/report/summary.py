@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import NamedTuple
-
-import pandas as pd
+from typing import Any, NamedTuple
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
@@ -24,7 +22,7 @@ from rl_training.records.report.findings import (
 )
 from rl_training.records.report.interventions import verdict_of_run
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
-from rl_training.records.report.words import MILLI, MISSING, in_words, sentences, times_in_words
+from rl_training.records.report.words import MILLI, sentences, times_in_words
 
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 AHEAD = 20  # steps of the alert: what can be told best
@@ -60,7 +58,7 @@ def opening(run: Run) -> list[str]:
     return sentences(
         "opening",
         only_reward=rewards.pop() if len(rewards) == 1 and spreads == {0.0} else None,
-        levels=ends_of(run.token_entropy()),
+        levels=[mean for mean, _, _ in ends_of(run.token_entropy())],
         rate=present_rate(run),
         one_step=(error, needed) if error and needed and error.value > UNCERTAIN else None,
         sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
@@ -68,11 +66,12 @@ def opening(run: Run) -> list[str]:
     )
 
 
-def ends_of(values: Mapping[int, float]) -> list[float]:
-    """Returns the means over the first few values and over the last; nothing of fewer than two."""
-    window = min(MAX_WINDOW, len(values) // 2)
-    listed = list(values.values())
-    return [statistics.fmean(listed[:window]), statistics.fmean(listed[-window:])] if window else []
+def ends_of(values: Mapping[int, float]) -> list[tuple[float, int, int]]:
+    """Returns (mean, first step, last step) of the first few values and of the last few; of one value, one."""
+    listed = list(values.items())
+    window = min(MAX_WINDOW, max(len(listed) // 2, 1))
+    parts = [part for part in (listed[:window], listed[window:][-window:]) if part]
+    return [(statistics.fmean(value for _, value in part), part[0][0], part[-1][0]) for part in parts]
 
 
 def step_numbers(run: Run) -> list[list[str]]:
@@ -100,134 +99,40 @@ def sampler_sentences(run: Run) -> list[str]:
 
 def summarize(run: Run) -> list[Row]:
     """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
-    logged, last = len(run.steps), run.last_step
-    unit = "nats per token; " if len(run.measured("entropy/token")) else "nats per token, as TRL logs it; "
-    acceptance = run.logged("buffer/acceptance")
-    drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
-    rows = [
-        Row("steps", str(last), "" if logged == last else f"{logged} of them logged"),
-        _first_to_last("reward", run.logged("reward"), drawn),
-        *(_held_out_row(label, rewards) for label, rewards in held_out_rewards(run).items()),
-    ]
-    if acceptance:
-        rows.append(_first_to_last("accepted prompts", acceptance, "share of the prompts generated; "))
-    rows += [_first_to_last("token entropy", run.token_entropy(), unit), *_alert_rows(run), *_change_rows(run)]
-    if len(run.measured("gns/noise_scale_prompts")):
-        rows.append(_scale_row(run))
-    if len(run.measured("ess/advantage")):
-        rows.append(_sample_row(run))
-    choice, meaning = verdict_of_run(run)
-    if choice:
-        rows.append(Row("interventions", choice, meaning))
-    return [*rows, _cost_row(run)]
+    ess, idle = (run.known(f"ess/{name}")["value"] for name in ("advantage_fraction", "zero_advantage_prompts"))
+    scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
+    (choice, meaning), held_out = verdict_of_run(run), held_out_rewards(run)
+    lines = sentences(
+        "summary",
+        logged=len(run.steps),
+        last=run.last_step,
+        reward=ends_of(run.logged("reward")),
+        held_out={label: to_estimates(rows.iloc[sorted({0, len(rows) - 1})]) for label, rows in held_out.items()},
+        acceptance=ends_of(run.logged("buffer/acceptance")),
+        entropy=ends_of(run.token_entropy()),
+        has_entropy=len(run.measured("entropy/token")) > 0,
+        alerts=alerts(run),
+        ahead=AHEAD,
+        **_changes(run),
+        scale=scale,
+        ratio=ratio,
+        has_ess=len(run.measured("ess/advantage")) > 0,
+        ess=ess.mean(),
+        idle=idle.mean(),
+        choice=choice,
+        meaning=meaning,
+        shares=list(run.logged("probe_cost/fraction_of_step").values()),
+    )
+    return [Row(*(cell.strip() for cell in line.split("¦"))) for line in lines]
 
 
-def _cost_row(run: Run) -> Row:
-    """Returns the mean share of the probes in a step's time, with the largest: few steps may be measured in full."""
-    shares = list(run.logged("probe_cost/fraction_of_step").values())
-    if not shares:
-        return Row("probe cost", MISSING, "no probe was timed")
-    note = f"of a step's time, mean over all steps; {max(shares):.1%} at the dearest of the {len(shares)} measured ones"
-    return Row("probe cost", f"{sum(shares) / len(run.steps):.1%}", note)
-
-
-def _held_out_row(label: str, rewards: pd.DataFrame) -> Row:
-    """Returns the row of the reward on prompts that training never sees, at the first and the last evaluated step."""
-    ends = to_estimates(pd.concat([rewards.head(1), rewards.iloc[1:].tail(1)]))
-    value = " → ".join(map(in_words, ends.values()))
-    error = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
-    return Row("held-out reward", value, f"{label}, step{'s' * (len(ends) > 1)} {' and '.join(map(str, ends))}{error}")
-
-
-def _first_to_last(label: str, values: Mapping[int, float], unit: str = "") -> Row:
-    """Returns the row of a mean over the first few logged steps and one over the last few; its note says which."""
-    steps = list(values)
-    if not steps:
-        return Row(label, MISSING, "no finite value was logged")
-    if len(steps) == 1:
-        return Row(label, f"{values[steps[0]]:.3f}", f"{unit}step {steps[0]} alone")
-    window = min(MAX_WINDOW, len(steps) // 2)
-    first, last = steps[:window], steps[-window:]
-    value = " → ".join(f"{end:.3f}" for end in ends_of(values))
-    if window == 1:
-        return Row(label, value, f"{unit}steps {first[0]} and {last[0]}")
-    return Row(label, value, f"{unit}means over steps {first[0]}–{first[-1]} and {last[0]}–{last[-1]}")
-
-
-def _alert_rows(run: Run) -> list[Row]:
-    """Returns the row of the alerts, where they are enabled."""
-    found = alerts(run)
-    if found is None:
-        return []
-    steps, checked, right = found
-    if not steps:
-        return [Row("alerts", "none", f"entropy was never likely to be below its level in {AHEAD} steps")]
-    note = f"forecast below its level within {AHEAD} steps; {right} of the {checked} that could be checked were right"
-    return [Row("alerts", f"at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}", note)]
-
-
-def _change_rows(run: Run) -> list[Row]:
-    """Returns the rows that hold the predicted change of entropy against the measured one, at the same step."""
+def _changes(run: Run) -> dict[str, Any]:
+    """Returns the measured change of entropy at the last step that has it, with the sums of predictions there."""
     sums = [run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
-    known = finite(sums[0]).index if len(finite(sums[0])) else sums[0].index
-    last = max(known, default=0)
+    last = max(finite(sums[0]).index, default=max(sums[0].index, default=0))
     first = max((step for step in origins(run) if step <= last), default=None)
-    span = "nats per token" if first is None else f"nats per token, from step {first} to step {last}"
-    if goes_on(run):
-        span += f", to step {last} from the first step of the run that this one continues"
-    truth = trapezoid = product = Estimate.missing(NO_LATER_BATCH)
+    changes = [Estimate.missing(NO_LATER_BATCH)] * 3
     if first != last:
         absent = Estimate.missing(NO_PROBE)
-        truth, trapezoid, product = (to_estimates(rows).get(last, absent) for rows in (*sums, naive_of(run)))
-    changes = {
-        "measured ΔH": (truth, span),
-        "predicted ΔH": (trapezoid, "sum of trapezoids"),
-        "naive product": (product, "sum of same-batch products"),
-    }
-    if all(math.isnan(e.value) for e, _ in changes.values()) and truth.reason == trapezoid.reason == product.reason:
-        return [Row("change of entropy", MISSING, truth.reason)]  # three lines would say the same
-    rows = []
-    for label, (estimate, note) in changes.items():
-        remark = "± 95 %" if estimate.stderr > 0 else estimate.reason or "no error bar"
-        note = estimate.reason if math.isnan(estimate.value) else f"{note}; {remark}"
-        rows.append(Row(label, in_words(estimate, signed=True), note))
-    half = truth.half_width()
-    if truth.value == 0 or abs(truth.value) <= half:
-        return [*rows, Row("predicted / measured", MISSING, "the measured change is not detectably different from 0")]
-    note = "no error bar on the measured change" if math.isnan(half) else ""
-    ratios = {"predicted / measured": trapezoid.value / truth.value, "naive / measured": product.value / truth.value}
-    return rows + [Row(label, f"{ratio:.2f}", note) for label, ratio in ratios.items() if not math.isnan(ratio)]
-
-
-def _sample_row(run: Run) -> Row:
-    shares, idle = (run.known(f"ess/{name}")["value"] for name in ("advantage_fraction", "zero_advantage_prompts"))
-    note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
-    if len(idle):
-        note += f"; {idle.mean():.0%} of the prompts have zero advantage: all their rewards are equal"
-    return Row("effective sample", f"{shares.mean():.0%}" if len(shares) else MISSING, note)
-
-
-def _scale_row(run: Run) -> Row:
-    """Returns the last noise scale with its interval, and the advice on batch size that follows from batch / scale."""
-    label = "noise scale"
-    scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
-    if scale is None or scale.interval is None:
-        return Row(label, f"{scale.value:.0f} prompts" if scale and scale.value == scale.value else MISSING,
-                   scale.reason if scale else "")  # fmt: skip
-    (low, high), ends = scale.interval, ratio.interval if ratio else None
-    note = f"95 %; {_advice(*(ends or (math.nan, math.nan)))}"
-    if math.isinf(high):
-        return Row(label, "no end to it" if math.isinf(low) else f"above {low:.0f} prompts", note)
-    return Row(label, f"{scale.value:.0f} ({low:.0f} … {high:.0f}) prompts", note)
-
-
-def _advice(low: float, high: float) -> str:
-    """Returns the advice on batch size, from the ends of the interval of batch / noise scale."""
-    between = f"the batch is {max(low, 0.0):.2f} to {max(high, 0.0):.2f} of it"
-    if high < 0.5:
-        return f"{between}: larger batches still save steps"
-    if low > 2:
-        return f"{between}: a smaller batch would learn almost as much in each step"
-    if low >= 0.5 and high <= 2:
-        return f"{between}: it is about right; beyond it gains shrink"
-    return f"{between}: whether another batch size pays is not known yet"
+        changes = [to_estimates(rows).get(last, absent) for rows in (*sums, naive_of(run))]
+    return {"changes": changes, "since": first, "until": last, "goes_on": goes_on(run)}

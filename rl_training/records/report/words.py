@@ -70,4 +70,9 @@ def sentences(block: str, **numbers: Any) -> list[str]:
 
 
 ENVIRONMENT.filters |= {"in_words": in_words, "milli": milli}
-ENVIRONMENT.tests["significant"] = is_significant
+ENVIRONMENT.tests |= {
+    "significant": is_significant,
+    "finite": math.isfinite,
+    "infinite": math.isinf,
+    "without_value": lambda estimate: math.isnan(estimate.value),
+}
