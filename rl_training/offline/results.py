@@ -34,10 +34,10 @@ from rl_training.offline.buffers import text_of
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import LogSettings
-from rl_training.records.analyses import Z_95, verdict
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
-from rl_training.records.report.words import MILLI, plus_minus
+from rl_training.records.report.checkpoint_analyses import verdict
+from rl_training.records.report.words import MILLI, normal_milli
 from rl_training.version import VERSION
 
 ROWS = {
@@ -117,7 +117,7 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
 
 
 def _with_error(found: Mapping[str, float], key: str) -> str:
-    return plus_minus(MILLI * found.get(key, math.nan), Z_95 * MILLI * found.get(f"{key}_se", math.nan), "+")
+    return normal_milli(found.get(key, math.nan), found.get(f"{key}_se", math.nan))
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

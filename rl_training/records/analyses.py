@@ -1,4 +1,4 @@
-"""Checkpoint analyses as pandas DataFrames (RUN/offline/NAME/checkpoint-N/result.json; logs), and a verdict on each.
+"""Checkpoint analyses as pandas DataFrames (RUN/offline/NAME/checkpoint-N/result.json; logs).
 
 What the logs hold: docs/reference/analysis_logs.md.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ COLUMNS = [
 ]  # fmt: skip
 SUMMARY = "_summary.json"  # ends the name of a log's summary
 ROWS = ("evaluation", "update", "tokens")
-MILLI, HALF, Z_95 = 1e3, 0.5, 1.96
-KEYS = ("deltaH1", "deltaH_true", "paired_error")  # of the verdict
 
 
 def analysis_results(folder: str | Path) -> pd.DataFrame:
@@ -133,29 +130,3 @@ def _results(content: dict[str, Any]) -> pd.DataFrame:
         if not name.endswith("_se")
     ]
     return pd.DataFrame(rows).astype({"value": float, "stderr": float})
-
-
-def verdict(step: int, results: Mapping[str, float]) -> str:
-    """Returns the sentence for a step (counted from 1) at which the first order fails; "" where it holds or is unknown.
-
-    It fails where its difference from what was measured on the same sequences is beyond its own error (95 %), and at
-    least half of the prediction, or of the prediction's standard error where that is larger: less would not show. A
-    second-order difference scales with the square of the step: at η times the step its share of the prediction is η
-    times as large. So some η = 1/2, 1/4, … makes it less than half.
-
-    results  of a checkpoint analysis: numbers by key, with `…_se`; nan where there is none
-    """
-
-    known = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
-    predicted, apart = known["deltaH1"], known["paired_error"]
-    size = max(abs(predicted), known["deltaH1_se"])  # the first where the second is nan
-    if not (abs(apart) > Z_95 * known["paired_error_se"] and abs(apart) >= HALF * size):
-        return ""
-    does = "add to" if apart * predicted <= 0 else "outweigh" if abs(apart) > 1.5 * abs(predicted) else "cancel"
-    halvings = math.floor(math.log2(abs(apart) / (HALF * size))) + 1
-    figures = (f"{MILLI * known[key]:+.3f} ± {Z_95 * MILLI * known[f'{key}_se']:.3f}" for key in KEYS)
-    return (
-        f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
-        "Predicted {}, measured {}, difference {} (1e-3 nats per token, 95 %). ".format(*figures)
-        + f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step."
-    )

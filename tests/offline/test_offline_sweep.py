@@ -19,8 +19,8 @@ from recorded_runs import record_run
 
 from rl_training.job.analysis import analyse_checkpoints, read_plan
 from rl_training.records import analysis_results
-from rl_training.records.analyses import COLUMNS, read_analysis, verdict
-from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_analyses_page
+from rl_training.records.analyses import COLUMNS, read_analysis
+from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, verdict, write_analyses_page
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.report.words import plus_minus

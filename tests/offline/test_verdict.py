@@ -8,7 +8,7 @@ import pytest
 from analysed_runs import results_of
 
 from rl_training.offline.results import ROWS
-from rl_training.records.analyses import KEYS, verdict
+from rl_training.records.report.checkpoint_analyses import KEYS, verdict
 
 
 def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_that_would_do() -> None:

@@ -102,7 +102,7 @@ def test_the_command_tries_the_cheapest_that_halve_the_fall_or_keep_entropy(tmp_
 
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
-    rows = {row[0]: row for row in told(record(tmp_path / "run")).rows}
+    rows = {row[0]: row for row in told(record(tmp_path / "run")).table}
     assert rows["bonus:0.02"][2:4] == ["+0.200 ± 0.024", "+2.00 ± 0.24"]  # the probe's own, by t = 2.36
     assert rows["lr"][3] == "+1.00 ± 0.24"
     assert rows["psr"][6] == "– it has no strength"
@@ -120,7 +120,7 @@ def test_where_entropy_does_not_fall_now_nothing_halves_and_nothing_is_advised(
     assert "there is nothing to halve" in found.sentences[0]
     assert not any("would halve" in sentence for sentence in found.sentences)
     assert not found.lines
-    assert {row[0]: row[6] for row in found.rows}["lr"] == "– entropy does not fall significantly now"
+    assert {row[0]: row[6] for row in found.table}["lr"] == "– entropy does not fall significantly now"
 
 
 def test_strengths_of_one_intervention_that_come_to_the_same_are_one_command(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:
     assert found.sentences[0] == "How fast entropy falls is not known here."
     assert len(found.sentences) == 2
     assert not found.lines
-    assert found.rows[0][-1] == "fewer than 8 folds"
+    assert found.table[1][-1] == "fewer than 8 folds"
 
 
 def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:

@@ -53,10 +53,11 @@ def print_summary(run_dir: str | Path) -> None:
     page = run.folder / REPORT_FOLDER / PAGE_FILE
     console = Console(highlight=False)
     console.print(table)
-    numbers = Table("a step changes", "measured", "predicted", box=None)
-    for cells in step_numbers(run):
-        numbers.add_row(*cells)
-    if numbers.row_count:
+    headings, *rows = step_numbers(run) or [[]]
+    if rows:
+        numbers = Table(*headings, box=None)
+        for cells in rows:
+            numbers.add_row(*cells)
         console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
     console.print(Text(f" {where}"), soft_wrap=True)  # a path broken into lines cannot be copied

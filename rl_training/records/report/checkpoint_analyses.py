@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.records.analyses import OFFLINE, RESULT_FILE, Z_95, analysis_results, read_analysis, verdict
+from rl_training.records.analyses import OFFLINE, RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series, diagonal, draw
 from rl_training.records.report.figures import line
@@ -19,7 +19,7 @@ from rl_training.records.report.findings import MIN_POINTS, scaled
 from rl_training.records.report.page import render
 from rl_training.records.report.series import Run
 from rl_training.records.report.vega import pictures
-from rl_training.records.report.words import MILLI, MISSING, plus_minus
+from rl_training.records.report.words import MILLI, Z_95, sentences, table
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
 STYLES = {  # of a result: its name, colour and marker
@@ -32,6 +32,7 @@ STYLES = {  # of a result: its name, colour and marker
 }
 IN_TABLE = list(STYLES)[:5]
 SPLITS = {"part": "cause", "kind": "kind", "layer": "layer"}
+KEYS, HALF = ("deltaH1", "deltaH_true", "paired_error"), 0.5  # of the verdict
 MOST_ROWS = 40  # of a split; a deep model's layers are in the table of results
 
 
@@ -42,8 +43,7 @@ class AnalysesSection:
     name: str
     verdicts: list[str]  # sentences on steps where the first order fails
     charts: list[Chart]
-    headings: list[str]
-    rows: list[list[str]]  # of cells, in thousandths of a nat per token
+    table: list[list[str]]  # in thousandths of a nat per token
 
 
 def write_analyses_page(folder: Path, section: AnalysesSection) -> Path:
@@ -66,22 +66,44 @@ def describe_analyses(folder: Path, run: Run | None) -> AnalysesSection:
 
     run  whose in-loop predictions are drawn beside them
     """
-    table, name = analysis_results(folder), folder.name
+    results, name = analysis_results(folder), folder.name
     contents = [read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")]
     contents.sort(key=lambda analysis: analysis["step"])
-    whole = table[table["kind"] == "whole"].sort_values("step")
-    charts = [_numbers(contents[-1], name), _agreement(table, name)]
-    if (table["kind"] == "size").any():
-        charts.append(_relative_error(table, name))
-    if (table["kind"] == "eta").sum() + 1 >= MIN_POINTS:
-        charts.append(_step_size(table, name))
+    whole = results[results["kind"] == "whole"].sort_values("step")
+    charts = [_numbers(contents[-1], name), _agreement(results, name)]
+    if (results["kind"] == "size").any():
+        charts.append(_relative_error(results, name))
+    if (results["kind"] == "eta").sum() + 1 >= MIN_POINTS:
+        charts.append(_step_size(results, name))
     if len(whole) > 1:
         charts.append(_evolution(whole, name, run))
     if contents[-1]["tables"].get("conditioning"):
         charts.append(_conditioning(contents[-1], name))
-    headings = ["step", "U", *(STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
     verdicts = [sentence for content in contents if (sentence := verdict(content["step"] + 1, content["results"]))]
-    return AnalysesSection(name, verdicts, charts, headings, _rows(table))
+    shown = results[results["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
+    labels = {key: STYLES[key][0] for key in IN_TABLE}
+    return AnalysesSection(name, verdicts, charts, table("analyses", labels=labels, rows=shown.to_dict("records")))
+
+
+def verdict(step: int, results: Mapping[str, float]) -> str:
+    """Returns the sentence for a step (counted from 1) at which the first order fails; "" where it holds or is unknown.
+
+    It fails where its difference from what was measured on the same sequences is beyond its own error (95 %), and at
+    least half of the prediction, or of the prediction's standard error where that is larger: less would not show. A
+    second-order difference scales with the square of the step: at η times the step its share of the prediction is η
+    times as large. So some η = 1/2, 1/4, … makes it less than half.
+
+    results  of a checkpoint analysis: numbers by key, with `…_se`; nan where there is none
+    """
+    known = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
+    predicted, apart = known["deltaH1"], known["paired_error"]
+    size = max(abs(predicted), known["deltaH1_se"])  # the first where the second is nan
+    if not (abs(apart) > Z_95 * known["paired_error_se"] and abs(apart) >= HALF * size):
+        return ""
+    does = "add to" if apart * predicted <= 0 else "outweigh" if abs(apart) > 1.5 * abs(predicted) else "cancel"
+    halvings = math.floor(math.log2(abs(apart) / (HALF * size))) + 1
+    figures = [f"{MILLI * known[key]:+.3f} ± {MILLI * Z_95 * known[f'{key}_se']:.3f}" for key in KEYS]
+    return sentences("verdict", step=step, does=does, figures=figures, halvings=halvings)[0]
 
 
 def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
@@ -89,29 +111,6 @@ def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
     names = ("deltaH1", "deltaH_true", "deltaH_odd", "paired_error", "H_orig", "ESS", "avg_reward")
     results = analysis["results"]
     return {f"offline/{name}": results[name] for name in names if math.isfinite(results.get(name, math.nan))}
-
-
-def _rows(table: pd.DataFrame) -> list[list[str]]:
-    shown = table[table["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
-    shown = shown.assign(ess=shown["ESS"] / shown["evaluation_size"])
-
-    def cell(value: float, form: str) -> str:
-        return MISSING if math.isnan(value) else format(value, form)
-
-    return [
-        [
-            str(row["step"] + 1),
-            "{update_prompts:.0f} prompts, seed {update_seed:.0f}".format(**row)
-            + ", filtered" * row["update_filtered"],
-            *(
-                MISSING if math.isnan(row[key]) else plus_minus(MILLI * row[key], MILLI * Z_95 * row[f"{key}_se"], "+")
-                for key in IN_TABLE
-            ),
-            cell(row["ess"], ".3f"),
-            cell(row["H_orig"], ".4f"),
-        ]
-        for row in shown.to_dict("records")
-    ]
 
 
 def _chart(folder: str, key: str, series: Sequence[Series], missing: str = "", **more: Any) -> Chart:

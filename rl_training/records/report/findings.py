@@ -17,7 +17,7 @@ from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
 from rl_training.records.report.series import Run, finite, last_of, to_rows
-from rl_training.records.report.words import milli
+from rl_training.records.report.words import table
 
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
@@ -142,7 +142,7 @@ def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 
 def token_classes(run: Run) -> tuple[list[list[str]], int]:
-    """Returns a row for each class that has tokens, with the last running means; and how many steps these are of."""
+    """Returns the table of the classes that have tokens, by the last running means; and how many steps these are of."""
     rows, steps = [], 0
     for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.names()) if match):
         metric = f"tokens/{kind}/{name}"
@@ -150,10 +150,8 @@ def token_classes(run: Run) -> tuple[list[list[str]], int]:
         share = run.measured(f"{metric}/share_of_tokens")["value"].reindex(change.index).sum()
         if share > 0:
             steps = run.measured_steps(f"{metric}/mean_delta_h")
-            rows.append(
-                [KINDS.get(kind, f"its {kind}"), name.replace("_", " "), f"{share:.1%}", milli(last_of(change))]
-            )
-    return rows, steps
+            rows.append((KINDS.get(kind, f"its {kind}"), name.replace("_", " "), share, last_of(change)))
+    return table("tokens", rows=rows) if rows else [], steps
 
 
 def samples_over_time(run: Run) -> list[Mapping[str, Any]]:

@@ -18,12 +18,10 @@ from rl_training.records.folder import checkpoints_of
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Series, draw, framed
 from rl_training.records.report.findings import present_rate
 from rl_training.records.report.series import Run, last_of
-from rl_training.records.report.words import MILLI, MISSING, in_words, milli, sentences
+from rl_training.records.report.words import MILLI, in_words, sentences, table
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # needs no quotes
-HEADINGS = ["intervention", "entropy, one step", "entropy, last step alone", "entropy, when kept", "reward, one step",
-            "price", "halves the fall, when kept", "note"]  # fmt: skip
 NO_FALL = "entropy does not fall significantly now"
 MOST = 4  # that are tried
 PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
@@ -75,10 +73,9 @@ class Interventions:
     """What a page says of the interventions of a run."""
 
     sentences: list[str]
-    rows: list[list[str]]
+    table: list[list[str]]
     chart: Chart
     lines: Sequence[str] = ()  # commands that try what is said
-    headings: Sequence[str] = tuple(HEADINGS)
 
 
 def interventions_of_run(run: Run) -> Interventions | None:
@@ -87,7 +84,8 @@ def interventions_of_run(run: Run) -> Interventions | None:
     chosen = preferred(run) if found and checkpoints_of(run.folder) else []
     words = ["rl-training", "try", str(run.folder), f"interventions={as_list(chosen)}"]
     lines = [shlex.join(words)] if chosen else []
-    return Interventions(_sentences(run, found), [*map(_row, found)], plane(found), lines) if found else None
+    shown = table("intervention_table", effects=found)
+    return Interventions(_sentences(run, found), shown, plane(found), lines) if found else None
 
 
 def verdict_of_run(run: Run) -> tuple[str, str]:
@@ -205,12 +203,6 @@ def as_list(names: Sequence[str]) -> str:
     '[lr:0.5,"mis:0.5,2"]'
     """
     return f"[{','.join(name if PLAIN_NAME.fullmatch(name) else json.dumps(name) for name in names)}]"
-
-
-def _row(effect: Effect) -> list[str]:
-    halves = effect.strength if effect.halves else f"{MISSING} {effect.halves_at.reason}"
-    changes = map(milli, (effect.delta_h, effect.at_last_step, effect.kept, effect.delta_reward))
-    return [effect.name, *changes, in_words(effect.price), halves, effect.delta_h.reason]
 
 
 def plane(effects: Sequence[Effect]) -> Chart:

@@ -7,20 +7,19 @@ import json
 import re
 from collections.abc import Sequence
 from hashlib import sha256
+from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from rl_training.mathematics.welch import is_significant
 from rl_training.records.report.charts import Chart
 from rl_training.records.report.charts import config as charts_config
 from rl_training.records.report.findings import gaps, probe_costs, samples_over_time, token_classes
 from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.series import Run, to_estimates
+from rl_training.records.report.series import Run
 from rl_training.records.report.summary import Row, opening, sampler_sentences, step_numbers
 from rl_training.records.report.vega import javascript
-from rl_training.records.report.words import in_words
+from rl_training.records.report.words import ENVIRONMENT
 from rl_training.version import VERSION
 
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # filled in when the rest is there
@@ -28,22 +27,17 @@ HEADING = re.compile(r"<(h2|summary)>(.*?)</")
 OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after interventions
 STROKES = {"circle": "●", "square": "■", "triangle": "▲", "triangle-down": "▼", "diamond": "◆", "": "—"}
 
+PAGES = ENVIRONMENT.overlay(autoescape=True)
+
 
 def render(name: str, **values: Any) -> str:
     """Returns the page of this template, with its list of contents; whatever is put into it is escaped."""
-    loader = PackageLoader(__name__.rpartition(".")[0])
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"in_words": in_words, "as_json": _as_json}
-    environment.globals["marks"] = STROKES
-    environment.tests["significant"] = is_significant
-    scripts = [javascript(), loader.get_source(environment, "page.js")[0]]
+    scripts = [javascript(), (files(__package__) / "templates" / "page.js").read_text(encoding="utf-8")]
     shared = {
         "contents": CONTENTS, "scripts": SCRIPTS, "hashes": map(_csp_hash, scripts), "version": VERSION,
         "config": charts_config(with_legend=False), "reload": 0,
     }  # fmt: skip
-    page = _with_contents(environment.get_template(name).render({**shared, **values}))
+    page = _with_contents(PAGES.get_template(name).render({**shared, **values}))
     return page.replace(SCRIPTS, "\n".join(f"<script>{script}</script>" for script in scripts))
 
 
@@ -54,6 +48,9 @@ def _csp_hash(text: str) -> str:
 def _as_json(value: Any) -> Markup:
     """Returns JSON that may stand in a script: a name in it may contain "</script>"."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+PAGES.filters["as_json"], PAGES.globals["marks"] = _as_json, STROKES
 
 
 def _with_contents(page: str) -> str:
@@ -76,6 +73,7 @@ def render_page(
 
     reload  seconds after which an open page loads itself again; 0: never
     """
+    evaluated = {name: {metric: run.estimates(metric, name) for metric in run.names(name)} for name in run.evaluations}
     return render(
         "run.html",
         run=run,
@@ -90,15 +88,8 @@ def render_page(
         of_the_batch=OF_THE_BATCH,
         reload=reload,
         analyses=analyses,
-        evaluations={name: _evaluated(run, name) for name in run.evaluations},
+        evaluations=evaluated,
         gaps=gaps(run),
         costs=probe_costs(run),
         samples=samples_over_time(run),
     )
-
-
-def _evaluated(run: Run, name: str) -> tuple[list[int], dict[str, list[str]]]:
-    """Returns the steps of an evaluation, and each metric there in words."""
-    metrics = {metric: to_estimates(run.measured(metric, name)) for metric in run.names(name)}
-    steps = sorted({step for by_step in metrics.values() for step in by_step})
-    return steps, {metric: [in_words(by_step.get(step)) for step in steps] for metric, by_step in metrics.items()}

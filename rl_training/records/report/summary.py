@@ -22,20 +22,18 @@ from rl_training.records.report.findings import (
 )
 from rl_training.records.report.interventions import verdict_of_run
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
-from rl_training.records.report.words import MILLI, sentences, times_in_words
+from rl_training.records.report.words import MILLI, sentences, table
 
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 AHEAD = 20  # steps of the alert: what can be told best
 UNCERTAIN = 0.5  # error of a single step over its change, above which it is said
 REACH = 0.35  # KL per token times tokens at which importance weights leave half of the sequences: ESS/N ≈ exp(−2 KL T)
 SURVIVING = 0.9  # share of a step: with less, what is lost to rounding is said
-STEP_NUMBERS: dict[
-    str, tuple[float, tuple[str, str]]
-] = {  # what a step does: how it is shown, as it was measured, as it was predicted
-    "entropy, 1e-3 nats per token": (MILLI, ("measured/delta_h", "delta_h/forward")),
-    "reward, 1e-3": (MILLI, ("measured/delta_reward", "delta_reward/forward")),
-    "length, tokens": (1.0, ("measured/delta_length", "delta_length/forward")),
-    "KL to the step before, 1e-3 nats per token": (MILLI, ("measured/kl", "kl/forward")),
+STEP_NUMBERS = {  # what a step does: how it is shown, as it was measured, as it was predicted
+    "entropy, 1e-3 nats per token": (MILLI, "measured/delta_h", "delta_h/forward"),
+    "reward, 1e-3": (MILLI, "measured/delta_reward", "delta_reward/forward"),
+    "length, tokens": (1.0, "measured/delta_length", "delta_length/forward"),
+    "KL to the step before, 1e-3 nats per token": (MILLI, "measured/kl", "kl/forward"),
 }
 
 
@@ -75,16 +73,14 @@ def ends_of(values: Mapping[int, float]) -> list[tuple[float, int, int]]:
 
 
 def step_numbers(run: Run) -> list[list[str]]:
-    """Returns a row for each of STEP_NUMBERS, measured and predicted; none where there is only one."""
-    rows, clipped = [], list(run.logged("completions/clipped_ratio").values())[-1:]
-    for label, (times, metrics) in STEP_NUMBERS.items():
-        measured, predicted = metrics
-        found = [mean_of_last(measured_by_one_step(run, measured)), mean_of_last(run.known(predicted))]
-        if any(found):
-            if "length" in label and clipped:
-                label += f" ({clipped[0]:.0%} of the responses are cut off)"
-            rows.append([label, *(times_in_words(rate, times) for rate in found)])
-    return rows if len(rows) > 1 else []
+    """Returns the table of STEP_NUMBERS, measured and predicted; nothing where there is only one."""
+    rows = [
+        (label, mean_of_last(measured_by_one_step(run, measured)), mean_of_last(run.known(predicted)), times)
+        for label, (times, measured, predicted) in STEP_NUMBERS.items()
+    ]
+    known = [row for row in rows if any(row[1:3])]
+    cut_off = list(run.logged("completions/clipped_ratio").values())[-1:]
+    return table("step", rows=known, cut_off=cut_off) if len(known) > 1 else []
 
 
 def sampler_sentences(run: Run) -> list[str]:
@@ -102,7 +98,7 @@ def summarize(run: Run) -> list[Row]:
     ess, idle = (run.known(f"ess/{name}")["value"] for name in ("advantage_fraction", "zero_advantage_prompts"))
     scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
     (choice, meaning), held_out = verdict_of_run(run), held_out_rewards(run)
-    lines = sentences(
+    lines = table(
         "summary",
         logged=len(run.steps),
         last=run.last_step,
@@ -123,7 +119,7 @@ def summarize(run: Run) -> list[Row]:
         meaning=meaning,
         shares=list(run.logged("probe_cost/fraction_of_step").values()),
     )
-    return [Row(*(cell.strip() for cell in line.split("¦"))) for line in lines]
+    return [Row(*cells) for cells in lines]
 
 
 def _changes(run: Run) -> dict[str, Any]:

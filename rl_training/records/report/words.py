@@ -14,7 +14,7 @@ ENVIRONMENT = Environment(
     loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
 MISSING = "–"
-MILLI = 1e3  # changes of a step are shown in thousandths
+MILLI, Z_95 = 1e3, 1.96  # changes of a step are shown in thousandths
 
 
 def in_words(estimate: Estimate | None, signed: bool = False) -> str:
@@ -57,6 +57,15 @@ def times_in_words(change: Estimate | None, times: float) -> str:
     return plus_minus(times * change.value, times * (change.ends()[1] - change.value), "+")
 
 
+def normal_milli(value: float, stderr: float) -> str:
+    """Returns a change in thousandths, with its sign ± 1.96 standard errors; MISSING without a value.
+
+    >>> normal_milli(-1.5e-3, 1e-4)
+    '-1.50 ± 0.20'
+    """
+    return MISSING if math.isnan(value) else plus_minus(MILLI * value, MILLI * Z_95 * stderr, "+")
+
+
 def _decimals(half: float) -> int:
     """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
     return max(0, 1 - math.floor(math.log10(half)))
@@ -69,7 +78,14 @@ def sentences(block: str, **numbers: Any) -> list[str]:
     return [said for part in text.split("¶") if (said := " ".join(part.split()))]
 
 
-ENVIRONMENT.filters |= {"in_words": in_words, "milli": milli}
+def table(block: str, **numbers: Any) -> list[list[str]]:
+    """Returns the rows of a table in words.txt, with its headings as the first: cells are parted by ¦."""
+    return [[cell.strip() for cell in row.split("¦")] for row in sentences(block, **numbers)]
+
+
+ENVIRONMENT.filters |= {
+    "in_words": in_words, "milli": milli, "times_in_words": times_in_words, "normal_milli": normal_milli,
+}  # fmt: skip
 ENVIRONMENT.tests |= {
     "significant": is_significant,
     "finite": math.isfinite,
