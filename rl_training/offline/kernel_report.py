@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +75,17 @@ def write_report(folder: Path) -> Path:
     }
     write_atomically({folder / name: png for name, png in pictures([_log_probabilities(s)]).items()})
     data = {
-        "about": _about(s, distinct),
         **{buffer: [{key: row[key] for key in SHOWN} for row in rows] for buffer, rows in buffers.items()},
         "cosine": s.cosines.tolist(),
         "contribution": s.contributions.tolist(),
         "kind": torch.stack(list(s.classes.values())).long().argmax(dim=0).tolist(),
         "kinds": CLASSES,
         "order": {name: {buffer: _order(rows, key) for buffer, rows in buffers.items()} for name, key in keys.items()},
-        "pairs": tables["pairs"],
-        "within": tables["cosines"],
-        "top": tables["top_pairs"],
-        "clusters": tables["clusters"],
         "histograms": {name: torch.histc(_within_bins(s, name), BINS, -1, 1).long().tolist() for name in CLASSES},
     }
-    rounded = json.loads(json.dumps(data), parse_float=lambda text: float(f"{float(text):.3g}"))
-    # The model's text may contain "</script>": escape it.
-    filled = json.dumps(to_json(rounded), separators=(",", ":")).replace("<", "\\u003c")
-    template = files("rl_training.offline").joinpath(PAGE).read_text(encoding="utf-8")
-    write_atomically({folder / PAGE: template.replace("/*DATA*/null", filled).encode()})
+    rounded = json.loads(json.dumps(to_json(data)), parse_float=lambda text: float(f"{float(text):.3g}"))
+    page = render("kernel.html", script="kernel.js", about=_about(s, distinct), tables=tables, data=rounded)
+    write_atomically({folder / PAGE: page.encode()})
     return folder / PAGE
 
 

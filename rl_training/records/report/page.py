@@ -30,15 +30,19 @@ STROKES = {"circle": "●", "square": "■", "triangle": "▲", "triangle-down":
 PAGES = ENVIRONMENT.overlay(autoescape=True)
 
 
-def render(name: str, **values: Any) -> str:
-    """Returns the page of this template, with its list of contents; whatever is put into it is escaped."""
-    scripts = [javascript(), (files(__package__) / "templates" / "page.js").read_text(encoding="utf-8")]
+def render(name: str, script: str = "", **values: Any) -> str:
+    """Returns the page of this template, with its list of contents; whatever is put into it is escaped.
+
+    script  that it runs instead of what draws charts: a file of templates/
+    """
+    own = (files(__package__) / "templates" / (script or "page.js")).read_text(encoding="utf-8")
+    scripts = [own] if script else [javascript(), own]
     shared = {
         "contents": CONTENTS, "scripts": SCRIPTS, "hashes": map(_csp_hash, scripts), "version": VERSION,
-        "config": charts_config(with_legend=False), "reload": 0,
+        "config": None if script else charts_config(with_legend=False), "reload": 0,
     }  # fmt: skip
     page = _with_contents(PAGES.get_template(name).render({**shared, **values}))
-    return page.replace(SCRIPTS, "\n".join(f"<script>{script}</script>" for script in scripts))
+    return page.replace(SCRIPTS, "\n".join(f"<script>{text}</script>" for text in scripts))
 
 
 def _csp_hash(text: str) -> str:

@@ -66,6 +66,21 @@ def normal_milli(value: float, stderr: float) -> str:
     return MISSING if math.isnan(value) else plus_minus(MILLI * value, MILLI * Z_95 * stderr, "+")
 
 
+def short(value: Any) -> str:
+    """Returns a number with three digits; a text or a whole number as it is, MISSING for nan.
+
+    >>> short(0.5), short(-0.00012345), short(7), short(float("nan"))
+    ('0.500', '-1.23e-4', '7', '–')
+    """
+    if not isinstance(value, float):
+        return str(value)
+    if value.is_integer():
+        return f"{value + 0.0:.0f}"
+    if math.isnan(value):
+        return MISSING
+    return f"{value:.2e}".replace("e-0", "e-") if 0 < abs(value) < 1 / MILLI else f"{value:#.3g}".rstrip(".")
+
+
 def _decimals(half: float) -> int:
     """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
     return max(0, 1 - math.floor(math.log10(half)))
@@ -85,6 +100,7 @@ def table(block: str, **numbers: Any) -> list[list[str]]:
 
 ENVIRONMENT.filters |= {
     "in_words": in_words, "milli": milli, "times_in_words": times_in_words, "normal_milli": normal_milli,
+    "short": short,
 }  # fmt: skip
 ENVIRONMENT.tests |= {
     "significant": is_significant,
