@@ -25,8 +25,7 @@ import pandas as pd
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
-from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import read_evaluations, to_json
+from rl_training.records.jsonl import to_json
 
 EVALUATIONS = "evaluations"  # folder of a run
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
@@ -148,24 +147,6 @@ def read_table(folder: Path) -> list[EvaluatedMetric]:
             "checkpoints are not evaluated again"
         ) from error
     return [EvaluatedMetric(*row) for row in table.itertuples(index=False)]
-
-
-def read_tables(run: Path) -> dict[str, list[EvaluatedMetric]]:
-    """Returns the evaluations of a run by name, the trainer's own first (IN_TRAINING); not those without a number.
-
-    The trainer's own metrics have no leading eval_, no error, and nan prompts; of several at a step, the last counts.
-    """
-    rows = {row["step"]: row for row in read_evaluations(run / LOGS_FOLDER)}
-    tables = {
-        IN_TRAINING: [
-            EvaluatedMetric(step, name.removeprefix("eval_"), float(value), math.nan, math.nan)
-            for step, row in rows.items()
-            for name, value in row.items()
-            if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
-        ]
-    }
-    tables |= {path.parent.name: read_table(path.parent) for path in sorted(run.glob(f"{EVALUATIONS}/*/{TABLE_FILE}"))}
-    return {name: rows for name, rows in tables.items() if rows}
 
 
 def largest_pass_at(metrics: Iterable[str]) -> str:

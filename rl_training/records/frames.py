@@ -5,14 +5,22 @@ Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pandas as pd
 from scipy.special import stdtrit
 
-from rl_training.records.evaluated import EvaluatedMetric, read_tables
+from rl_training.records.evaluated import EVALUATIONS, IN_TRAINING, TABLE_FILE, EvaluatedMetric, read_table
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, iterate_rollouts, logs_of, read_estimates, read_metrics
+from rl_training.records.jsonl import (
+    METRICS_FILE,
+    iterate_rollouts,
+    logs_of,
+    read_estimates,
+    read_evaluations,
+    read_metrics,
+)
 
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
@@ -59,12 +67,20 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     """Returns all evaluations of a run's checkpoints: a row per evaluation, step and metric; see EVALUATION_COLUMNS.
 
     `evaluation` is the folder's name in RUN/evaluations, or "in training" for those that the trainer made itself
-    (logs/evaluations.jsonl: their metrics without the leading eval_, and without errors). No rows when there are none.
-    Raises as `metrics` does.
+    (logs/evaluations.jsonl: their metrics without the leading eval_, errors and number of prompts). No rows when there
+    are none. Raises as `metrics` does.
     """
-    tables = read_tables(logs_of(run).parent)
-    rows = [{"evaluation": name, **row._asdict()} for name, found in tables.items() for row in found]
-    return pd.DataFrame(rows, columns=EVALUATION_COLUMNS)
+    logs = logs_of(run)
+    last = {row["step"]: row for row in read_evaluations(logs)}  # of several at a step, the last counts
+    rows = [
+        (IN_TRAINING, EvaluatedMetric(step, name.removeprefix("eval_"), float(value), math.nan, math.nan))
+        for step, row in last.items()
+        for name, value in row.items()
+        if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
+    ]
+    tables = sorted(logs.parent.glob(f"{EVALUATIONS}/*/{TABLE_FILE}"))
+    rows += [(table.parent.name, row) for table in tables for row in read_table(table.parent)]
+    return pd.DataFrame([(name, *row) for name, row in rows], columns=EVALUATION_COLUMNS)
 
 
 def find_runs(folder: str | Path) -> list[Path]:

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
@@ -88,18 +89,15 @@ def interventions_of_run(run: Run) -> Interventions | None:
     return Interventions(_sentences(run, found), shown, plane(found), lines) if found else None
 
 
-def verdict_of_run(run: Run) -> tuple[str, str]:
-    """Returns what the interventions come to, and what this says, for the summary; "" where there are none."""
-    found = _measured(run)
-    halving, keeping = _halving(found), in_order_of_price([effect for effect in found if effect.keeps])
-    if halving:
-        strengths = ", ".join(f"{effect.bare_name} {effect.strength}" for effect in halving)
-        return strengths, "would halve the fall of entropy when kept, in order of price"
-    if not is_falling(run) and found:
-        return "none needed", NO_FALL
-    if keeping:
-        return ", ".join(effect.name for effect in keeping), "would keep entropy, at one step; in order of price"
-    return ("none", "no measured intervention keeps entropy significantly") if found else ("", "")
+def intervention_groups(run: Run) -> dict[str, Any]:
+    """Returns the effects in order of price, and those that would halve its fall, keep it and spend it."""
+    found = in_order_of_price(_measured(run))
+    halving = {effect.bare_name: effect for effect in reversed(found) if effect.halves}  # one of several strengths
+    return {
+        "found": found, "falls": is_falling(run), "halving": list(halving.values())[::-1],
+        "keeping": [effect for effect in found if effect.keeps],
+        "spending": [effect for effect in found if effect.spends],
+    }  # fmt: skip
 
 
 def _measured(run: Run) -> list[Effect]:
@@ -129,14 +127,7 @@ def in_order_of_price(effects: Sequence[Effect]) -> list[Effect]:
     return sorted(effects, key=lambda effect: effect.price.value if math.isfinite(effect.price.value) else math.inf)
 
 
-def _halving(found: Sequence[Effect]) -> list[Effect]:
-    """Returns those that halve the fall, in order of price; of several strengths of one, the first."""
-    ordered = in_order_of_price([effect for effect in found if effect.halves])
-    return list({effect.bare_name: effect for effect in reversed(ordered)}.values())[::-1]
-
-
 def _sentences(run: Run, found: Sequence[Effect]) -> list[str]:
-    ordered, falls = in_order_of_price(found), is_falling(run)
     latest = run.known("intervention/plain_delta_h")
     unclear = [effect for effect in found if effect.delta_h.half_width() > 0 and not is_significant(effect.delta_h)]
     return sentences(
@@ -145,12 +136,9 @@ def _sentences(run: Run, found: Sequence[Effect]) -> list[str]:
         gain=last_of(run.known("intervention/plain_mean_delta_reward")),
         latest=last_of(latest),
         at=max(latest.index, default=0),
-        falls=falls,
-        halving=_halving(found),
-        keeping=[effect for effect in ordered if effect.keeps],
-        spending=[effect for effect in ordered if effect.spends],
         unclear=[(effect, *_needed(run, effect)) for effect in unclear],
         order=certain_order,
+        **intervention_groups(run),
     )
 
 

@@ -20,7 +20,7 @@ from rl_training.records.report.findings import (
     origins,
     present_rate,
 )
-from rl_training.records.report.interventions import verdict_of_run
+from rl_training.records.report.interventions import NO_FALL, intervention_groups
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.words import MILLI, sentences, table
 
@@ -97,7 +97,7 @@ def summarize(run: Run) -> list[Row]:
     """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
     ess, idle = (run.known(f"ess/{name}")["value"] for name in ("advantage_fraction", "zero_advantage_prompts"))
     scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
-    (choice, meaning), held_out = verdict_of_run(run), held_out_rewards(run)
+    held_out = held_out_rewards(run)
     lines = table(
         "summary",
         logged=len(run.steps),
@@ -115,8 +115,8 @@ def summarize(run: Run) -> list[Row]:
         has_ess=len(run.measured("ess/advantage")) > 0,
         ess=ess.mean(),
         idle=idle.mean(),
-        choice=choice,
-        meaning=meaning,
+        **intervention_groups(run),
+        no_fall=NO_FALL,
         shares=list(run.logged("probe_cost/fraction_of_step").values()),
     )
     return [Row(*cells) for cells in lines]
