@@ -102,9 +102,8 @@ def _curves(
     runs = [finite(rows) for member in group.members if len(rows := quantity(member.run))]
     pooled = to_rows(pool([to_estimates(rows) for rows in runs], mean_of_runs))
     mean = finite(pooled)
-    mark = "circle" if len(mean) < MARKED else ""
-    highs = mean["high"].clip(upper=FAR * mean["value"].abs().max())  # the frame cuts an infinite end
-    series = [Series(label, color, mean.index, mean["value"], mean["low"], highs, mark=mark, dash=stroke)]
+    mean = mean.assign(high=mean["high"].clip(upper=FAR * mean["value"].abs().max()))  # the frame cuts an infinite end
+    series = [Series.of_rows(label, color, mean, mark="circle" if len(mean) < MARKED else "", dash=stroke)]
     singles = runs if len(runs) > 1 else []
     series += [Series(f"{label}: a run", color, one.index, one["value"], faint=0.35) for one in singles]
     return series, pooled
@@ -177,9 +176,9 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Chart:
         assert fitted.law
         (color, stroke), name = _look(groups.index(fitted.group)), fitted.group.name
         grid = np.linspace(0, fitted.points["entropy"].max(), 60).tolist()
-        on_curve = to_rows(dict(enumerate(map(fitted.law.reward, grid))))
+        on_curve = to_rows(dict(zip(grid, map(fitted.law.reward, grid), strict=True)))
         series += [
-            Series(name, color, grid, on_curve["value"], on_curve["low"], on_curve["high"], dash=stroke),
+            Series.of_rows(name, color, on_curve, dash=stroke),
             Series(
                 name, color, fitted.points["entropy"], fitted.points["reward"], line=False, mark="circle", faint=0.7
             ),

@@ -83,6 +83,12 @@ class Series:
     faint: float = 1.0
     text: str = ""
 
+    @classmethod
+    def of_rows(cls, label: str, color: str, rows: pd.DataFrame, **style: Any) -> Series:
+        """Returns the finite values of a metric's rows by step, with their intervals."""
+        known = rows[np.isfinite(rows["value"])]
+        return cls(label, color, known.index, known["value"], known["low"], known["high"], **style)
+
     def heights(self) -> Iterator[float]:
         """Yields its values, and the ends of their intervals."""
         yield from (*self.y, *self.low, *self.high)

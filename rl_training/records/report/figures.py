@@ -45,9 +45,7 @@ def draw_figures(run: Run) -> list[Chart]:
 
 def line(label: str, rows: pd.DataFrame, color: str, mark: str = "circle", dash: Sequence[int] = ()) -> Series:
     """Returns values as a line with a shaded band, where they have an error."""
-    known = finite(rows)
-    few = mark if len(known) <= MAX_MARKERS else ""
-    return Series(label, color, known.index, known["value"], known["low"], known["high"], mark=few, dash=dash)
+    return Series.of_rows(label, color, rows, mark=mark if len(finite(rows)) <= MAX_MARKERS else "", dash=dash)
 
 
 def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float = 0.0) -> list[Series]:
@@ -55,8 +53,7 @@ def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float 
     known = finite(rows)
     if len(known) > MAX_BARS:
         return dots(dict(zip(known.index, known["value"], strict=True)), color, mark, "", label)
-    return [Series(label, color, known.index + offset, known["value"], known["low"], known["high"],
-                   line=False, mark=mark, band=False)]  # fmt: skip
+    return [Series.of_rows(label, color, known.set_index(known.index + offset), line=False, mark=mark, band=False)]
 
 
 def dots(values: Mapping[int, float], color: str, mark: str, label: str, mean: str) -> list[Series]:
@@ -198,15 +195,15 @@ def _layers(run: Run) -> Chart:
 
 def _noise_scale(run: Run) -> Chart:
     rows = run.with_interval("gns/noise_scale_prompts")
-    known = finite(rows)
+    known = finite(rows).copy()
     missing = what_is_missing({"noise scale": rows}, bands=bool(known["low"].isna().all()))
     if known.empty:
         return draw("noise_scale", [], missing)
     batch = known["value"] * run.measured("gns/batch_ratio")["value"].reindex(known.index)
     top = 1.5 * max(known["value"].iloc[len(known) // 4 :].max(), batch.max())
-    low, high = (known[end].clip(upper=2 * top) for end in ("low", "high"))
+    known[["low", "high"]] = known[["low", "high"]].clip(upper=2 * top)  # a band without an end
     series = [
-        Series("noise scale, running average", BLUE, known.index, known["value"], low, high, mark="circle"),
+        Series.of_rows("noise scale, running average", BLUE, known, mark="circle"),
         Series("batch in use", TEXT, batch.index, batch, dash=(5, 3)),
     ]
     return draw("noise_scale", series, missing, ends=(0.0, top))
