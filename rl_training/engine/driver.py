@@ -120,7 +120,8 @@ class StepDriver:
             if Need.SQ_NORMS in needs:
                 pieces = OptimizerPieces(self._layout, self._loop.shard.weights(), optimizer.states)
                 roots = adam_roots(self._layout, pieces)
-            self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs, roots)
+            is_sliced = len(folds) > len(sizes)  # norms of slices take their rows
+            self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
         self.open_step = OpenStep(number, probes, folds, optimizer)
 
     def microbatch(
@@ -281,16 +282,15 @@ class StepDriver:
                 self._rows.fill_slices(view)
             late = torch.full((), float(self._rows.num_late), dtype=torch.float64, device=self._layout.device)
             if float(view.ranks.reduce(late)) > 0.0:
-                return dataclasses.replace(view, gradients=dataclasses.replace(view.gradients, why_no_rows=IN_PARTS))
+                return view.with_gradients(why_no_rows=IN_PARTS)
             mean = self._layout.vector(view.gradients.mean.values())
             self._rows.finish(view.fold_sizes, view.ranks.count, mean)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
             if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
                 sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
-            gradients = dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)
-            view = dataclasses.replace(view, gradients=gradients)
+            view = view.with_gradients(rows=self._rows.rows, sq_norms=sq_norms)
             why_not = why_not_the_sum(view, any(leaf.dtype.itemsize < 4 for leaf in self._loop.shard.leaves().values()))
-        return dataclasses.replace(view, gradients=dataclasses.replace(gradients, why_no_rows=why_not))
+        return view.with_gradients(why_no_rows=why_not)
 
     def _with_entropy_change(self, view: Step, probes: Sequence[Probe]) -> Step:
         """Returns what these probes see of a step, with the change of entropy if one needs it. A collective."""

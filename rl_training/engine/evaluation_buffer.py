@@ -76,15 +76,13 @@ def gradients_by_block(
     policy: Policy,
     layout: Layout,
     parameters: Sequence[Tensor],
-    targets: Sequence[Target] = TARGETS,
     microbatch_size: int | None = None,
 ) -> Iterator[tuple[int, int, list[Vector]]]:
     """Yields the parts of N X_E from this process's sequences: the block, how many sequences, the gradient per target.
 
-    targets          "token", "sequence": a backward for each
-    microbatch_size  sequences of one forward and backward; a whole block where not given
+    microbatch_size  sequences of one forward and of a backward for each of TARGETS; a whole block where not given
     """
-    weights = weights_of_buffer(buffer, targets)
+    weights = weights_of_buffer(buffer, TARGETS)
     block = blocks.number[buffer.number]
     for number in block.unique().tolist():
         members = (block == number).nonzero().squeeze(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,11 @@ def test_single_responses_have_no_entropy_gradient_and_say_why_and_training_goes
     _, found = measured([SimpleEntropyProbe(), MeasuredStepProbe(), GradientNoiseScaleProbe()], responses_per_prompt=1)
     assert found["delta_h/forward"].reason == found["measured/delta_h"].reason == ONE_RESPONSE
     assert found["gns/trace"].value > 0
+
+
+def test_norms_of_slices_are_measured_at_steps_whose_other_probes_keep_no_gradients() -> None:
+    found = measured([SimpleEntropyProbe(num_folds=PROMPTS, every=2), GradientNoiseScaleProbe()])
+    assert all(math.isfinite(each["gns/trace_step"].value) for each in found)
 
 
 def test_a_loop_that_is_in_autocast_from_end_to_end_is_measured_in_full_precision() -> None:
