@@ -99,7 +99,7 @@ def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, 
     counts = torch.stack([weighed(some).sum() for some in (*([one] for one in weights), weights)])
     shares = step.ranks.reduce(counts.double()).tolist()
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
-    fitting = _bytes_at_once(layout.device) // (layout.dtype.itemsize * batch.num_folds * layout.num_entries)
+    fitting = _bytes_at_once(layout.device) // (layout.dtype.itemsize * batch.num_folds * max(1, layout.num_entries))
     at_once = max(
         1, -int(step.ranks.largest(torch.tensor(-float(fitting), dtype=torch.float64, device=batch.fold.device)))
     )

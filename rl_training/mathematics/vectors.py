@@ -142,7 +142,7 @@ def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
 def _segments(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the lengths of segments that the spans are cut into, and the span of each; kept, where they are used."""
     cut = [(number, min(SEGMENT, size - at)) for number, size in enumerate(sizes) for at in range(0, size, SEGMENT)]
-    span, lengths = torch.tensor(cut, device=device).unbind(dim=1)
+    span, lengths = torch.tensor(cut, dtype=torch.long, device=device).view(-1, 2).unbind(dim=1)
     return lengths.contiguous(), span.contiguous()
 
 

@@ -219,6 +219,7 @@ def test_sums_of_spans_are_those_of_each_whatever_their_lengths() -> None:
     assert sums_of_spans(values[:3].float(), (2, 1)).tolist() == pytest.approx(
         [float(values[:2].float().double().sum()), float(values[2].float())], rel=1e-15
     )
+    assert sums_of_spans(values[:0], (0, 0)).tolist() == [0.0, 0.0]  # a process may keep none of some parameters
 
 
 def test_a_layout_without_a_parameter_raises() -> None:
