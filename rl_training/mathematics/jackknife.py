@@ -159,10 +159,6 @@ class JackknifeUnits:
         first = own[::size].repeat_interleave(size)[: len(own)]
         return JackknifeUnits((is_first.long().cumsum(dim=0)[first] - 1)[place], int(is_first.sum()), self.reduce)
 
-    def total(self, values: Tensor) -> Tensor:
-        """Returns the sum of (B, …) over all rows of all processes, (…)."""
-        return self.reduce(values.sum(dim=0))
-
     def gather(self, values: Tensor) -> Tensor:
         """Returns the sums of (B, …) over the rows of each unit, (count, …), on every process."""
         table = values.new_zeros(self.count, *values.shape[1:])

@@ -52,7 +52,7 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     # Relative to the largest of each position, which cancels: none overflows, not all underflow.
     ratios = (log_ratios - units.largest(log_ratios)).exp()
     terms = torch.stack([ratios * then.entropies, ratios * now.mask, ratios], dim=1)  # (B, 3, T)
-    total, (own, unit_sums) = units.total(terms), units.local(terms)
+    total, (own, unit_sums) = units.reduce(terms.sum(dim=0)), units.local(terms)
 
     def sum_of_positions(sums: Tensor) -> Tensor:
         return (sums[..., :2, :] / sums[..., 2:, :]).sum(dim=-1)

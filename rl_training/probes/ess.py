@@ -27,6 +27,7 @@ from rl_training.mathematics.kish import kish_size_of_sums, kish_sums, without_r
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
 NO_WEIGHT = "every advantage of the step is zero, so no sequence has any weight"
+NO_RATIO = "a ratio to the sampler is more than float64 can hold, or not a number"
 NOT_FINITE = "an advantage of the step is not a finite number"
 
 
@@ -59,7 +60,8 @@ class EffectiveSampleSizeProbe(Probe):
             return Estimate(math.nan if reason else value, math.nan, int(num_sequences), reason or NO_ERROR_BAR)
 
         importance = kish_size_of_sums(*size_sums[:2])
-        no_importance = step.capabilities.sampling_mismatch or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
+        no_ratios = NO_SAMPLING_LOGPS if logs is None else NO_RATIO if math.isnan(importance) else ""
+        no_importance = step.capabilities.sampling_mismatch or no_ratios
         self._answers = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),
             "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),

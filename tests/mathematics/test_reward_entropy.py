@@ -21,11 +21,13 @@ def on_curve(a: float, b: float) -> list[float]:
 def test_the_fit_and_its_errors_are_those_of_a_linear_regression_on_the_exponential() -> None:
     rewards = [reward + noise for reward, noise in zip(on_curve(0.4, 1.3), NOISE, strict=True)]
     law, line = fit_reward_law(ENTROPIES, rewards), linregress([math.exp(h) for h in ENTROPIES], rewards)
-    assert law.a.value == pytest.approx(-line.slope)
-    assert law.a.stderr == pytest.approx(line.stderr)
-    assert law.b.value == pytest.approx(line.intercept)
-    assert law.b.stderr == pytest.approx(line.intercept_stderr)
-    assert law.a.half_width() == pytest.approx(2.776445 * line.stderr)  # 97.5 % of Student's t, 4 degrees of freedom
+    mean = sum(map(math.exp, ENTROPIES)) / len(ENTROPIES)
+    variance_at_mean = line.intercept_stderr**2 - (line.stderr * mean) ** 2
+    for entropy in (-math.inf, 0.0, 0.4):
+        x, found = math.exp(entropy), law.reward(entropy)
+        assert found.value == pytest.approx(line.intercept + line.slope * x)
+        assert found.stderr == pytest.approx(math.sqrt(variance_at_mean + (line.stderr * (x - mean)) ** 2))
+        assert found.half_width() == pytest.approx(2.776445 * found.stderr)  # 97.5 % of Student's t, 4 degrees
 
 
 def test_the_error_of_the_mean_miss_is_the_fits_and_that_of_the_new_points() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -150,6 +151,15 @@ def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(mak
     assert off_policy["ess/importance"].value == pytest.approx(plain_size(ratios), rel=1e-5)
     assert off_policy["ess/importance"].value < 32
     assert off_policy["ess/advantage"].value == pytest.approx(on_policy["ess/advantage"].value)  # the same rollout
+
+
+def test_ratios_beyond_float64_have_no_size_and_say_so(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], max_steps=1, max_completion_length=8).train()
+    step = probe.steps[0]
+    rollout = dataclasses.replace(step.batch.rollout, sampling_logps=step.batch.scores.logps - 1000.0)
+    probe.prepare(dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout)))
+    assert "more than float64 can hold" in probe.results()["ess/importance"].reason
 
 
 def test_prompts_spread_over_steps_have_no_share_and_say_the_fix(make_trainer) -> None:
