@@ -96,7 +96,7 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
     section = describe_analyses(folder, None)
     told = verdict(3, content["results"])
     assert told.startswith("Step 3: higher orders cancel the first")
-    assert section.verdicts == [told]
+    assert section.sentences == [told]
     assert told in write_analyses_page(folder, section).read_text()
     recorded = read_run(record_run(tmp_path / "run", range(1, 4)))
     report = render_page(recorded, [], [], [section])

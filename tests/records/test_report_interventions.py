@@ -13,7 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
-from rl_training.records.report.interventions import Effect, Interventions, interventions_of_run, plane
+from rl_training.records.report.charts import Section
+from rl_training.records.report.interventions import Effect, interventions_of_run, plane
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 
@@ -67,7 +68,7 @@ def record(
     return folder
 
 
-def told(folder: Path) -> Interventions:
+def told(folder: Path) -> Section:
     found = interventions_of_run(read_run(folder))
     assert found is not None
     return found
@@ -98,7 +99,7 @@ def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_m
 def test_the_command_tries_the_cheapest_that_halve_the_fall_or_keep_entropy(tmp_path: Path) -> None:
     run = record(tmp_path / "run")
     tried = "interventions=[my.py:softer:0.5,lr:0.5,bonus:0.031]"
-    assert list(told(run).lines) == [f"rl-training try {run} '{tried}'"]
+    assert list(told(run).commands) == [f"rl-training try {run} '{tried}'"]
 
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_where_entropy_does_not_fall_now_nothing_halves_and_nothing_is_advised(
     found = told(record(tmp_path / "run", fall=fall, now=now))
     assert "there is nothing to halve" in found.sentences[0]
     assert not any("would halve" in sentence for sentence in found.sentences)
-    assert not found.lines
+    assert not found.commands
     assert {row[0]: row[6] for row in found.table}["lr"] == "– entropy does not fall significantly now"
 
 
@@ -127,7 +128,7 @@ def test_strengths_of_one_intervention_that_come_to_the_same_are_one_command(tmp
     first, second = (estimates(1e-4, 1e-5, price, Estimate(at)) for price, at in ((5.0, 0.11), (6.0, 0.112)))
     found = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
     assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in found.sentences[1]
-    assert [line.partition("interventions=")[2] for line in found.lines] == ["[bonus:0.11]'"]
+    assert [line.partition("interventions=")[2] for line in found.commands] == ["[bonus:0.11]'"]
 
 
 def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:
     found = told(record(tmp_path / "run", fall=None, which={"lr": missing}))
     assert found.sentences[0] == "How fast entropy falls is not known here."
     assert len(found.sentences) == 2
-    assert not found.lines
+    assert not found.commands
     assert found.table[1][-1] == "fewer than 8 folds"
 
 
@@ -161,7 +162,7 @@ def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:
 
 
 def test_a_name_with_a_comma_reaches_the_printed_command_as_one(tmp_path: Path) -> None:
-    (line,) = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]})).lines
+    (line,) = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]})).commands
     override = OverridesParser.create().parse_override(shlex.split(line)[-1])
     assert override.value() == ["mis:0.5,2", "lr:0.5"]
 

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.report.checkpoint_analyses import AnalysesSection, analyses_of
+from rl_training.records.report.charts import Section
+from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
@@ -25,7 +26,7 @@ PAGE_FILE = "report.html"
 
 
 def write_report(
-    run_dir: str | Path, analyses: Mapping[Path, AnalysesSection] | None = None, pictures: bool = True, reload: int = 0
+    run_dir: str | Path, analyses: Mapping[Path, Section] | None = None, pictures: bool = True, reload: int = 0
 ) -> Path:
     """Returns the path of the HTML page it wrote; its charts lie beside it as PNG.
 

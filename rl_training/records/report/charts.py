@@ -153,6 +153,17 @@ class Chart:
         return {**drawn, "datasets": {"rows": rows}, "width": WIDTH, "background": "white", "config": style}
 
 
+@dataclass(frozen=True)
+class Section:
+    """A part of a page."""
+
+    name: str
+    sentences: list[str]
+    table: list[list[str]]  # its first row is headings
+    charts: list[Chart]
+    commands: Sequence[str] = ()  # that try what is said
+
+
 def config(with_legend: bool) -> dict[str, Any]:
     """Returns the style of all charts."""
     style = template("style.yaml")

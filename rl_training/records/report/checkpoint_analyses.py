@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pandas as pd
 
 from rl_training.records.analyses import OFFLINE, RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Series, diagonal, draw
+from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series, diagonal, draw
 from rl_training.records.report.figures import line
 from rl_training.records.report.findings import MIN_POINTS, scaled
 from rl_training.records.report.page import render
@@ -36,17 +35,7 @@ KEYS, HALF = ("deltaH1", "deltaH_true", "paired_error"), 0.5  # of the verdict
 MOST_ROWS = 40  # of a split; a deep model's layers are in the table of results
 
 
-@dataclass(frozen=True)
-class AnalysesSection:
-    """What a page shows of the analyses of one name."""
-
-    name: str
-    verdicts: list[str]  # sentences on steps where the first order fails
-    charts: list[Chart]
-    table: list[list[str]]  # in thousandths of a nat per token
-
-
-def write_analyses_page(folder: Path, section: AnalysesSection) -> Path:
+def write_analyses_page(folder: Path, section: Section) -> Path:
     """Returns the page that it wrote of the analyses in RUN/offline/NAME; charts and a CSV table lie beside it."""
     page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: analysis_results(folder).to_csv(index=False).encode()}
@@ -55,13 +44,13 @@ def write_analyses_page(folder: Path, section: AnalysesSection) -> Path:
     return page
 
 
-def analyses_of(run: Run, known: Mapping[Path, AnalysesSection]) -> list[AnalysesSection]:
+def analyses_of(run: Run, known: Mapping[Path, Section]) -> list[Section]:
     """Returns a section for each name in RUN/offline that has results; `known`, by folder, need no drawing again."""
     names = {path.parents[1] for path in (run.folder / OFFLINE).glob(f"*/*/{RESULT_FILE}")}
     return [known.get(folder) or describe_analyses(folder, run) for folder in sorted(names)]
 
 
-def describe_analyses(folder: Path, run: Run | None) -> AnalysesSection:
+def describe_analyses(folder: Path, run: Run | None) -> Section:
     """Returns what is to be shown of the analyses in a folder: charts of what was varied, and a row per checkpoint.
 
     run  whose in-loop predictions are drawn beside them
@@ -82,7 +71,7 @@ def describe_analyses(folder: Path, run: Run | None) -> AnalysesSection:
     verdicts = [sentence for content in contents if (sentence := verdict(content["step"] + 1, content["results"]))]
     shown = results[results["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
     labels = {key: STYLES[key][0] for key in IN_TABLE}
-    return AnalysesSection(name, verdicts, charts, table("analyses", labels=labels, rows=shown.to_dict("records")))
+    return Section(name, verdicts, table("analyses", labels=labels, rows=shown.to_dict("records")), charts)
 
 
 def verdict(step: int, results: Mapping[str, float]) -> str:

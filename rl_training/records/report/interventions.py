@@ -16,7 +16,7 @@ from typing import Any
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
 from rl_training.records.folder import checkpoints_of
-from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Series, draw, framed
+from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw, framed
 from rl_training.records.report.findings import present_rate
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.words import MILLI, in_words, sentences, table
@@ -69,24 +69,14 @@ class Effect:
         return f"{self.halves_at.value:.2g}"
 
 
-@dataclass(frozen=True)
-class Interventions:
-    """What a page says of the interventions of a run."""
-
-    sentences: list[str]
-    table: list[list[str]]
-    chart: Chart
-    lines: Sequence[str] = ()  # commands that try what is said
-
-
-def interventions_of_run(run: Run) -> Interventions | None:
+def interventions_of_run(run: Run) -> Section | None:
     """Returns what is said of the interventions that were measured; None where none was."""
     found = _measured(run)
     chosen = preferred(run) if found and checkpoints_of(run.folder) else []
     words = ["rl-training", "try", str(run.folder), f"interventions={as_list(chosen)}"]
     lines = [shlex.join(words)] if chosen else []
     shown = table("intervention_table", effects=found)
-    return Interventions(_sentences(run, found), shown, plane(found), lines) if found else None
+    return Section("interventions", _sentences(run, found), shown, [plane(found)], lines) if found else None
 
 
 def intervention_groups(run: Run) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def render_page(
     return render(
         "run.html",
         run=run,
-        opening=[*opening(run), *(verdict for section in analyses for verdict in section.verdicts[-1:])],
+        opening=[*opening(run), *(verdict for section in analyses for verdict in section.sentences[-1:])],
         provenance=run.settings.get("provenance") or {},
         interventions=interventions_of_run(run),
         step_numbers=step_numbers(run),
