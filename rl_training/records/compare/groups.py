@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import string
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,12 @@ class Member:
     @property
     def last_step(self) -> int:
         return self.run.steps[-1]
+
+    @property
+    def written(self) -> str:
+        """When its last line was."""
+        seconds = (self.run.folder / LOGS_FOLDER / METRICS_FILE).stat().st_mtime
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from rl_training.records.atomic_write import write_atomically
 from rl_training.records.compare import final
 from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups
 from rl_training.records.compare.overlays import draw_law, draw_overlays
-from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.folder import COMPARISON_FILE
 from rl_training.records.report.page import render
 from rl_training.records.report.series import to_estimates
 from rl_training.records.report.words import sentences
@@ -49,7 +47,7 @@ def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:
         "comparison.html",
         title=f"{num_runs} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
         sentences=findings,
-        runs=[row for group in groups for row in _run_rows(group)],
+        ends=ends,
         groups=groups,
         differences=differences(groups),
         columns=[(heading, f"{step}; {len(final.members_at(group, step))}") for group, step, heading, _ in columns],
@@ -68,18 +66,6 @@ def _by_label(columns: Sequence[dict[str, Estimate]]) -> dict[str, list[Estimate
     """Returns the rows of a table of these columns: None where one lacks the label."""
     labels = dict.fromkeys(label for column in columns for label in column)
     return {label: [column.get(label) for column in columns] for label in labels}
-
-
-def _run_rows(group: Group) -> Iterator[tuple[str, ...]]:
-    end = final.last_common_step(group)
-    for member in (*group.members, *group.repeats):
-        note = "left out of the final figures: it ended before the others" if member.last_step < end else ""
-        if member in group.repeats:
-            note = "left out: a run of this seed is in the group already"
-        written = time.gmtime((member.run.folder / LOGS_FOLDER / METRICS_FILE).stat().st_mtime)
-        steps = f"{member.last_step} of {member.planned_steps}" if member.planned_steps else str(member.last_step)
-        when = time.strftime("%Y-%m-%d %H:%M UTC", written)
-        yield group.letter, member.run.name, member.seed, steps, when, note
 
 
 def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
