@@ -284,12 +284,14 @@ class StepDriver:
             if float(view.ranks.reduce(late)) > 0.0:
                 return view.with_gradients(why_no_rows=IN_PARTS)
             mean = self._layout.vector(view.gradients.mean.values())
-            self._rows.finish(view.fold_sizes, view.ranks.count, mean)
+            squares = self._rows.finish(view.fold_sizes, view.ranks.count, mean)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
             if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
                 sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
             view = view.with_gradients(rows=self._rows.rows, sq_norms=sq_norms)
-            why_not = why_not_the_sum(view, any(leaf.dtype.itemsize < 4 for leaf in self._loop.shard.leaves().values()))
+            tensors = [*self._loop.shard.leaves().values(), *(view.gradients.rows or ())]
+            is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
+            why_not = why_not_the_sum(view.ranks.reduce(squares), is_rounded)
         return view.with_gradients(why_no_rows=why_not)
 
     def _with_entropy_change(self, view: Step, probes: Sequence[Probe]) -> Step:

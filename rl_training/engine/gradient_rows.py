@@ -20,7 +20,7 @@ from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.step import Step
 from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.square_norms import square_norms
-from rl_training.mathematics.vectors import Layout, Vector, add, copy, num_bytes
+from rl_training.mathematics.vectors import Layout, Vector, add, copy, dot, dots, num_bytes
 
 
 class GradientRows:
@@ -41,6 +41,7 @@ class GradientRows:
         self._roots: Vector | None = None
         self._group: int | None = None  # whose gradients arrive
         self._passing: Vector | None = None  # its rows, where rows are not kept
+        self._sum: Vector | None = None  # and of all that have passed
 
     def start_step(self, groups: Sequence[FoldGroup], keep_rows: bool = True, roots: Vector | None = None) -> None:
         """Makes room for the step that begins.
@@ -105,29 +106,41 @@ class GradientRows:
                 add(rest, total, -1.0)
             copy(_folds_of(self.rows, slices[-1]), rest)
 
-    def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> None:
+    def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> Tensor:
         """Puts rows and square norms on the scale of means: all gradients are in.
+
+        Returns (2 + F,) fp64, sums of squares over this process's entries: of the step's gradient less the mean of all
+        that were caught, of the step's gradient, and of each fold's.
 
         sizes  (F,), n_k over all processes
         mean   the step's gradient, whose square norms come last
         """
         self._measure_passing()
         factors = float(sizes.sum()) / (num_ranks * sizes)
-        if self.rows is not None:
+        if self.rows is None:
+            assert self._sum is not None
+            assert self.sq_norms is not None
+            caught = self._sum
+            self.sq_norms[:-1] *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
+            squares = self.sq_norms[:-1, :, 0].sum(dim=1)
+        else:
+            caught = [part.sum(dim=0, dtype=self.layout.dtype) for part in self.rows]
             of_rows = factors.to(self.rows[0].device, self.layout.dtype).unsqueeze(1)
             for part in self.rows:
                 part *= of_rows
-        if self.sq_norms is not None:
-            if self.rows is not None:
+            squares = dot(self.rows, self.rows).to(self.layout.device)
+            if self.sq_norms is not None:
                 self.sq_norms[:-1] = square_norms(self.layout, self.rows, self._roots)
-            else:
-                self.sq_norms[:-1] *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
+        if self.sq_norms is not None:
             self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._roots)
+        rest = (one - part.to(one.device) / num_ranks for one, part in zip(mean, caught, strict=True))
+        off = torch.stack([dots(part, part) for part in rest]).sum()
+        return torch.cat([torch.stack([off, dot(mean, mean)]), squares])
 
     def release(self) -> None:
         """Frees the rows."""
         self._reduction.forget()
-        self.rows = self.sq_norms = self._passing = self._roots = self._group = None
+        self.rows = self.sq_norms = self._passing = self._sum = self._roots = self._group = None
 
     @property
     def num_late(self) -> int:
@@ -137,13 +150,15 @@ class GradientRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of what is kept at present."""
-        return num_bytes(self.rows) + num_bytes(self._passing) + num_bytes(self._roots)
+        return sum(map(num_bytes, (self.rows, self._passing, self._sum, self._roots)))
 
     def _measure_passing(self) -> None:
         if self._passing is not None and self._group is not None:
             assert self.sq_norms is not None
             folds = self._groups[self._group].folds
             self.sq_norms[folds.start : folds.stop] = square_norms(self.layout, self._passing, self._roots)
+            self._sum = self._sum or self.layout.zeros()
+            add(self._sum, [part.sum(dim=0) for part in self._passing])
         self._passing = None
 
 

@@ -20,7 +20,7 @@ from rl_training.engine.step import Step
 from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.rounding import kept_change
-from rl_training.mathematics.vectors import Layout, dot, dots
+from rl_training.mathematics.vectors import Layout
 
 SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
 LIMIT = 1e-3  # of the norm of what was calculated
@@ -41,22 +41,14 @@ EDITED = "weights were changed after it by something else than the optimizer"
 ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
 
 
-def why_not_the_sum(step: Step, rounded: bool) -> str:
-    """Returns why the step's gradient is not the mean of its folds' gradients, "" if it is or rows are not kept.
+def why_not_the_sum(squares: Tensor, rounded: bool) -> str:
+    """Returns why the step's gradient is not the mean of its folds' gradients, "" if it is.
 
-    rounded  the loop sums gradients in half precision. A collective.
+    squares  as GradientRows.finish returns them, over all processes
+    rounded  gradients are summed in half precision
     """
-    rows, sizes, reduce = step.gradients.rows, step.fold_sizes, step.ranks.reduce
-    if rows is None:
-        return ""
-    mean = step.gradients.layout.vector(step.gradients.mean.values())
-    shares = (sizes / sizes.sum()).to(rows[0])
-    differences = ((one - (shares @ part).to(one.device)) for one, part in zip(mean, rows, strict=True))
-    off = torch.stack([dots(difference, difference) for difference in differences]).sum()
-    parts = torch.cat([torch.stack([off, dot(mean, mean)]), dot(rows, rows).to(off.device)])
-    off, norm, *norms = reduce(parts).sqrt().tolist()
-    limit = LIMIT_ROUNDED if rounded or rows[0].dtype.itemsize < 4 else LIMIT
-    allowed = limit * norm + ROUNDING * sum(norms)
+    off, norm, *norms = squares.sqrt().tolist()
+    allowed = (LIMIT_ROUNDED if rounded else LIMIT) * norm + ROUNDING * sum(norms)
     if not math.isfinite(off) or off <= allowed:
         return ""
     return (

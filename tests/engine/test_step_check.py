@@ -16,24 +16,26 @@ from shared_rollouts import PROMPTS, G
 from rl_training import Estimate, measured_loop
 from rl_training.engine import step_check
 from rl_training.mathematics.adamw import adamw_delta
-from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
+from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 
 SIZE = PROMPTS * G // 4
 
 
 def estimates(
-    after: Action = nothing, dtype: torch.dtype = torch.float32, rate: float = 3e-4, **wrong: Any
+    after: Action = nothing, dtype: torch.dtype = torch.float32, rate: float = 3e-4, probes: Any = None, **wrong: Any
 ) -> list[dict[str, Estimate]]:
     """Returns the estimates of the two steps of a plain loop that promises max_grad_norm=CLIP.
 
     after        what happens behind the optimizer's step, before it has ended
     dtype, rate  of the weights, of learning; all else as plain_loop.train takes it
+    probes       None for those that predict
     """
     model = model_of(OPTIONS | {"dtype": dtype})
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5)
+    probes = probes or [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1)]
     measured = measured_loop(
-        model, optimizer, [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1)], responses_per_prompt=G,
-        microbatch_size=SIZE, microbatches=4, max_grad_norm=CLIP, dr_grpo=True,
+        model, optimizer, probes, responses_per_prompt=G, microbatch_size=SIZE, microbatches=4, max_grad_norm=CLIP,
+        dr_grpo=True,
     )  # fmt: skip
 
     def behind(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -162,6 +164,14 @@ def test_a_step_of_bf16_weights_that_is_not_rounded_to_nearest_is_only_looked_ba
     assert math.isnan(last["delta_h/forward"].value)
     assert "rounds otherwise than to nearest" in last["delta_h/forward"].reason
     assert math.isfinite(last["delta_h/backward"].value)
+
+
+@pytest.mark.parametrize("name", ["zero_grad forgotten", "zero_grad between microbatches"])
+def test_norms_alone_are_held_against_the_gradient_of_the_step_too(name: str) -> None:
+    probe = [GradientNoiseScaleProbe()]
+    right, wrong = (estimates(probes=probe, **action)[-1]["gns/trace_step"] for action in ({}, WRONG[name]))
+    assert right.value > 0
+    assert "differs from that of the microbatches" in wrong.reason
 
 
 def test_weights_that_become_no_numbers_are_no_step_of_the_optimizer() -> None:
