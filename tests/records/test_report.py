@@ -14,6 +14,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from recorded_runs import record_run
 
@@ -22,6 +23,7 @@ from rl_training.records.compare.command import main
 from rl_training.records.evaluated import consolidate, write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
+from rl_training.records.report.charts import heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_of
 from rl_training.records.report.series import read_run, why_it_ends
@@ -261,6 +263,11 @@ def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:
     assert len(links) >= 5
     own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
     assert own.count("<h2") + own.count("<summary") == len(links)
+
+
+def test_cells_fill_their_frame() -> None:
+    chart = heatmap("layers", pd.DataFrame([[1.0, -1.0]], index=["0"], columns=[3, 5]), 1.0)
+    assert chart.spec["encoding"]["x"]["scale"]["domain"] == [2.0, 6.0]
 
 
 def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_band(page: Path) -> None:

@@ -184,7 +184,7 @@ def draw(
     ends: tuple[float, float] | None = None,
     names: Sequence[str] = (),
     rules: Mapping[str, Sequence[float]] | None = None,
-    cells: Mapping[str, float] | None = None,
+    cells: Mapping[str, Any] | None = None,
     start: float | None = None,
     height: int = HEIGHT,
     **words: Any,
@@ -193,7 +193,7 @@ def draw(
 
     name    of its files, if that is not the key        ends   of the y-axis        names   along it, instead of numbers
     rules   straight lines across it, beside those of charts.yaml: "y" and "x", their places
-    cells   of a matrix: half of their width, and the largest value
+    cells   of a matrix: half of their width, the largest value, and the ends of the x-axis
     start   what a second axis adds                     words  for its texts
     """
     chart, series = declared(key, words), [one for one in series if len(one.x)]
@@ -202,9 +202,9 @@ def draw(
     labels, over_steps = _first_by_label(series), "x" not in chart and not cells
     y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
     if cells:
-        y["axis"]["labels"] = len(names) <= MAX_LABELS
+        y["axis"] |= dict.fromkeys(("labels", "ticks"), len(names) <= MAX_LABELS)
     facts = {
-        "x": {"field": "x", **axis(chart.get("x", STEPS))},
+        "x": {"field": "x", **axis(chart.get("x", STEPS), cells["ends"] if cells else None)},
         "y": y,
         "labels": [*labels],
         "colors": [one.color for one in labels.values()],
@@ -244,8 +244,11 @@ def heatmap(key: str, table: pd.DataFrame, largest: float, missing: Sequence[str
         Series(label, GREY, list(table.columns), [label] * table.shape[1], low=row, line=False)
         for label, row in zip(labels, table.to_numpy().tolist(), strict=True)
     ]
-    half = 0.5 * float(np.diff(table.columns).min()) if table.shape[1] > 1 else 0.5
-    return draw(key, rows, missing, names=labels, cells={"half": half, "largest": largest}, **words)
+    places = table.columns.to_numpy(dtype=float)
+    half = 0.5 * float(np.diff(places).min()) if len(places) > 1 else 0.5
+    ends = (float(places.min(initial=np.inf)) - half, float(places.max(initial=-np.inf)) + half)
+    cells = {"half": half, "largest": largest, "ends": ends}
+    return draw(key, rows, missing, names=labels, cells=cells, **words)
 
 
 def diagonal(clouds: Sequence[Series], label: str = "prediction = truth") -> Series:
