@@ -250,7 +250,8 @@ class FullyShard(Shard):
         left += [leaf.grad for leaf in self._leaves.values()]
         exact = all(param.dtype.itemsize >= 4 for param in self.trained.values())
         reducing = bool(groups) and all(group.reduce_grads for group in groups)
-        return exact and reducing and all(gradient is None for gradient in left)
+        waiting = all(state._state_ctx.is_last_backward for state in states)  # a backward, for what it reduces
+        return exact and reducing and waiting and all(gradient is None for gradient in left)
 
     def _find_leaves(self) -> dict[str, Tensor]:
         """Returns the gathered parameters, gathering one module's after another."""
