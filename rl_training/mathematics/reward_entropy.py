@@ -39,6 +39,16 @@ class RewardLaw:
     num_points: int
 
     @property
+    def a(self) -> Estimate:
+        """Returns a: the rise in reward per unit decrease of e^H."""
+        return self._combined([-1.0, 0.0])
+
+    @property
+    def b(self) -> Estimate:
+        """Returns b, the curve at e^H = 0."""
+        return self._combined([0.0, 1.0])
+
+    @property
     def ceiling(self) -> Estimate:
         """Returns b − a, the reward that the curve predicts at H = 0."""
         return self.reward(0.0)

@@ -21,6 +21,8 @@ def on_curve(a: float, b: float) -> list[float]:
 def test_the_fit_and_its_errors_are_those_of_a_linear_regression_on_the_exponential() -> None:
     rewards = [reward + noise for reward, noise in zip(on_curve(0.4, 1.3), NOISE, strict=True)]
     law, line = fit_reward_law(ENTROPIES, rewards), linregress([math.exp(h) for h in ENTROPIES], rewards)
+    assert (law.a.value, law.a.stderr) == pytest.approx((-line.slope, line.stderr))
+    assert (law.b.value, law.b.stderr) == pytest.approx((line.intercept, line.intercept_stderr))
     mean = sum(map(math.exp, ENTROPIES)) / len(ENTROPIES)
     variance_at_mean = line.intercept_stderr**2 - (line.stderr * mean) ** 2
     for entropy in (-math.inf, 0.0, 0.4):
