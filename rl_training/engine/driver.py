@@ -36,7 +36,7 @@ from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.shards import reshard
 from rl_training.engine.step import Gradients, Step
 from rl_training.engine.step_check import StepGuard, predicting, why_not_the_sum
-from rl_training.engine.updates import OptimizerPieces, adam_roots
+from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout
@@ -116,10 +116,8 @@ class StepDriver:
         if self._guard is not None:
             self._guard.notice_edits()
         if self._rows is not None:
-            needs, roots = needs_of(probes), None
-            if Need.SQ_NORMS in needs:
-                pieces = OptimizerPieces(self._layout, self._loop.shard.weights(), optimizer.states)
-                roots = adam_roots(self._layout, pieces)
+            needs, weights = needs_of(probes), self._loop.shard.weights()
+            roots = adam_roots(self._layout, weights, optimizer.states) if Need.SQ_NORMS in needs else None
             is_sliced = len(folds) > len(sizes)  # norms of slices take their rows
             self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
         self.open_step = OpenStep(number, probes, folds, optimizer)
@@ -165,12 +163,17 @@ class StepDriver:
         return torch.autocast(self._layout.device.type, enabled=False)
 
     def _prepare(self, step: OpenStep, rollout_number: int) -> None:
-        step.view = self._with_entropy_change(self._view(step, rollout_number), step.probes)
+        view, asking = self._view(step, rollout_number), predicting(step.probes)
+        if self._memory is not None and asking:
+            with self._clock.timed(asking[0].name):
+                change = measure_entropy_change(view, self._memory, needs_of(asking))
+            view = dataclasses.replace(view, first_order=change)
+        step.view = view
         if self._guard is not None:
-            self._guard.ready(step.view, step.probes)
+            self._guard.ready(view, step.probes)
         for probe in step.probes:
             with self._clock.timed(probe.name):
-                probe.prepare(step.view)
+                probe.prepare(view)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
 
     def _prompts_learned_from(self, rollout_number: int) -> set[int]:
@@ -293,15 +296,6 @@ class StepDriver:
             is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
             why_not = why_not_the_sum(view.ranks.reduce(squares), is_rounded)
         return view.with_gradients(why_no_rows=why_not)
-
-    def _with_entropy_change(self, view: Step, probes: Sequence[Probe]) -> Step:
-        """Returns what these probes see of a step, with the change of entropy if one needs it. A collective."""
-        asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
-        if self._memory is None or not asking:
-            return view
-        with self._clock.timed(asking[0].name):
-            change = measure_entropy_change(view, self._memory, needs_of(asking))
-        return dataclasses.replace(view, first_order=change)
 
     def disarm(self) -> None:
         """Removes the hooks before the next call: the loop's backward is over."""

@@ -179,10 +179,12 @@ def split_products(
     return products
 
 
-def adam_roots(layout: Layout, pieces: Iterable[Piece]) -> Vector:
+def adam_roots(
+    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState] | None
+) -> Vector:
     """Returns √P of the step before; nan for the entries of parameters without a warm state of AdamW's."""
     roots = [torch.full_like(part, torch.nan) for part in layout.zeros()]
-    for piece in pieces:
+    for piece in OptimizerPieces(layout, parameters, states):
         if isinstance(piece.state, AdamWState) and piece.state.is_warm:
             piece.of(roots).copy_(piece.state.preconditioner().sqrt_())
     return roots

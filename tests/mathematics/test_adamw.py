@@ -9,7 +9,7 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.updates import OptimizerPieces, adam_roots
+from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.adamw import AdamWState, adamw_delta, clip_coefficient
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.square_norms import square_norms
@@ -152,8 +152,7 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
         state = states[-1].not_updated()
         assert torch.equal(state.delta(before, zeros).total, zeros)
     layout = Layout({"unused": zeros})
-    pieces = OptimizerPieces(layout, {"unused": before}, {"unused": states[0].not_updated()})
-    roots = adam_roots(layout, pieces)
+    roots = adam_roots(layout, {"unused": before}, {"unused": states[0].not_updated()})
     assert square_norms(layout, [zeros.unsqueeze(0)], roots).tolist() == [[[0.0, 0.0]]]
 
 
@@ -172,7 +171,7 @@ def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -
     layout = Layout(gradients)
     assert [len(bucket.names) for bucket in layout.buckets] == [1, 4]
     rows = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
-    (got,) = square_norms(layout, rows, adam_roots(layout, OptimizerPieces(layout, gradients, states))).tolist()
+    (got,) = square_norms(layout, rows, adam_roots(layout, gradients, states)).tolist()
     assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
     assert square_norms(layout, rows, None)[..., 1].isnan().all()
 

@@ -21,7 +21,7 @@ from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Gradients, Step
-from rl_training.engine.updates import OptimizerPieces, adam_roots
+from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
 from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.noise_scale import (
@@ -107,8 +107,8 @@ class Loop:
         self.steps += 1
         rows = ranges_of([number * G for number in sizes])
         folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
-        pieces = OptimizerPieces(self.layout, self.shard.weights(), self.states)
-        self.rows.start_step(folds, keep_rows=False, roots=adam_roots(self.layout, pieces))
+        roots = adam_roots(self.layout, self.shard.weights(), self.states)
+        self.rows.start_step(folds, keep_rows=False, roots=roots)
         for k, block in enumerate(vectors):
             loss = self.model(block) * len(block) / sum(sizes)
             self.rows.arm(rows[k].start)
