@@ -258,14 +258,12 @@ class StepDriver:
         is_sliced = len(step.folds) > len(batch.microbatch_rows)
         # The share of a slice in another term of the loss is not known.
         other_terms = f"{OTHER_TERMS}: use at most one fold per microbatch" if step.other_terms and is_sliced else ""
+        why_no_rows = capabilities.mixed_prompts or other_terms
         ones = torch.ones(batch.rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
         view = Step(
             number=step.number,
             batch=batch,
-            gradients=Gradients(
-                loop.shard.weights(), mean, self._layout, self._reduction,
-                rows=None, why_no_rows=capabilities.mixed_prompts or other_terms,
-            ),
+            gradients=Gradients(loop.shard.weights(), mean, self._layout, self._reduction, None, why_no_rows),
             optimizer=optimizer,
             policy=loop.policy,
             ranks=loop.ranks,
@@ -294,8 +292,7 @@ class StepDriver:
             view = view.with_gradients(rows=self._rows.rows, sq_norms=sq_norms)
             tensors = [*self._loop.shard.leaves().values(), *(view.gradients.rows or ())]
             is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
-            why_not = why_not_the_sum(view.ranks.reduce(squares), is_rounded)
-        return view.with_gradients(why_no_rows=why_not)
+            return view.with_gradients(why_no_rows=why_not_the_sum(view.ranks.reduce(squares), is_rounded))
 
     def disarm(self) -> None:
         """Removes the hooks before the next call: the loop's backward is over."""
