@@ -1,11 +1,12 @@
 """Is what the probe `measured` says of each step right, for any optimizer? Against large samples of fresh responses.
 
-    OMP_NUM_THREADS=1 python benchmarks/measured_steps.py [--conditions muon lion] [--steps 44] [--only-report]
+    OMP_NUM_THREADS=1 python benchmarks/measured_steps.py [--conditions muon lion] [--steps 2 6 10] [--only-report]
 
-Trains the default task with each optimizer, with the probe three times: from 1, 2 and all 8 responses of every prompt.
-Around each step the truth: 2,048 fresh responses to random prompts, drawn before it and scored before it and after, by
-the same weights of prefixes with the mean of all other responses as baseline. A table has coverage of the 95 %
-intervals, the ratio of the sums, and the error of a single step beside that of `trapezoid`, where there is one.
+Trains the default task with each optimizer. Around some of its steps 512 prompts x 8 responses are drawn before the
+step, and as many after it. The first, scored before and after, give the truth. The second are 16 batches of 32 prompts:
+each is measured as the probe measures its one batch, from 1, 2 and all 8 responses of every prompt. A table has the
+coverage of the 95 % intervals, the ratio of the sums, and the error of a single step. Batches whose effective sample
+size is below the probe's least are left out, as the probe leaves them out.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from peft import LoraConfig
 from torch import Tensor
 
 from rl_training import Estimate, Probe
-from rl_training.engine.batch import as_rollout
+from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.engine.step import Step
 from rl_training.hosts.trl.policy import respond
 from rl_training.mathematics.calibration import interval_covers
+from rl_training.mathematics.jackknife import estimates_over_units
 from rl_training.mathematics.looking_back import differences_before
-from rl_training.probes import MeasuredStepProbe, SimpleEntropyProbe
+from rl_training.mathematics.scores import Scores
+from rl_training.probes.measured import CHANGES, ESS, KL, MIN_ESS, statistic
 
-SEQUENCES = 2048  # of the truth
+PROMPTS, RESPONSES, BATCHES = 512, 8, 16
 SCORED = (1, 2, 8)  # responses of every prompt
+ENTROPY, LENGTH = CHANGES[0], CHANGES[2]
 
 
 class Lion(torch.optim.Optimizer):
@@ -70,103 +74,111 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Scored(MeasuredStepProbe):
-    """The probe under a name of its own."""
+class Bank(Probe):
+    """Measures some steps on many fresh prompts, from samples of before and of after."""
 
-    def __init__(self, responses: int) -> None:
-        super().__init__(responses)
-        self.name = f"measured {responses}"
+    name = "bank"
 
-
-class Truth(Probe):
-    """Measures each step on fresh responses, and keeps what the other probes say of it."""
-
-    name = "truth"
-
-    def __init__(self, trainer: Callable[[], Any], seed: int) -> None:
+    def __init__(self, trainer: Callable[[], Any], seed: int, steps: Sequence[int]) -> None:
         super().__init__()
-        self.trainer, self.seed = trainer, seed
-        self.rows: dict[int, dict[str, Any]] = {}
+        self.trainer, self.seed, self.steps = trainer, seed, steps
+        self.rows: list[dict[str, Any]] = []
+
+    def draw(self, number: int) -> Rollout:
+        trainer, drawn = self.trainer(), torch.Generator().manual_seed((self.seed << 20) + number)
+        prompts = torch.randint(len(trainer.train_dataset), (PROMPTS,), generator=drawn).tolist()
+        texts = [trainer.train_dataset[row]["prompt"] for row in prompts for _ in range(RESPONSES)]
+        index = torch.arange(PROMPTS).repeat_interleave(RESPONSES).tolist()
+        return as_rollout(*respond(trainer, texts, self.seed, number), index, trainer._tokenizer.pad_token_id)
 
     def prepare(self, step: Step) -> None:
-        trainer, drawn = self.trainer(), torch.Generator().manual_seed((self.seed << 20) + step.number)
-        rows = torch.randint(len(trainer.train_dataset), (SEQUENCES,), generator=drawn).tolist()
-        prompts = [trainer.train_dataset[row]["prompt"] for row in rows]
-        ids = respond(trainer, prompts, self.seed, step.number)
-        self._rollout = as_rollout(*ids, range(SEQUENCES), trainer._tokenizer.pad_token_id)
-        self._before = step.policy.score_rollout(self._rollout)
+        self._answers = {"bank/true": Estimate.missing("this step is not one of them")}
+        if step.number in self.steps:
+            assert step.policy.shard is not None
+            self.rollout, self.held = self.draw(2 * step.number), step.policy.shard.held()
+            self.scores = step.policy.score_rollout(self.rollout)
 
     def after_step(self, step: Step) -> None:
-        after, every = step.policy.score_rollout(self._rollout), torch.arange(SEQUENCES)
-        nothing = torch.zeros(SEQUENCES), torch.zeros_like(self._before.logps)
-        terms = differences_before(self._before, after, every, torch.zeros_like(every), *nothing)
-        mask = self._before.mask.double()
-        length = float(mask.sum()) / SEQUENCES
-        level = float((self._before.entropies.double() * mask).nan_to_num().sum() / mask.sum())
-        entropy, longer = (float(x) for x in terms[:, :2].mean(dim=0))
-        value = (level * length + entropy) / (length + longer) - level
-        each = (terms[:, 0] - (level + value) * terms[:, 1]) / (length + longer)
-        stderrs = each.std() / math.sqrt(SEQUENCES), terms[:, 1].std() / math.sqrt(SEQUENCES)
-        self.rows[step.number] = {"h": [value, float(stderrs[0])], "t": [longer, float(stderrs[1])]}
-        self._answers = {"truth": Estimate(value)}
+        if step.number not in self.steps:
+            return
+        truth = told(by_prompt(self.rollout, self.scores, step.policy.score_rollout(self.rollout), RESPONSES))
+        row: dict[str, Any] = {"step": step.number} | {
+            name: [-truth[name].value, truth[name].stderr] for name in (ENTROPY, LENGTH)
+        }
+        fresh = self.draw(2 * step.number + 1)
+        after = step.policy.score_rollout(fresh)
+        with step.policy.with_weights(self.held):
+            before = step.policy.score_rollout(fresh)
+        for count in SCORED:
+            parts = [told(part) for part in by_prompt(fresh, after, before, count).chunk(BATCHES)]
+            row[str(count)] = [
+                {name: [part[name].value, part[name].stderr, part[name].num_samples] for name in (ENTROPY, LENGTH)}
+                for part in parts
+                if part[ESS].value >= MIN_ESS
+            ]
+        self.rows.append(row)
+        self._answers = {"bank/true": Estimate(row[ENTROPY][0])}
 
 
-def train(condition: str, seed: int, steps: int) -> list[dict[str, Any]]:
-    """Returns a row for each step: the truth, and what each probe says of it."""
-    settings = dict(SETTINGS.get(condition, {}))
-    measured: list[Probe] = [Scored(responses) for responses in SCORED]
-    truth = Truth(lambda: trainer, seed)
-    said: dict[int, dict[str, list[float]]] = {}
+def by_prompt(rollout: Rollout, scores: Scores, others: Scores, count: int) -> Tensor:
+    """Returns the sums (prompts, 11) of the probe's `statistic`, from the first `count` responses of every prompt."""
+    rows = torch.arange(PROMPTS * RESPONSES).view(PROMPTS, -1)[:, :count].reshape(-1)
+    some = Scores(others.logps[rows], others.entropies[rows], others.mask[rows])
+    terms = differences_before(
+        scores, some, rows, rollout.prompt_index, torch.zeros(len(scores.mask)), torch.zeros_like(scores.logps)
+    )
+    mask = scores.mask.double()
+    levels = torch.stack([(scores.entropies.double() * mask).nan_to_num().sum(dim=1), mask.sum(dim=1)], dim=1)
+    again = terms[:, 4].exp()
+    columns = torch.stack([*terms[:, :4].unbind(dim=1), levels[rows, 1], again, again.square()], dim=1)
+    parts = [torch.nn.functional.pad(part, (1, 0), value=1.0) for part in (levels, columns)]
+    return torch.cat([part.view(PROMPTS, -1, part.shape[1]).sum(dim=1) for part in parts], dim=1)
+
+
+def told(sums: Tensor) -> dict[str, Estimate]:
+    return estimates_over_units((*CHANGES, KL, ESS), statistic, sums)
+
+
+def train(condition: str, seed: int, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns a row for each of these steps: the truth, and what each batch says of it."""
+    bank = Bank(lambda: trainer, seed, steps)
     with tempfile.TemporaryDirectory() as folder:
-        beside = [SimpleEntropyProbe()] if condition.startswith("adamw") else []
-        trainer = default_trainer(folder, [*measured, *beside, truth], steps + 1, seed=seed, **settings)
+        trainer = default_trainer(folder, [bank], max(steps), seed=seed, **SETTINGS.get(condition, {}))
         trainer.attachment._policy._batch_size = 256  # of forward passes: large ones are faster here
         if condition in OPTIMIZERS:
             trainer.optimizer = OPTIMIZERS[condition]([p for p in trainer.model.parameters() if p.requires_grad])
-        finish = trainer.attachment.driver.finish
-
-        def keep() -> Any:
-            answers = finish()
-            for probe, estimates in answers.items():
-                for name, e in estimates.items():
-                    if name.split("/")[-1] in ("delta_h", "delta_length", "trapezoid") and e.about_step:
-                        row = [e.value, e.stderr, e.num_samples]
-                        said.setdefault(e.about_step, {})[f"{probe} {name.split('/')[-1]}"] = row
-            return answers
-
-        trainer.attachment.driver.finish = keep
         trainer.train()
-    return [truth.rows[step] | said[step] | {"step": step, "condition": condition} for step in range(1, steps + 1)]
+    return [{"condition": condition, "seed": seed} | row for row in bank.rows]
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
-    print("| optimizer | Σ truth | probe | steps | coverage | Σ / Σ truth | error of a step, 1e-3 | of `trapezoid` |")
-    print("|---|---|---|---|---|---|---|---|")
+    titles = ("optimizer", "responses", "batches", "coverage", "Σ / Σ true", "error, 1e-3", "coverage, length",
+              "Σ / Σ true, length")  # fmt: skip
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for condition in [*dict.fromkeys(row["condition"] for row in rows), None]:
         own = [row for row in rows if condition in (None, row["condition"])]
-        for what, unit in (("delta_h", "h"), ("delta_length", "t")):
-            for count in SCORED:
-                name = f"measured {count} {what}"
-                print("|", " | ".join([condition or "all", *cells(own, name, unit)]), "|")
+        for count in SCORED:
+            number = sum(len(row[str(count)]) for row in own)
+            held, ratio, error = cells(own, str(count), ENTROPY)
+            held_length, ratio_length, _ = cells(own, str(count), LENGTH)
+            print(f"| {condition or 'all'} | {count} of {RESPONSES} | {number} | {held} | {ratio} | {error} "
+                  f"| {held_length} | {ratio_length} |")  # fmt: skip
 
 
-def cells(rows: Sequence[dict[str, Any]], name: str, unit: str) -> list[str]:
-    known = [row for row in rows if math.isfinite(row[name][0])]
-    errors = [row[name][0] - row[unit][0] for row in known]
-    held = [
-        interval_covers(error, row[name][1], int(row[name][2]), row[unit][1])
-        for error, row in zip(errors, known, strict=True)
-    ]
-    total, predicted = (sum(row[key][0] for row in known) for key in (unit, name))
-    stderr = math.hypot(*(row[key][1] for row in known for key in (unit, name))) / abs(total)
-    others = [row["simple trapezoid"][0] - row[unit][0] for row in known if "simple trapezoid" in row and unit == "h"]
-    noise = statistics.fmean(row[unit][1] ** 2 for row in known)
-    scatter = [
-        f"{1e3 * math.sqrt(max(statistics.fmean(x * x for x in values) - noise, 0.0)):.3f}" if values else ""
-        for values in (errors, [x for x in others if math.isfinite(x)])
-    ]
-    ratio = f"{predicted / total:.3f} ± {stderr:.3f}"
-    return [f"{total:+.4f}", f"`{name}`", str(len(known)), f"{statistics.fmean(held):.3f}", ratio, *scatter]
+def cells(rows: Sequence[dict[str, Any]], count: str, name: str) -> list[str]:
+    """Returns coverage, the ratio of the sums of the measured means and of the truths, and the error of one batch."""
+    held, squares, total, true, variance = [], [], 0.0, 0.0, 0.0
+    for row in rows:
+        value, noise = row[name]
+        batches = [batch[name] for batch in row[count]]
+        held += [interval_covers(found - value, stderr, units, noise) for found, stderr, units in batches]
+        squares += [(found - value) ** 2 - noise**2 for found, _, _ in batches]
+        if len(batches) > 1:
+            values = [found for found, _, _ in batches]
+            total, true = total + statistics.fmean(values), true + value
+            variance += statistics.variance(values) / len(values) + noise**2
+    ratio = f"{total / true:.3f} ± {math.sqrt(variance) / abs(true):.3f}"
+    return [f"{statistics.fmean(held):.3f}", ratio, f"{1e3 * math.sqrt(max(statistics.fmean(squares), 0.0)):.2f}"]
 
 
 def main() -> None:
@@ -174,7 +186,7 @@ def main() -> None:
     conditions = [*SETTINGS, *OPTIMIZERS]
     parser.add_argument("--conditions", nargs="+", choices=conditions, default=conditions)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=44)
+    parser.add_argument("--steps", type=int, nargs="+", default=[2, 6, 10, 14, 18])
     parser.add_argument("--output", type=Path, default=Path("runs/measured_steps.jsonl"))
     parser.add_argument("--only-report", action="store_true")
     options = parser.parse_args()

@@ -132,14 +132,27 @@ def largest_pass(quantities: Sequence[str]) -> str:
     return max((name for name in quantities if name.startswith("pass@")), key=lambda name: int(name[5:]))
 
 
+def chance(difference: Estimate) -> float:
+    """Returns the chance that a difference is above 0, were it the only one that is looked at; nan without an error."""
+    freedom, score = (
+        float(difference.detail.get("freedom", math.nan)),
+        difference.value / (difference.stderr or math.nan),
+    )
+    return float(stdtr(freedom, score))
+
+
 def to_stop(found: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the worse half of the candidates by their difference to plain in pass@k, with the reason."""
+    """Returns, with the reason, those of the worse half by pass@k that are behind the best with a chance of .9 or more.
+
+    Arms scatter alike, so a candidate is as uncertain against the best one as against plain.
+    """
     goal = largest_pass(list(found[0].means)) if found else ""
     ordered = sorted(found, key=lambda each: -each.differences[goal].value)
-    worse = ordered[(len(ordered) + 1) // 2 :]
+    lead = {each.name: ordered[0].differences[goal].value - each.differences[goal].value for each in ordered}
     return [
         replace(each, stopped=f"after {each.step} steps: {goal} {in_words(each.differences[goal])}, place "
-                f"{ordered.index(each) + 1} of {len(ordered)}") for each in worse
+                f"{ordered.index(each) + 1} of {len(ordered)}") for each in ordered[(len(ordered) + 1) // 2 :]
+        if chance(replace(each.differences[goal], value=lead[each.name])) >= LIKELY
     ]  # fmt: skip
 
 
@@ -177,10 +190,10 @@ def _not_told(candidates: Sequence[Candidate], goal: str) -> tuple[str, Candidat
     after = freedom * (more - 1) / (best.seeds - 1)
     shrink = math.sqrt(best.seeds / more) * float(stdtrit(after, 0.975) / stdtrit(freedom, 0.975))
     reach = f"seeds={more} would tell about {shrink * (difference.ends()[1] - difference.value):.2g}."
-    chance = float(stdtr(freedom, difference.value / difference.stderr)) if difference.stderr else 0.5
-    if chance < LIKELY:
+    likely = chance(difference)
+    if not likely >= LIKELY:
         return f"{none} The nearest is {best.name}, {in_words(difference)}; {reach}", None
-    lean = f"Lean to {best.name}: {goal} {in_words(difference)}, better than plain with a chance of {chance:.2f}."
+    lean = f"Lean to {best.name}: {goal} {in_words(difference)}, better than plain with a chance of {likely:.2f}."
     return f"{lean} {none[:-1]}; {reach}", best
 
 

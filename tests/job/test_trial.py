@@ -97,9 +97,10 @@ def test_the_verdict_takes_what_is_better_by_more_than_noise_and_orders_only_wha
     assert best is not None
 
 
-def test_halving_stops_the_worse_half_and_says_why() -> None:
-    (stopped,) = to_stop([of("psr", 0.1, 0.3), of("bonus", -0.2, 0.3), of("lr", 0.0, 0.3)])
+def test_halving_stops_those_of_the_worse_half_that_are_behind_and_says_why() -> None:
+    (stopped,) = to_stop([of("psr", 0.1, 0.3), of("bonus", -0.2, 0.3), of("lr", 0.0, 0.3)])  # t = 2 with 8 degrees
     assert (stopped.name, stopped.stopped) == ("bonus", "after 40 steps: pass@8 -0.200 ± 0.300, place 3 of 3")
+    assert not to_stop([of("psr", 0.1, 0.3), of("bonus", -0.05, 0.3), of("lr", 0.0, 0.3)])  # t = 1: not told
 
 
 def test_values_are_those_of_each_prompts_responses(tmp_path: Path) -> None:
