@@ -174,7 +174,7 @@ def verdict(candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     others = [each.name for each in better if each is not best and not low > each.differences[goal].ends()[1]]
     told = ", ".join(f"{name} {in_words(best.differences[name])}" for name in (goal, "pass@1", "reward"))
     beside = f" Not told apart from {', '.join(others)}." if others else ""
-    return f"Take {best.name}: {told}.{beside}", best
+    return f"Take {best.name}: after {best.step} steps {told}.{beside}", best
 
 
 def _not_told(candidates: Sequence[Candidate], goal: str) -> tuple[str, Candidate | None]:
@@ -193,8 +193,8 @@ def _not_told(candidates: Sequence[Candidate], goal: str) -> tuple[str, Candidat
     likely = chance(difference)
     if not likely >= LIKELY:
         return f"{none} The nearest is {best.name}, {in_words(difference)}; {reach}", None
-    lean = f"Lean to {best.name}: {goal} {in_words(difference)}, better than plain with a chance of {likely:.2f}."
-    return f"{lean} {none[:-1]}; {reach}", best
+    lean = f"Lean to {best.name}: after {best.step} steps {goal} {in_words(difference)}"
+    return f"{lean}, better than plain with a chance of {likely:.2f}. {none[:-1]}; {reach}", best
 
 
 def against_plain(found: Sequence[Candidate]) -> Chart:

@@ -84,7 +84,8 @@ def test_the_verdict_takes_what_is_better_by_more_than_noise_and_orders_only_wha
     assert best is not None
     assert best.name == "psr"
     assert sentence == (
-        "Take psr: pass@8 +0.400 ± 0.100, pass@1 +0.400 ± 0.100, reward +0.400 ± 0.100. Not told apart from bonus."
+        "Take psr: after 40 steps pass@8 +0.400 ± 0.100, pass@1 +0.400 ± 0.100, reward +0.400 ± 0.100. "
+        "Not told apart from bonus."
     )
     assert "Not told apart" not in verdict([of("psr", 0.4, 0.1), of("bonus", 0.15, 0.1)])[0]
     sentence, best = verdict(
@@ -93,7 +94,9 @@ def test_the_verdict_takes_what_is_better_by_more_than_noise_and_orders_only_wha
     assert best is None
     assert sentence.startswith("None is better than plain by more than noise in pass@8. The nearest is psr, +0.050")
     sentence, best = verdict([of("psr", 0.09, 0.1), of("bonus", 0.0, 0.1)])  # t = 1.8 with 8 degrees
-    assert sentence.startswith("Lean to psr: pass@8 +0.090 ± 0.100, better than plain with a chance of 0.95. None is")
+    assert sentence.startswith(
+        "Lean to psr: after 40 steps pass@8 +0.090 ± 0.100, better than plain with a chance of 0.95. None is"
+    )
     assert best is not None
 
 
