@@ -7,13 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
-from rl_training.engine.shards import chunk_of
+from rl_training.engine.shards import Shard
 from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.vectors import Layout
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 
 UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
+
+
+class OneOf(Shard):
+    """The shard of one of so many processes."""
+
+    def __init__(self, processes: int, rank: int) -> None:
+        super().__init__(nn.Module(), torch.optim.SGD([torch.zeros(1)]), None)
+        self.trained = {name: nn.Parameter(whole) for name, whole in UPDATE.items()}
+        self.num_ranks, self.rank = processes, rank
 
 
 class History(UpdateHistory):
@@ -22,10 +32,10 @@ class History(UpdateHistory):
     name = "engine"
 
     def __init__(self, processes: int, rank: int) -> None:
-        self.cuts = {name: chunk_of(len(whole), processes, rank) for name, whole in UPDATE.items()}
-        self.own = {name: whole[slice(*self.cuts[name])] for name, whole in UPDATE.items()}
+        shard = OneOf(processes, rank)
+        self.own = {name: whole[slice(*shard.cut(name, rank))] for name, whole in UPDATE.items()}
         self.layout = Layout(self.own)
-        super().__init__(self.layout, {name: (*cut, len(UPDATE[name])) for name, cut in self.cuts.items()})
+        super().__init__(self.layout, shard)
 
     def keep_own(self) -> History:
         vector = self.layout.vector(self.own.values())

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from datasets import Dataset
 from seen import Seen
 from trainers import FEW, SHORT_LAST_STEP, bare_ending, differing, ending, trainer_maker
 from transformers import PrinterCallback
-from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach
@@ -242,18 +240,6 @@ def test_a_loss_of_ones_own_that_scores_nothing_is_refused_with_probes_and_train
                     trainer.train()
             else:
                 trainer.train()
-
-
-@pytest.mark.parametrize("length", [110, 130])
-def test_prompts_that_do_not_fit_into_the_model_are_warned_of(make_trainer, caplog, length: int) -> None:
-    """The model has 128 positions, of which responses take up to 8."""
-    rows = Dataset.from_dict({"prompt": ["1" * length] * 2})
-    trainer = make_trainer(train_dataset=rows, **FEW, max_steps=1)
-    logging.get_logger("transformers").propagate = True
-    trainer.train()
-    logging.get_logger("transformers").propagate = False
-    said = f"a prompt of {length} tokens and max_completion_length=8 are more than the model's 128 positions"
-    assert (said in caplog.text) == (length > 120)
 
 
 def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(make_trainer) -> None:
