@@ -134,11 +134,8 @@ def largest_pass(quantities: Sequence[str]) -> str:
 
 def chance(difference: Estimate) -> float:
     """Returns the chance that a difference is above 0, were it the only one that is looked at; nan without an error."""
-    freedom, score = (
-        float(difference.detail.get("freedom", math.nan)),
-        difference.value / (difference.stderr or math.nan),
-    )
-    return float(stdtr(freedom, score))
+    freedom = float(difference.detail.get("freedom", math.nan))
+    return float(stdtr(freedom, difference.value / (difference.stderr or math.nan)))
 
 
 def to_stop(found: Sequence[Candidate]) -> list[Candidate]:
