@@ -31,6 +31,7 @@ def default_trainer(
     task: Task | None = None,
     model_folder: Path = TINY_PATH,
     interventions: Sequence[str] = (),
+    sampler_lag: int = 0,
     **settings: Any,
 ) -> DrGRPOTrainer:
     """Returns a trainer of the default task, or of `task` with a model of its own.
@@ -64,6 +65,7 @@ def default_trainer(
         records=records,
         buffer=buffer,
         interventions=interventions,
+        sampler_lag=sampler_lag,
     )
     trainer.remove_callback(PrinterCallback)  # a log line per step
     return trainer
