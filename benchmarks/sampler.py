@@ -1,136 +1,199 @@
-"""Does the prediction of a step hold where another policy has sampled? Against large samples of the policy itself.
+"""What holds where another policy has sampled? Predictions against large samples of the policy itself.
 
-    OMP_NUM_THREADS=1 python benchmarks/sampler.py [--batches 300] [--settings stale-8 int5 stale-2]
+    OMP_NUM_THREADS=1 python benchmarks/sampler.py forward        the step as it is made, with ratios and without
+    OMP_NUM_THREADS=1 python benchmarks/sampler.py corrections    what each correction would change of it
+    OMP_NUM_THREADS=1 python benchmarks/sampler.py divergences    how far samplers are, and where ESS = exp(−2 KL T)
 
-A run is frozen at one step: each batch is sampled by μ (older weights, or weights rounded to 5 bits), the probe
-measures the step that the optimizer makes of it, and weights and moments are put back. Truth is X of `--truth` fresh
-responses, times the very step. Printed: divergence, effective sample size, the share of the 95 % intervals of `forward`
-that hold the truth, and X along two fixed directions, with and without ratios.
+A run is frozen at one step: each batch is sampled by μ (--samplers), probes measure the step that the optimizer makes
+of it, and weights and moments are put back. Truth: X and the gradient of the reward, from `--truth` fresh responses.
+
+    forward      the share of the 95 % intervals of `forward` that hold X · step, and X along three fixed directions:
+                 the step of the moments alone, X itself, and what the reward's gradient adds to the first
+    corrections  of ΔH and Δreward of each correction against the step as made: intervals that hold, and asserted signs
+    divergences  probe `sampler` on batches of 32 prompts × 8
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import math
 import statistics
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import rl_training.job.silence  # noqa: F401
 
 import torch
+from other_samplers import Frozen, Named, trainer_of
 from torch import Tensor
-from transformers import PrinterCallback, TrainerCallback
 
-from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
+from rl_training import DrGRPOTrainer
 from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
 from rl_training.engine.step import EntropyChange, Step
 from rl_training.engine.step_check import StepGuard
-from rl_training.hosts.trl.lagging_sampler import LaggingSampler
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.interventions.loss import loss_inputs
+from rl_training.mathematics.calibration import interval_covers
 from rl_training.mathematics.entropy import surrogate_weights
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.vectors import dot
-from rl_training.probes import SamplerProbe, SimpleEntropyProbe
-from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
+from rl_training.probes import InterventionsProbe, SamplerProbe, SimpleEntropyProbe
+from rl_training.probes.sampler import CUT
 
 StepGuard.notice_edits = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
-LR, BETA2 = 3e-4, 0.99
-Named = dict[str, Tensor]
+SAMPLERS = {
+    "forward": ["int5", "noise-.6", "stale-2", "stale-8"],
+    "corrections": ["int5", "noise-.6", "stale-2", "stale-4", "stale-8"],
+    "divergences": ["itself", "bf16", "int8", "int5", "stale-8", "noise-.6", "int4", "top-p-.95"],
+}
+CORRECTIONS = ["none", "tis:2", "mis:0.5,2", "seq_mask:3", "ppo_clip:0.2", "exact"]
+DIRECTIONS = ("the momentum's step", "X itself", "the reward's step")
+PART = 512  # responses of a part of the truth
+MIN_ESS = 0.7  # for the scatter of X with ratios
 
 
-class Frozen(TrainerCallback):
-    """Keeps the weights of every step and the last optimizer state; or puts a state back before each step."""
+@dataclasses.dataclass
+class Truth:
+    """∂H_tok and the gradient of the reward, by parts of PART fresh responses."""
 
-    def __init__(self, state: tuple[Named, dict[str, Any]] | None = None) -> None:
-        self.state = state
-        self.weights: list[Named] = []
-        self.momentum: Named = {}  # the step that the moments alone would make
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        if self.state is None:
-            self.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
-            self.optimizer = copy.deepcopy(optimizer.state_dict())
-            names = {id(p): name for name, p in model.named_parameters()}
-            for p, moments in optimizer.state.items():
-                root = (moments["exp_avg_sq"] / (1 - BETA2 ** float(moments["step"]))).sqrt() + 1e-8
-                self.momentum[names[id(p)]] = -LR * moments["exp_avg"] / root
-            return
-        for name, p in model.named_parameters():
-            p.data.copy_(self.state[0][name])
-        optimizer.load_state_dict(copy.deepcopy(self.state[1]))
+    entropy: list[Named]
+    reward: list[Named]
 
 
-class Fixed(LaggingSampler):
-    """Samples with these weights, always."""
+class Divergence(SamplerProbe):
+    """Keeps what the probe says of each batch."""
 
-    fixed: Named
-
-    def weights(self) -> Named:
-        return self.fixed
-
-
-class Against(SamplerProbe):
-    """Holds the step's prediction and X along given directions against the truth."""
-
-    name, needs = "against", Need.ENTROPY_CHANGE | Need.ENTROPY_ROWS
-
-    def __init__(self, setting: str, truth: Named, directions: list[Named], other_half: list[Named]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.setting, self.truth, self.directions, self.other_half = setting, truth, directions, other_half
-        self.rows: list[list[float]] = []
-        self.far: list[list[float]] = []
+        self.said: list[dict[str, Estimate]] = []
+        self.tokens: list[float] = []
 
     def prepare(self, step: Step) -> None:
         super().prepare(step)
-        tokens = float(step.batch.scores.mask.sum()) / step.num_sequences
-        self.far.append([*(self._answers[f"sampler/{name}"].value for name in ("kl", "ess")), tokens])
+        self.said.append(dict(self._answers))
+        self.tokens.append(float(step.batch.scores.mask.sum()) / step.num_sequences)
+
+    def mean(self, name: str) -> str:
+        values = [said[f"sampler/{name}"].value for said in self.said]
+        return f"{statistics.fmean(values):.3g} ± {statistics.stdev(values) / math.sqrt(len(values)):.1g}"
+
+    def report(self) -> None:
+        """Prints the divergence, and the law ESS = exp(−2 KL T) of all batches together."""
+        kl, tokens = statistics.fmean(said["sampler/kl"].value for said in self.said), statistics.fmean(self.tokens)
+        cuts = sum(said["sampler/mean_ratio"].reason == CUT for said in self.said)
+        names = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap")
+        said = ", ".join(f"{name} {self.mean(name)}" for name in names)
+        law = math.exp(-2.0 * kl * tokens)
+        print(f"  {len(self.said)} batches, {tokens:.1f} tokens: {said}; exp(−2 KL T) {law:.3f}, called cut {cuts}",
+              flush=True)  # fmt: skip
+
+
+class Forward(Divergence):
+    """Holds the step's prediction and X along given directions against the truth."""
+
+    needs = Need.ENTROPY_CHANGE | Need.ENTROPY_ROWS
+
+    def __init__(self, truth: Named, directions: list[Named]) -> None:
+        super().__init__()
+        self.truth, self.directions = truth, directions
+        self.rows: list[tuple[float, float, float]] = []  # forward, half of its interval, truth
+        self.along: list[list[tuple[float, float]]] = []  # of each direction, with ratios and without
+        self.ess: list[float] = []
+
+    def prepare(self, step: Step) -> None:
+        super().prepare(step)
         change, layout = step.entropy_change, step.gradients.layout
         if change.why_none:
             return
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=None)
         bare = dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
         assert step.policy.shard is not None
-        memory = StepMemory(layout, step.policy.shard, change.settings)
-        without = measure_entropy_change(bare, memory, Need.ENTROPY_ROWS)
-        forward = change.quantities["forward"].estimates(step.num_folds)[0]
         assert change.update is not None
+        without = measure_entropy_change(
+            bare, StepMemory(layout, step.policy.shard, change.settings), Need.ENTROPY_ROWS
+        )
+        forward = change.quantities["forward"].estimates(step.num_folds)[0]
         truth = float(dot(layout.vector(self.truth[name] for name in layout.names), change.update))
-        along = [
-            product(each, step.fold_sizes, layout.vector(direction[name] for name in layout.names))
-            for each in (change, without)
-            for direction in self.directions
-        ]
-        self.rows.append([forward.value, forward.half_width(), truth, *along])
-        if len(self.rows) % 25 == 0:
-            self.report()
+        self.rows.append((forward.value, forward.half_width(), truth))
+        self.ess.append(self.said[-1]["sampler/ess"].value)
+        vectors = [layout.vector(direction[name] for name in layout.names) for direction in self.directions]
+        self.along.append(
+            [(product(change, step.fold_sizes, v), product(without, step.fold_sizes, v)) for v in vectors]
+        )
 
-    def report(self) -> None:
-        """Prints what the batches so far come to."""
-        kl, ess, tokens = map(statistics.fmean, zip(*self.far, strict=True))
-        held = [abs(value - truth) <= width for value, width, truth, *_ in self.rows]
-        error = [value - truth for value, _, truth, *_ in self.rows]
-        number = len(held)
-        print(f"{self.setting}: KL {kl:.2e}, {tokens:.1f} tokens, ESS {ess:.3f}, {number} of {len(self.far)}; covered "
-              f"{statistics.fmean(held):.3f}, mean error {1e3 * statistics.fmean(error):+.4f} ± "
-              f"{1e3 * statistics.stdev(error) / math.sqrt(number):.4f} mnats", flush=True)  # fmt: skip
-        for i, direction in enumerate(self.directions):
-            truths = [sum(float((part[n] * direction[n]).sum()) for n in part) for part in self.other_half]
-            se = statistics.stdev(truths) / math.sqrt(len(truths))
-            line = (
-                f"  X along {('momentum', 'X itself')[i]}: truth {1e3 * statistics.fmean(truths):.4f} ± {1e3 * se:.4f}"
-            )
-            for word, column in (("with ratios", 3 + i), ("without", 3 + len(self.directions) + i)):
-                values = [row[column] for row in self.rows]
-                sd = statistics.stdev(values)
-                mean = 1e3 * statistics.fmean(values)
-                line += f"; {word} {mean:.4f} ± {1e3 * sd / math.sqrt(number):.4f} (sd {1e3 * sd:.4f})"
-            print(line, flush=True)
+    def report_truth(self, parts: list[Named]) -> None:
+        """Prints coverage, and the means along the directions beside those of these parts of the truth."""
+        self.report()
+        error, number = [value - truth for value, _, truth in self.rows], len(self.rows)
+        held = statistics.fmean(abs(value - truth) <= width for value, width, truth in self.rows)
+        print(f"  forward of {number}: covered {held:.3f}, mean error {milli(error)} mnats, mean truth "
+              f"{milli([truth for *_, truth in self.rows])}", flush=True)  # fmt: skip
+        large = [i for i, ess in enumerate(self.ess) if ess >= MIN_ESS]
+        for i, (name, direction) in enumerate(zip(DIRECTIONS, self.directions, strict=True)):
+            columns = list(zip(*(row[i] for row in self.along), strict=True))
+            deviations = [statistics.stdev([column[j] for j in large]) for column in columns]
+            print(f"  X along {name}: truth {milli([inner(part, direction) for part in parts])}, with ratios "
+                  f"{milli(columns[0])}, without {milli(columns[1])}; sd with / without, ESS ≥ {MIN_ESS} "
+                  f"({len(large)}): {deviations[0] / deviations[1]:.2f}", flush=True)  # fmt: skip
+
+
+class Corrections(InterventionsProbe):
+    """Holds what each correction would change against the steps that the optimizer makes, times the truth."""
+
+    def __init__(self, run: Frozen, truth: Truth) -> None:
+        super().__init__(CORRECTIONS, every=1, num_folds=8)
+        self.run, self.truth = run, truth
+        self.cases: list[tuple[str, str, Estimate, float, float]] = []  # correction, quantity, said, truth, its error
+        self.batches = 0
+
+    def prepare(self, step: Step) -> None:
+        super().prepare(step)
+        self.batches += 1
+        if step.entropy_change.why_none:
+            return
+        (loss,) = loss_inputs(dataclasses.replace(step.batch, microbatch_rows=(range(len(step.batch.scores.mask)),)),
+                              step.ranks.reduce)  # fmt: skip
+        weights = [[each.weights(loss).logps, None] for each in self.which]
+        gradients = gradients_of(step.policy, step.batch.rollout, weights)
+        made, *changed = (self.run.step(gradient) for gradient in gradients)
+        for each, other in zip(self.which[1:], changed, strict=True):
+            difference = {name: other[name] - made[name] for name in made}
+            for quantity, parts in (("delta_h", self.truth.entropy), ("delta_reward", self.truth.reward)):
+                along = [inner(part, difference) for part in parts]
+                said = self._answers[f"intervention/{each.name}/{quantity}"]
+                error = statistics.stdev(along) / math.sqrt(len(along))
+                self.cases.append((each.name, quantity, said, statistics.fmean(along), error))
+
+    def report_truth(self) -> None:
+        print(f"  {len(self.cases) // 2 // (len(CORRECTIONS) - 1)} of {self.batches} batches")
+        for name in CORRECTIONS[1:]:
+            print_cases(name, [case for case in self.cases if case[0] == name])
+
+
+def print_cases(name: str, cases: Sequence[tuple[str, str, Estimate, float, float]]) -> None:
+    """Prints the coverage and the asserted signs of ΔH and Δreward."""
+    for quantity in ("delta_h", "delta_reward"):
+        own = [(said, truth, error) for _, each, said, truth, error in cases if each == quantity]
+        held = [interval_covers(said.value - truth, said.stderr, said.num_samples, error) for said, truth, error in own]
+        asserted = [said.value * truth > 0 for said, truth, _ in own if abs(said.value) > said.half_width()]
+        print(f"    {name} {quantity}: covered {statistics.fmean(held):.3f} of {len(held)}, signs {sum(asserted)} of "
+              f"{len(asserted)}, mean said {milli([said.value for said, *_ in own])}, true "
+              f"{milli([truth for _, truth, _ in own])}, errors of the truth / of what is said "
+              f"{statistics.median(error / said.stderr for said, _, error in own):.2f}", flush=True)  # fmt: skip
+
+
+def milli(values: Sequence[float]) -> str:
+    """Returns the mean with its standard error, in thousandths."""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{1e3 * statistics.fmean(values):.4g} ± {1e3 * error:.2g}"
+
+
+def inner(one: Named, other: Named) -> float:
+    return sum(float((one[name].double() * other[name]).sum()) for name in other)
 
 
 def product(change: EntropyChange, sizes: Tensor, direction: Any) -> float:
@@ -141,83 +204,94 @@ def product(change: EntropyChange, sizes: Tensor, direction: Any) -> float:
     return sum(n * x for n, x in zip(sizes.tolist(), by_fold, strict=True)) / float(change.levels[:, 2].sum())
 
 
-def trainer(probes: list[Probe], callback: Frozen, steps: int, folder: str, seed: int, **more: Any) -> DrGRPOTrainer:
-    model, tokenizer = load_tiny()
-    if callback.state is not None:
-        model.load_state_dict(callback.state[0], strict=False)
-    task = arithmetic(num_train=2048, num_eval=8)
-    args = DrGRPOConfig(
-        output_dir=folder, per_device_train_batch_size=16, gradient_accumulation_steps=8, num_generations=8,
-        max_completion_length=36, max_steps=steps, learning_rate=LR, adam_beta2=BETA2, lr_scheduler_type="constant",
-        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, seed=seed,
-    )  # fmt: skip
-    made = DrGRPOTrainer(
-        model=model, reward_funcs=task.reward, args=args, train_dataset=task.train_dataset, processing_class=tokenizer,
-        probes=probes, callbacks=[callback], **more,
-    )  # fmt: skip
-    made.remove_callback(PrinterCallback)
-    return made
-
-
-def large_sample(policy: TrainerPolicy, count: int, seed: int) -> list[Named]:
-    """Returns ∂H_tok by name from parts of 512 of so many fresh responses, baselines over each part."""
-    found = []
-    for part in range(count // 512):
-        rollout = policy.sample(512, seed + part)
-        scores = policy.score_rollout(rollout)
-        weights = surrogate_weights(scores.entropies, scores.mask, rollout.prompt_index, "token", "buffer")
-        parameters = dict(policy.model.named_parameters())
-        sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        for rows in torch.arange(512).split(64):
-            fresh = policy.score(rollout, rows)
-            width = fresh.logps.shape[1]
-            gradients = torch.autograd.grad(
-                [fresh.logps, fresh.entropies], list(parameters.values()), [w[rows, :width] / 512 for w in weights]
-            )
+def gradients_of(policy: Any, rollout: Any, weights: Sequence[Sequence[Tensor | None]]) -> list[Named]:
+    """Returns Σ c ∂log π + d ∂h for each pair of weights (c, d), (B, T); without d where it is None."""
+    parameters = dict(policy.model.named_parameters())
+    found = [{name: torch.zeros_like(p) for name, p in parameters.items()} for _ in weights]
+    for rows in torch.arange(rollout.num_sequences).split(64):
+        fresh = policy.score(rollout, rows)
+        width = fresh.logps.shape[1]
+        for sums, (logps, entropies) in zip(found, weights, strict=True):
+            pairs = [(fresh.logps, logps), (fresh.entropies, entropies)]
+            outputs = [output for output, w in pairs if w is not None]
+            given = [w[rows, :width] for _, w in pairs if w is not None]
+            gradients = torch.autograd.grad(outputs, list(parameters.values()), given, retain_graph=True)
             for name, gradient in zip(parameters, gradients, strict=True):
                 sums[name] += gradient
-        found.append(sums)
     return found
 
 
-def five_bits(weights: Named) -> Named:
-    rounded = {}
-    for name, w in weights.items():
-        scale = (w.abs().amax(-1, keepdim=True) / 15).clamp(min=1e-12)
-        rounded[name] = w if w.dim() < 2 else (w / scale).round() * scale
-    return rounded
+def large_sample(trainer: DrGRPOTrainer, count: int, seed: int) -> Truth:
+    """Returns the truth from so many fresh responses, one to a prompt, baselines over each part."""
+    policy, truth = TrainerPolicy(trainer), Truth([], [])
+    by_prompt = {row["prompt"]: row for row in trainer.train_dataset}
+    for part in range(count // PART):
+        rollout = policy.sample(PART, seed + part)
+        scores = policy.score_rollout(rollout)
+        prompts = [policy.decode(ids[mask.bool()]) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]  # noqa: B905
+        said = [ids[mask.bool()].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]  # noqa: B905
+        rewards = trainer.rewards_of([by_prompt[prompt] for prompt in prompts], said)
+        advantages = (rewards - rewards.mean()) * PART / (PART - 1)
+        of_reward = advantages.unsqueeze(1) * scores.mask / PART
+        of_entropy = surrogate_weights(scores.entropies, scores.mask, rollout.prompt_index, "token", "buffer")
+        entropy, reward = gradients_of(policy, rollout, [[w / PART for w in of_entropy], [of_reward, None]])
+        truth.entropy.append(entropy)
+        truth.reward.append(reward)
+    return truth
 
 
-def mean_of(parts: list[Named]) -> Named:
-    return {name: torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
+def mean_of(parts: list[Named], factor: float = 1.0) -> Named:
+    return {name: factor * torch.stack([part[name] for part in parts]).mean(dim=0) for name in parts[0]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=list(SAMPLERS))
     parser.add_argument("--batches", type=int, default=300)
-    parser.add_argument("--truth", type=int, default=4096)
+    parser.add_argument("--truth", type=int, default=8192)
     parser.add_argument("--state", type=int, default=20, help="the step at which the run is frozen")
-    parser.add_argument("--settings", nargs="+", default=["stale-8", "int5", "stale-2"])
-    args = parser.parse_args()
+    parser.add_argument("--samplers", nargs="+", help="stale-N, int8, int5, int4, bf16, noise-.6, top-p-.95, itself")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run = Frozen()
-        first = trainer([], run, args.state + 1, folder, seed=0)
+        first = trainer_of(folder, [], options.state + 1, "itself")
+        first.add_callback(run)
         first.train()
-        weights, optimizer = run.weights[args.state], run.optimizer
+        weights = run.weights[options.state]
         first.model.load_state_dict(weights, strict=False)
-        parts = large_sample(TrainerPolicy(first), args.truth, seed=77)
-        half = len(parts) // 2
-        directions = [run.momentum, mean_of(parts[:half])]
-        for setting in args.settings:
-            lag = int(setting.partition("-")[2] or 0)
-            sampler = five_bits(weights) if setting == "int5" else run.weights[args.state - lag]
-            probe = Against(setting, mean_of(parts), directions, parts[half:])
-            probes = [SimpleEntropyProbe(num_folds=8), probe]
-            again = trainer(probes, Frozen((weights, optimizer)), args.batches, folder, seed=1, sampler_lag=1)
-            again.lagging_sampler = Fixed(again, TrainerPolicy(again), 1)
-            again.lagging_sampler.fixed = sampler
+        if options.what != "divergences":
+            truth = large_sample(first, options.truth, seed=77)
+            half = len(truth.entropy) // 2
+            nothing = {name: torch.zeros_like(w) for name, w in weights.items()}
+            momentum, rewarded = run.step(nothing), run.step(mean_of(truth.reward, -7 / 8 / 36))
+            of_reward = {name: rewarded[name] - momentum[name] for name in momentum}
+            directions = [momentum, mean_of(truth.entropy[:half]), of_reward]
+        cases = []
+        for sampler in options.samplers or SAMPLERS[options.what]:
+            print(f"{sampler}:", flush=True)
+            lag = int(sampler.partition("-")[2]) if sampler.startswith("stale") else 0
+            probe: Any = Divergence()
+            if options.what == "forward":
+                probe = Forward(mean_of(truth.entropy), directions)
+            elif options.what == "corrections":
+                probe = Corrections(run, truth)
+            more = {"gradient_accumulation_steps": 16} if options.what == "divergences" else {}
+            probes = [probe] if options.what == "divergences" else [SimpleEntropyProbe(num_folds=8), probe]
+            again = trainer_of(
+                folder, probes, options.batches, sampler, run.weights[options.state - lag], seed=1, **more
+            )
+            again.add_callback(Frozen((weights, run.optimizer)))
             again.train()
-            probe.report()
+            if options.what == "divergences":
+                probe.report()
+            elif options.what == "forward":
+                probe.report_truth(truth.entropy[half:])
+            else:
+                probe.report_truth()
+                cases += probe.cases
+        if cases:
+            print_cases("all", cases)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from rl_training.engine.ranks import Ranks
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.probes.sampler import CUT, METRICS, SamplerProbe
+from rl_training.tasks.models import load_tiny
 
 G, PROMPTS, T = 4, 5, 6
 
@@ -225,6 +226,38 @@ def test_a_sampler_that_lags_is_measured_and_the_step_is_predicted(make_trainer:
     assert 0 < third[0]["sampler/ess"].value < 1 - 1e-6
     assert third[1].on_policy
     assert third[1].old_logps is None
+
+
+def int8(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax(-1, keepdim=True) / 127
+    return weight if weight.dim() < 2 else (weight / scale).round() * scale
+
+
+@pytest.mark.parametrize("copied", [int8, lambda weight: weight.bfloat16().float()], ids=["int8", "bf16"])
+def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64(
+    make_trainer: Any, copied: Any
+) -> None:
+    """Response by response, without padding, by the two models themselves."""
+    probe = SamplerProbe()
+    trainer = make_trainer(probes=[probe], max_steps=1, sampler_lag=1)
+    own = [(name, p.detach().clone()) for name, p in trainer.model.named_parameters()]
+    trainer.lagging_sampler.weights = lambda: {name: copied(weight) for name, weight in own}
+    seen, prepare = [], probe.prepare
+    probe.prepare = lambda step: (prepare(step), seen.append(step.batch.rollout))[0]
+    trainer.train()
+    models = [load_tiny()[0].double() for _ in range(2)]
+    for model, change in zip(models, (lambda weight: weight, copied), strict=True):
+        model.load_state_dict({name: change(weight).double() for name, weight in own}, strict=False)
+    terms = []
+    for i in range(seen[0].num_sequences):
+        prompt = seen[0].prompt_ids[i][seen[0].prompt_mask[i].bool()]
+        said = seen[0].completion_ids[i][seen[0].completion_mask[i].bool()]
+        with torch.no_grad():
+            logits = [model(torch.cat([prompt, said])[None]).logits[0, len(prompt) - 1 : -1] for model in models]
+        policy, sampler = (each.log_softmax(-1).gather(-1, said[:, None]).squeeze(-1) for each in logits)
+        terms += ((policy - sampler).exp() - 1 - (policy - sampler)).tolist()
+    assert probe.results()["sampler/kl"].value == pytest.approx(sum(terms) / len(terms), rel=2e-3)
+    assert sum(terms) / len(terms) > 1e-6
 
 
 @pytest.mark.parametrize("lag", [-1, 0.5])
