@@ -24,8 +24,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
-from rl_training.records.sync import main, sync_once, target_of
-from rl_training.records.sync_source import Connection, SourceFile, has_ended, shown
+from rl_training.records.sync import SourceFile, has_ended, main, shown, sync, target_of
 
 RUN = {
     "run_a/config.yaml": b"seed: 0\n",
@@ -140,23 +139,19 @@ def brought(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def connect(url: str, retries: int = 0, told: list[str] | None = None) -> Connection:
-    return Connection(url, retries, pause=0.01, tell=(told if told is not None else []).append)
-
-
 def test_logs_reports_evaluations_and_configuration_are_copied_and_only_once(source: tuple[str, Put], tmp_path) -> None:
     url, put = source
     for name, data in (RUN | CHECKPOINTS | NOT_WANTED).items():
         put(name, data)
     home = tmp_path / "home"
-    first = sync_once(connect(url), home)
+    first = sync(url, home)
     assert brought(home) == RUN
     assert {file.relative: file.size for file in first.copied} == {name: len(data) for name, data in RUN.items()}
-    again = sync_once(connect(url), home)
+    again = sync(url, home)
     assert (again.copied, again.unchanged) == ([], len(RUN))
     put("run_a/logs/metrics.jsonl", b'{"step": 1}\n{"step": 2}\n')
     (home / "notes.txt").write_bytes(b"mine")  # nothing is deleted that the source does not have
-    assert [file.relative for file in sync_once(connect(url), home).copied] == ["run_a/logs/metrics.jsonl"]
+    assert [file.relative for file in sync(url, home).copied] == ["run_a/logs/metrics.jsonl"]
     assert brought(home) == RUN | {"run_a/logs/metrics.jsonl": b'{"step": 1}\n{"step": 2}\n', "notes.txt": b"mine"}
 
 
@@ -165,7 +160,7 @@ def test_checkpoints_are_copied_on_request_if_they_are_complete(tmp_path: Path, 
     for name, data in (RUN | CHECKPOINTS | NOT_WANTED).items():
         (tmp_path / "there" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "there" / name).write_bytes(data)
-    sync_once(connect(str(tmp_path / "there")), tmp_path / "home", which)  # type: ignore[arg-type]
+    sync(str(tmp_path / "there"), tmp_path / "home", which)  # type: ignore[arg-type]
     expected = {name: data for name, data in CHECKPOINTS.items() if name.split("/")[2].split("-")[1] in steps}
     assert brought(tmp_path / "home") == RUN | expected
 
@@ -182,12 +177,12 @@ def run_there(tmp_path: Path) -> Path:
 
 def test_a_change_that_size_and_time_hide_is_found_by_checksum(run_there: Path, tmp_path: Path) -> None:
     home, config = tmp_path / "home", run_there / "config.yaml"
-    sync_once(connect(str(run_there)), home)
+    sync(str(run_there), home)
     before = config.stat()
     config.write_bytes(b"seed: 9\n")
     os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert sync_once(connect(str(run_there)), home).copied == []
-    outcome = sync_once(connect(str(run_there)), home, checksum=True)
+    assert sync(str(run_there), home).copied == []
+    outcome = sync(str(run_there), home, checksum=True)
     assert ([file.relative for file in outcome.copied], outcome.unchanged) == (["config.yaml"], len(RUN) - 1)
     assert (home / "config.yaml").read_bytes() == b"seed: 9\n"
 
@@ -196,7 +191,7 @@ def test_links_at_the_source_are_left_out(run_there: Path, tmp_path: Path) -> No
     (tmp_path / "secret").write_bytes(b"x")
     (run_there / "logs" / "link").symlink_to(tmp_path / "secret")
     (run_there / "report" / "all").symlink_to(tmp_path)
-    sync_once(connect(str(run_there)), tmp_path / "home")
+    sync(str(run_there), tmp_path / "home")
     assert len(brought(tmp_path / "home")) == len(RUN)
 
 
@@ -214,7 +209,7 @@ def test_an_evil_key_in_a_store_is_refused_before_anything_is_copied(s3_address:
     for key in ("run/logs/metrics.jsonl", "run/logs/../../../evil"):
         client.put_object(Bucket="evil", Key=key, Body=b"x")
     with pytest.raises(ValueError, match=r"\.\./evil.*nothing was copied"):
-        sync_once(connect("s3://evil/run"), tmp_path / "deep" / "home")
+        sync("s3://evil/run", tmp_path / "deep" / "home")
     assert not brought(tmp_path)
 
 
@@ -223,12 +218,12 @@ def test_a_link_in_the_destination_is_not_followed_out_of_it(run_there: Path, tm
     (tmp_path / "outside").mkdir()
     (tmp_path / "home" / "logs").symlink_to(tmp_path / "outside")
     with pytest.raises(ValueError, match="would lie outside"):
-        sync_once(connect(str(run_there)), tmp_path / "home")
+        sync(str(run_there), tmp_path / "home")
     assert not brought(tmp_path / "outside")
 
 
 def test_a_connection_that_breaks_is_tried_again_and_the_rest_is_left_to_the_next_call(
-    sftp: tuple[str, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sftp: tuple[str, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address, served, user = sftp
     monkeypatch.setenv("HOME", str(user))
@@ -236,23 +231,23 @@ def test_a_connection_that_breaks_is_tried_again_and_the_rest_is_left_to_the_nex
     for name, data in (RUN | {"run_a/logs/large": large}).items():
         (served / "breaks" / name).parent.mkdir(parents=True, exist_ok=True)
         (served / "breaks" / name).write_bytes(data)
-    told: list[str] = []
     monkeypatch.setattr(FaultySFTP, "reads_until_loss", 3)
-    sync_once(connect(f"{address}/breaks", 2, told), tmp_path / "tried")
-    assert len(told) == 1
-    assert "trying again" in told[0]
+    sync(f"{address}/breaks", tmp_path / "tried", retries=2, pause=0.01)
+    assert capsys.readouterr().err.count("trying again") == 1
     assert brought(tmp_path / "tried") == RUN | {"run_a/logs/large": large}
     monkeypatch.setattr(FaultySFTP, "reads_until_loss", 3)
     with pytest.raises(ConnectionError, match="what has arrived is kept; run the same command again for the rest"):
-        sync_once(connect(f"{address}/breaks"), tmp_path / "left")
+        sync(f"{address}/breaks", tmp_path / "left")
     arrived = brought(tmp_path / "left")
     assert 0 < len(arrived) <= len(RUN)
     assert all(RUN[name] == data for name, data in arrived.items())  # whole ones, and nothing of the large one
-    assert sync_once(connect(f"{address}/breaks"), tmp_path / "left").unchanged == len(arrived)
+    assert sync(f"{address}/breaks", tmp_path / "left").unchanged == len(arrived)
     assert brought(tmp_path / "left") == RUN | {"run_a/logs/large": large}
 
 
-def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(run_there, tmp_path, monkeypatch) -> None:
+def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(
+    run_there, tmp_path, capsys, monkeypatch
+) -> None:
     """A server that closes in good order after half of a file: no error of its own says so."""
     whole, halves = LocalFileSystem.get_file, 1
 
@@ -264,13 +259,12 @@ def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(run_t
             os.truncate(target, 6)
 
     monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
-    told: list[str] = []
-    sync_once(connect(str(run_there), 1, told), tmp_path / "tried")
-    assert told == ["ConnectionError: logs/metrics.jsonl ended after 6 of 12 bytes; trying again"]
+    sync(str(run_there), tmp_path / "tried", retries=1, pause=0.01)
+    assert "ConnectionError: logs/metrics.jsonl ended after 6 of 12 bytes; trying again\n" in capsys.readouterr().err
     assert brought(tmp_path / "tried") == {name.removeprefix("run_a/"): data for name, data in RUN.items()}
     halves = 1
     with pytest.raises(ConnectionError, match="ended after 6 of 12 bytes"):
-        sync_once(connect(str(run_there)), tmp_path / "left")
+        sync(str(run_there), tmp_path / "left")
     assert not [name for name in brought(tmp_path / "left") if "metrics.jsonl" in name]
 
 
@@ -284,7 +278,7 @@ def test_a_strange_machine_and_a_missing_key_are_named_with_the_fix(
     shutil.copytree(user / ".ssh", tmp_path / ".ssh", ignore=lambda *_: [missing])
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ValueError, match=way_out):
-        sync_once(connect(address, retries=3), tmp_path / "home")
+        sync(address, tmp_path / "home", retries=3, pause=0.01)
 
 
 def test_a_kill_in_the_middle_of_a_file_leaves_none_of_it_and_the_next_call_ends_the_work(
@@ -308,7 +302,7 @@ def test_a_kill_in_the_middle_of_a_file_leaves_none_of_it_and_the_next_call_ends
     assert not (tmp_path / "home" / "logs" / "metrics.jsonl").exists()
     monkeypatch.setattr(FaultySFTP, "pause", 0.0)
     monkeypatch.setenv("HOME", str(user))
-    sync_once(connect(f"{address}/killed"), tmp_path / "home")
+    sync(f"{address}/killed", tmp_path / "home")
     assert brought(tmp_path / "home") == {"logs/metrics.jsonl": large}
 
 
