@@ -33,6 +33,7 @@ from rl_training.mathematics.pass_at_k import pass_at_k
 from rl_training.records.evaluated import RESPONSES
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.report.charts import BLUE, GREY, Chart, Series, draw
+from rl_training.records.report.series import to_rows
 
 PLAIN = "plain"
 ONE_SEED = "one seed says nothing of other seeds"
@@ -198,10 +199,8 @@ def against_plain(found: Sequence[Candidate]) -> Chart:
     """Returns the chart of the differences to plain in pass@k, the largest k; of those that were stopped in grey."""
     goal, series = largest_pass(list(found[0].means)), []
     for each in found:
-        difference, color = each.differences[goal], GREY if each.stopped else BLUE
-        left, right = ([end] for end in difference.ends())
-        series.append(Series(each.name, color, [difference.value], [each.name], left=left, right=right,
-                             line=False, mark="circle"))  # fmt: skip
+        x = to_rows({each.step: each.differences[goal]})
+        series.append(Series.cloud(each.name, GREY if each.stopped else BLUE, "circle", x, [each.name]))
     return draw("trial", series, names=[each.name for each in found], height=40 + 30 * len(found), goal=goal)
 
 

@@ -129,7 +129,7 @@ def _log_probabilities(s: Structure) -> Chart:
     rows = predictions(s)
     slope, correlation = single_predictions(s)
     predicted, measured = ([float(row[kind]) for row in rows] for kind in ("predicted", "measured"))
-    cloud = Series("a sequence", BLUE, predicted, measured, line=False, mark="circle")
+    cloud = Series.cloud("a sequence", BLUE, "circle", predicted, measured)
     return draw("log_probabilities", [diagonal([cloud], "y = x"), cloud], slope=slope, correlation=correlation)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -14,7 +12,7 @@ from rl_training.records.compare.final import FittedLaw, mean_noise_scale, mean_
 from rl_training.records.compare.groups import Group, branching_steps
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report.charts import GREY, TEXT, Chart, Series, draw
+from rl_training.records.report.charts import GREY, TEXT, Chart, Series, draw, framed
 from rl_training.records.report.figures import running_window
 from rl_training.records.report.series import Run, finite, to_estimates, to_rows
 
@@ -22,10 +20,10 @@ from rl_training.records.report.series import Run, finite, to_estimates, to_rows
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", TEXT, "#56B4E9", "#E69F00")
 STROKES: tuple[tuple[int, ...], ...] = ((), (7, 3), (3, 3))
 DOTTED = (2, 2)
-MARGIN = 0.02  # of a frame beyond 0 and 1, for the line's own width
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
 FAR = 1e3
+NO_ERROR = "a logged number has no error"
 MARKED = 12  # of fewer values, each is marked: of checkpoints, say
 
 Quantity = Callable[[Run], pd.DataFrame]
@@ -74,17 +72,18 @@ def _overlay(
     having = [group for group in groups if any(len(quantity(member.run)) for member in group.members)]
     if not having:
         return None
-    framed = [quantity(trunk.run) for group in having for trunk in group.trunks]
+    shown = [quantity(trunk.run) for group in having for trunk in group.trunks]
     series = _trunks(groups, quantity)
     for group in having:
         color, stroke = _look(groups.index(group))
         curves, means = _curves(group, quantity, mean, color, stroke, group.name)
         series += curves
-        framed.append(means)
+        shown.append(means)
         if dotted:
             series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
-    ends, rules = _frame(pd.concat(framed), share, floor), {"x": branching_steps(groups)}
+    known = finite(pd.concat(shown))
+    ends, rules = framed(known, share, floor) if len(known) else None, {"x": branching_steps(groups)}
     return draw("overlay", series, missing, name=name, ends=ends, rules=rules, title=title, label=label)
 
 
@@ -109,32 +108,6 @@ def _curves(
     return series, pooled
 
 
-def _frame(means: pd.DataFrame, share: bool, floor: float) -> tuple[float, float] | None:
-    """Returns the frame by the means and typical bands: a few wide bands would press all curves into one line.
-
-    Differences that are small beside the errors stay small: nothing is magnified to its own noise.
-    """
-    if means.empty or len(finite(means)) < len(means):
-        return None
-    values = means["value"]
-    least = floor * values.abs().median()
-    low = values.min() - max(least, _room(means, values - means["low"]))
-    high = values.max() + max(least, _room(means, means["high"] - values))
-    if share:
-        return max(low, min(0.0, values.min()) - MARGIN), min(high, max(1.0, values.max()) + MARGIN)
-    return low, high
-
-
-def _room(means: pd.DataFrame, reaches: pd.Series[float]) -> float:
-    """Returns how much there is to be beyond the curves on one side, by how far their bands reach there."""
-    span = float(np.ptp(means["value"]))
-    reach, stderr = (
-        statistics.median(known[np.isfinite(known)].tolist() or [0.0]) for known in (reaches, means["stderr"])
-    )
-    room = min(max(1.5 * reach, 0.1 * span), span or math.inf)
-    return max(room, min(2 * stderr, reach)) or abs(means["value"].iloc[0]) or 1.0
-
-
 def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = mean_over_runs) -> dict[int, Estimate]:
     """Returns the mean over runs at each step that all of them have, its error between them; of one run, that run."""
     if len(runs) < 2:
@@ -143,15 +116,14 @@ def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = mean_over_runs) ->
 
 
 def _reward(run: Run) -> pd.DataFrame:
-    values = pd.Series(run.logged("reward"), dtype=float)
-    smooth = values.rolling(running_window(len(values)), center=True, min_periods=1).mean()
-    known = dict(zip(values.index, smooth, strict=True))
-    return to_rows({step: Estimate(value, reason="a logged number has no error") for step, value in known.items()})
+    rows = run.known("reward", METRICS_FILE)
+    smooth = rows["value"].rolling(running_window(len(rows)), center=True, min_periods=1).mean()
+    return rows.assign(value=smooth, reason=NO_ERROR)
 
 
 def _entropy(run: Run) -> pd.DataFrame:
     rows = run.measured("entropy/token")
-    return rows if len(rows) else run.known("entropy", METRICS_FILE).assign(reason="a logged number has no error")
+    return rows if len(rows) else run.known("entropy", METRICS_FILE).assign(reason=NO_ERROR)
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
@@ -179,9 +151,7 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Chart:
         on_curve = to_rows(dict(zip(grid, map(fitted.law.reward, grid), strict=True)))
         series += [
             Series.of_rows(name, color, on_curve, dash=stroke),
-            Series(
-                name, color, fitted.points["entropy"], fitted.points["reward"], line=False, mark="circle", faint=0.7
-            ),
+            Series.cloud(name, color, "circle", fitted.points["entropy"], fitted.points["reward"], faint=0.7),
         ]
         if fitted.first:
             early = [fitted.first.reward(entropy).value for entropy in grid]

@@ -30,6 +30,7 @@ MOST_POINTS = 400  # of a series: a page shows no more apart
 DIGITS = 5  # of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right")
 STYLES = ("line", "mark", "band", "faint", "text")
+MARGIN = 0.02  # of a frame beyond 0 and 1, for the line's own width
 MAX_LABELS = 40  # of rows of cells: more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
 
@@ -88,6 +89,18 @@ class Series:
         """Returns the finite values of a metric's rows by step, with their intervals."""
         known = rows[np.isfinite(rows["value"])]
         return cls(label, color, known.index, known["value"], known["low"], known["high"], **style)
+
+    @classmethod
+    def cloud(cls, label: str, color: str, mark: str, x: Any, y: Any, times: float = 1.0, **style: Any) -> Series:
+        """Returns points with bars. x, y: rows of a metric, drawn `times` their values with their intervals; or places."""
+        columns: dict[str, Column] = {}
+        for place, rows, ends in (("x", x, ("left", "right")), ("y", y, ("low", "high"))):
+            if isinstance(rows, pd.DataFrame):
+                names = dict(zip(("value", "low", "high"), (place, *ends), strict=True))
+                columns |= {name: times * rows[column] for column, name in names.items()}
+            else:
+                columns[place] = rows
+        return cls(label, color, **columns, line=False, mark=mark, band=False, **style)
 
     def heights(self) -> Iterator[float]:
         """Yields its values, and the ends of their intervals."""
@@ -258,12 +271,21 @@ def diagonal(clouds: Sequence[Series], label: str = "prediction = truth") -> Ser
     return Series(label, GREY, ends, ends, dash=(5, 3))
 
 
-def framed(series: Sequence[Series], is_share: bool = False) -> tuple[float, float]:
-    """Returns the ends of an axis that holds the values and the bands; of shares, bands not beyond 0 and 1."""
-    values = [value for one in series for value in one.y]
-    bands = [end for one in series for end in (*one.low, *one.high) if math.isfinite(end)]
+def framed(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) -> tuple[float, float]:
+    """Returns the ends of an axis for these rows of metrics: all values and typical bands, for a few wide ones would
+    press all curves into one line. What is small beside its error stays small.
+
+    is_share  it does not go beyond 0 and 1 where no value does
+    floor     it goes beyond the values by this part of their size at least: a token of 200 is no news
+    """
+    values = rows["value"]
+    span, errors = float(np.ptp(values)), rows["stderr"]
+    most = max(span, 2 * errors.median()) if errors.notna().any() else span
+    rooms = []
+    for reach in (values - rows["low"], rows["high"] - values):
+        typical = reach[np.isfinite(reach)].median() if np.isfinite(reach).any() else 0.0
+        rooms.append(max(min(typical, most), 0.1 * span, floor * values.abs().median()) or abs(values.iloc[0]) or 1.0)
+    low, high = values.min() - rooms[0], values.max() + rooms[1]
     if is_share:
-        bands = [min(max(end, 0.0), 1.0) for end in bands]
-    low, high = min([*values, *bands]), max([*values, *bands])
-    room = 0.03 * (high - low) or 0.5
-    return low - room, high + room
+        return max(low, min(0.0, values.min()) - MARGIN), min(high, max(1.0, values.max()) + MARGIN)
+    return low, high

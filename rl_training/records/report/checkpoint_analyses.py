@@ -118,23 +118,17 @@ def _numbers(content: Mapping[str, Any], name: str) -> Chart:
         parts = [key for key in keys if "_se" not in key and not key.endswith("_sequence")]
         if 1 < len(parts) <= MOST_ROWS:
             rows += [(key, f"{words}: {key.rpartition('/')[2]}", BLUE, "circle") for key in parts]
-    series = [_with_bars(look, [known[key]], [look[0]], [known.get(f"{key}_se", math.nan)]) for key, *look in rows]
+    results = pd.DataFrame([known])
+    series = [Series.cloud(*look, estimated(results, key), [look[0]], MILLI) for key, *look in rows]
     missing, labels = "neither prediction nor truth is a finite number", [look[0] for _, *look in rows]
     facts = {"step": content["step"], "results": content["results"]}
     return _chart(name, "step", series, missing, names=labels, height=30 + 24 * len(rows), **facts)
 
 
-def _with_bars(
-    look: Sequence[str], x: Sequence[float], y: Sequence[Any], x_stderr: Any, y_stderr: Any = None
-) -> Series:
-    """Returns a cloud in thousandths of a nat with 95 % intervals. The y of names have none."""
-    (place, reach), bands = (MILLI * np.array([x, Z_95 * np.array(x_stderr)], dtype=float)), {}
-    if y_stderr is not None:
-        y, half = MILLI * np.array([y, Z_95 * np.array(y_stderr)], dtype=float)
-        bands = {"low": y - half, "high": y + half}
-    label, color, mark = look
-    return Series(label, color, place, y, left=place - reach, right=place + reach, **bands,
-                  line=False, mark=mark, band=False)  # fmt: skip
+def estimated(table: pd.DataFrame, key: str) -> pd.DataFrame:
+    """Returns the numbers of a column with their 95 % intervals; without, where no error is known."""
+    value, half = table[key], Z_95 * table.get(f"{key}_se", math.nan)
+    return pd.DataFrame({"value": value, "low": value - half, "high": value + half})
 
 
 def _agreement(table: pd.DataFrame, name: str) -> Chart:
@@ -142,15 +136,13 @@ def _agreement(table: pd.DataFrame, name: str) -> Chart:
     series = []
     for truth in ("deltaH_true", "deltaH_odd"):
         rows = shown.dropna(subset=[truth])
-        series.append(
-            _with_bars(STYLES[truth], *(rows[key] for key in (truth, "deltaH1", f"{truth}_se", "deltaH1_se")))
-        )
+        series.append(Series.cloud(*STYLES[truth], estimated(rows, truth), estimated(rows, "deltaH1"), MILLI))
     rows = shown[shown["kind"] != "eta"].dropna(subset=["covariance"])
     if len(rows) >= MIN_POINTS:
         x, y = rows["deltaH_true"].to_numpy(), rows["covariance"].to_numpy()
         r = {key: np.corrcoef(x, rows[key])[0, 1] for key in ("deltaH1", "covariance")}
         label = f"−Cov(log π, A), scaled: r = {r['covariance']:.2f} (predicted: {r['deltaH1']:.2f})"
-        series.append(Series(label, ORANGE, MILLI * x, MILLI * scaled(y, x), line=False, mark="triangle"))
+        series.append(Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x)))
     series = [one for one in series if len(one.x)]
     missing = "prediction or truth was not asked for"
     return _chart(name, "agreement", [diagonal(series, "y = x"), *series] if series else [], missing)
@@ -200,9 +192,8 @@ def _evolution(whole: pd.DataFrame, name: str, run: Run | None) -> Chart:
         series.append(line("in training: forward", run.measured("delta_h/forward"), GREY))
     for key, offset in (("deltaH1", -0.15), ("deltaH_true", 0.15)):
         label, color, mark = STYLES[key]
-        half = Z_95 * whole[f"{key}_se"].fillna(0)
-        series.append(Series(f"{label} offline", color, whole["step"] + 1 + offset, whole[key], whole[key] - half,
-                             whole[key] + half, line=False, mark=mark, band=False))  # fmt: skip
+        steps = whole["step"] + 1 + offset
+        series.append(Series.cloud(f"{label} offline", color, mark, steps, estimated(whole, key)))
     return _chart(name, "checkpoints", series)
 
 
@@ -211,7 +202,7 @@ def _conditioning(content: Mapping[str, Any], name: str) -> Chart:
     table = pd.DataFrame(content["tables"]["conditioning"])
     kinds = {"same ‖δθ‖": ("delta_h1", BLUE, "circle"), "same gain in reward": ("delta_h1_same_gain", ORANGE, "square")}
     series = [
-        Series(label, color, MILLI * table[column], table["name"], line=False, mark=mark)
+        Series.cloud(label, color, mark, MILLI * table[column], table["name"])
         for label, (column, color, mark) in kinds.items()
     ]
     facts = {"names": table["name"].tolist(), "height": 40 + 30 * len(table), "step": content["step"]}

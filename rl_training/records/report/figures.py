@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.forecast import FEWEST, HORIZONS
 from rl_training.records.evaluated import largest_pass_at
-from rl_training.records.jsonl import PROBES_FILE
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report import charts, findings
 from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series, diagonal, draw, framed
 from rl_training.records.report.findings import MIN_POINTS
-from rl_training.records.report.series import Run, finite, last_of, what_is_missing
+from rl_training.records.report.series import Run, finite, last_of, to_rows, what_is_missing
 from rl_training.records.report.words import MILLI, in_words
 
 MAX_MARKERS = 20  # with more points than this a line needs no markers
@@ -53,14 +54,14 @@ def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float 
     known = finite(rows)
     if len(known) > MAX_BARS:
         return dots(dict(zip(known.index, known["value"], strict=True)), color, mark, "", label)
-    return [Series.of_rows(label, color, known.set_index(known.index + offset), line=False, mark=mark, band=False)]
+    return [Series.cloud(label, color, mark, known.index + offset, known)]
 
 
 def dots(values: Mapping[int, float], color: str, mark: str, label: str, mean: str) -> list[Series]:
     """Returns values as dots and, of many, their running mean, labelled `mean`."""
     window, steps = running_window(len(values)), list(values)
     smooth = len(values) >= 2 * window
-    cloud = Series(label or mean, color, steps, [*values.values()], line=False, mark=mark, faint=0.35 if smooth else 1)
+    cloud = Series.cloud(label or mean, color, mark, steps, [*values.values()], faint=0.35 if smooth else 1)
     means = pd.Series(values, dtype=float).rolling(window, center=True).mean().dropna()
     return [cloud, Series(mean, color, means.index, means)] if smooth else [cloud]
 
@@ -89,7 +90,7 @@ def _declared(
         if label not in without and len(finite(rows))
     ]
     missing = what_is_missing(quantities) if missing is None else missing
-    ends = framed(drawn, is_share=True) if is_share and drawn else None
+    ends = framed(finite(pd.concat(quantities.values())), is_share=True) if is_share and drawn else None
     return draw(key, [*further, *drawn] if drawn else [], missing, ends=ends, **words)
 
 
@@ -100,11 +101,9 @@ def _reward(run: Run) -> Chart:
     window = running_window(len(reward))
     looks = [HELD_OUT[number % len(HELD_OUT)] for number in range(len(held_out))]
     further = [line(f"held out: {at}", rows, *look) for (at, rows), look in zip(held_out.items(), looks, strict=True)]
-    values = [*reward.values(), *(value for rows in held_out.values() for value in rows["value"])]
-    room = 0.05 * (max(values) - min(values)) or 0.05
-    ends = (min(values) - room, max(values) + room)  # the band of a few prompts is wide
+    shown = finite(pd.concat([run.known("reward", METRICS_FILE), *held_out.values()]))
     series = [*dots(reward, BLUE, "circle", "one step", f"mean of {window} steps"), *further]
-    return draw("reward", series, ends=ends, window=window, held_out=held_out)
+    return draw("reward", series, ends=framed(shown), window=window, held_out=held_out)
 
 
 def _entropy(run: Run) -> Chart:
@@ -130,16 +129,16 @@ def _forecast(run: Run) -> list[Chart]:
     entropy = {step: value for step, value in run.token_entropy().items() if value > 0}
     series = dots(entropy, TEXT, "circle", "one step", "running mean")
     marks = {steps: forecast.ahead(steps) for steps in HORIZONS}
-    named = f"in {', '.join(map(str, HORIZONS))} steps"
-    for label, horizons, is_line in (
-        ("median ahead, 95 % range", range(1, HORIZONS[-1] + 1), True),
-        (named, HORIZONS, False),
-    ):
-        ahead = [forecast.ahead(steps) for steps in horizons]
-        lows, highs = zip(*(there.range for there in ahead), strict=True)
-        steps, medians = [forecast.step + steps for steps in horizons], [there.median for there in ahead]
-        mark = "" if is_line else "circle"
-        series.append(Series(label, BLUE, steps, medians, lows, highs, line=is_line, mark=mark, band=is_line))
+    ranges = to_rows({
+        forecast.step + steps: Estimate(ahead.median, interval=ahead.range)
+        for steps in range(1, HORIZONS[-1] + 1)
+        if (ahead := forecast.ahead(steps))
+    })  # fmt: skip
+    named = ranges.loc[[forecast.step + steps for steps in HORIZONS]]
+    series += [
+        Series.of_rows("median ahead, 95 % range", BLUE, ranges),
+        Series.cloud(f"in {', '.join(map(str, HORIZONS))} steps", BLUE, "circle", named.index, named),
+    ]
     return [draw("forecast", series, marks=marks, misses=forecast.misses, fewest=FEWEST)]
 
 
@@ -164,10 +163,8 @@ def _calibration(run: Run) -> list[Chart]:
         return []
     names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
     last = {label: last_of(run.known(f"calibration/{name}")) for name, label in names.items()}
-    predicted = (both[f"{name}_predicted"] for name in ("value", "low", "high"))
-    x, left, right = (list(column) for column in predicted)
-    cloud = Series("a step, with 95 % intervals", BLUE, x, both["value"], both["low"], both["high"], left, right,
-                   line=False, mark="circle", band=False)  # fmt: skip
+    x = both.filter(like="_predicted").rename(columns=lambda name: name.removesuffix("_predicted"))
+    cloud = Series.cloud("a step, with 95 % intervals", BLUE, "circle", x, both)
     parts = [f"{label}: {in_words(found)}" for label, found in last.items() if found]
     return [draw("calibration", [diagonal([cloud]), cloud], parts=parts)]
 
@@ -222,6 +219,6 @@ def _predictors(run: Run) -> Chart:
             x, y = np.array([truth[step] for step in values.index]), values.to_numpy()
             y = findings.scaled(y, x) if "scaled" in label else y
             words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
-            clouds.append(Series(words, color, MILLI * x, MILLI * y, line=False, mark=mark, faint=0.7))
+            clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, faint=0.7))
     missing = [] if clouds else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
     return draw("predictors", [diagonal(clouds, "y = x"), *clouds] if clouds else [], missing, source=source)

@@ -16,9 +16,9 @@ from typing import Any
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
 from rl_training.records.folder import checkpoints_of
-from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw, framed
+from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw
 from rl_training.records.report.findings import present_rate
-from rl_training.records.report.series import Run, last_of
+from rl_training.records.report.series import Run, finite_numbers, last_of, to_rows
 from rl_training.records.report.words import MILLI, in_words, sentences, table
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
@@ -54,6 +54,12 @@ class Effect:
     @property
     def spends(self) -> bool:
         return is_significant(self.delta_h) and self.delta_h.value < 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether both changes are, and not both exactly 0."""
+        both = (self.delta_reward.value, self.delta_h.value)
+        return all(map(math.isfinite, both)) and any(both)
 
     @property
     def halves(self) -> bool:
@@ -188,21 +194,21 @@ def plane(effects: Sequence[Effect]) -> Chart:
 
     Unknown and exactly zero changes are not drawn.
     """
-    crosses = []
-    for effect in sorted(effects, key=lambda effect: -effect.delta_h.value):
-        both = (effect.delta_reward, effect.delta_h)
-        if all(math.isfinite(change.value) for change in both) and any(change.value for change in both):
-            (x, left, right), (y, low, high) = (
-                [[MILLI * number] for number in (change.value, *change.ends())] for change in both
-            )
-            crosses.append(Series(effect.name, BLUE, x, y, low, high, left, right, line=False, mark="circle",
-                                  band=False, text=effect.name))  # fmt: skip
-    if not crosses:
+    shown = [effect for effect in sorted(effects, key=lambda effect: -effect.delta_h.value) if effect.is_known]
+    if not shown:
         return draw("interventions", [], ["no intervention has a known effect"])
-    reach = [number for cross in crosses for number in (*cross.left, *cross.right, *cross.x)]
-    far = max(abs(number) for number in reach if math.isfinite(number))
-    prices = [
-        Series(f"price {price:g}", GREY, [-far, far], [far / price, -far / price], dash=(2, 3)) for price in PRICES
+    rewards, entropies = (
+        to_rows(dict(enumerate(getattr(effect, name) for effect in shown))) for name in ("delta_reward", "delta_h")
+    )
+    reach, heights = (MILLI * finite_numbers(rows[["value", "low", "high"]]) for rows in (rewards, entropies))
+    low, high, far = min(heights.min(), 0.0), max(heights.max(), 0.0), reach.abs().max()
+    room = 0.03 * (high - low) or 0.5
+    series = [
+        *(Series(f"price {at:g}", GREY, [-far, far], [far / at, -far / at], dash=(2, 3)) for at in PRICES),
+        *(
+            Series.cloud(effect.name, BLUE, "circle", rewards.loc[[row]], entropies.loc[[row]], MILLI, text=effect.name)
+            for row, effect in enumerate(shown)
+        ),
+        Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0]),
     ]
-    plain = Series("the step as it is", TEXT, [0.0], [0.0], line=False, mark="square")
-    return draw("interventions", [*prices, *crosses, plain], ends=framed([*crosses, plain]))
+    return draw("interventions", series, ends=(low - room, high + room))

@@ -151,6 +151,12 @@ def finite(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[np.isfinite(rows["value"])]
 
 
+def finite_numbers(columns: pd.DataFrame) -> pd.Series[float]:
+    """Returns the finite numbers in these columns."""
+    numbers = columns.stack()
+    return numbers[np.isfinite(numbers)]
+
+
 def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
     """Returns the estimates of these rows by step."""
     columns = rows[["value", "stderr", "num_samples", "reason", "is_interval", "low", "high"]]
