@@ -11,7 +11,6 @@ A step's folder and the table are there whole or not at all: written under anoth
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gzip
 import json
 import math
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
@@ -159,21 +159,15 @@ def largest_pass_at(metrics: Iterable[str]) -> str:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A context that one process at a time can enter, however it ends. ValueError names the process that is in it."""
+    path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115, closed below
+        lock = FileLock(path, timeout=0).acquire()
+        path.write_text(f"process {os.getpid()} on {os.uname().nodename}", encoding="utf-8")
+    except Timeout as error:
+        other = path.read_text(encoding="utf-8") or "another process"
+        raise ValueError(f"{folder} is being written to by {other}: wait until it has ended, or stop it") from error
     except OSError as error:
-        raise cannot_write(folder / LOCK, error, "an evaluation is written here: give output=FOLDER") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            raise ValueError(
-                f"{folder} is being written to by {file.read().strip() or 'another process'}: wait until it has ended, "
-                "or stop it"
-            ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
+        raise cannot_write(path, error, "an evaluation is written here: give output=FOLDER") from error
+    with lock:
         yield

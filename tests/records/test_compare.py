@@ -19,9 +19,10 @@ from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import compare_groups, final_figures, fit_law, last_common_step, since_branching
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
-from rl_training.records.compare.overlays import _frame, _trunks, draw_overlays, pool
+from rl_training.records.compare.overlays import _trunks, draw_overlays, pool
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.report.charts import framed
 from rl_training.records.report.series import to_rows
 from rl_training.records.report.words import in_words
 
@@ -282,7 +283,7 @@ def test_a_ceiling_above_what_a_response_can_earn_is_told_and_not_one_below(tmp_
 def test_a_frame_holds_the_curves_and_neither_what_cannot_be_nor_noise_alone(
     means: list[Estimate], share: bool, floor: float, frame: tuple[float, float]
 ) -> None:
-    assert _frame(to_rows(dict(enumerate(means))), share, floor) == pytest.approx(frame, abs=0.01)
+    assert framed(to_rows(dict(enumerate(means))), share, floor) == pytest.approx(frame, abs=0.01)
 
 
 def test_without_a_config_a_run_is_a_group_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,19 +18,19 @@ MISSING = "–"
 MILLI, Z_95 = 1e3, 1.96  # changes of a step are shown in thousandths
 
 
-def in_words(estimate: Estimate | None, signed: bool = False) -> str:
-    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING without a value.
+def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0) -> str:
+    """Returns value ± half of the 95 % interval, with two digits of the latter, times a factor; MISSING without one.
 
     Of an interval that is not symmetric: value (low … high).
     """
     if estimate is None or math.isnan(estimate.value):
         return MISSING
-    sign, ends = "+" if signed else "", estimate.ends()
-    half = max((abs(end - estimate.value) for end in ends if math.isfinite(end)), default=math.nan)
+    sign, (value, *ends) = "+" * signed, (times * number for number in (estimate.value, *estimate.ends()))
+    half = max((abs(end - value) for end in ends if math.isfinite(end)), default=math.nan)
     if estimate.interval and half > 0:
-        value, low, high = (f"{number + 0.0:{sign}.{_decimals(half)}f}" for number in (estimate.value, *ends))
-        return f"{value} ({low} … {high})".replace("inf", "∞")
-    return plus_minus(estimate.value, half, sign)
+        written, low, high = (f"{number + 0.0:{sign}.{_decimals(half)}f}" for number in (value, *ends))
+        return f"{written} ({low} … {high})".replace("inf", "∞")
+    return plus_minus(value, half, sign)
 
 
 def plus_minus(value: float, half: float, sign: str = "") -> str:
@@ -43,18 +44,6 @@ def plus_minus(value: float, half: float, sign: str = "") -> str:
         return f"{value:{sign}.3g}"
     decimals = _decimals(half)
     return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
-
-
-def milli(change: Estimate | None) -> str:
-    """Returns a change in thousandths, with its sign ± half of its 95 % interval; MISSING without a value."""
-    return times_in_words(change, MILLI)
-
-
-def times_in_words(change: Estimate | None, times: float) -> str:
-    """Returns a change times a factor, with its sign ± half of its 95 % interval; MISSING without a value."""
-    if change is None or math.isnan(change.value):
-        return MISSING
-    return plus_minus(times * change.value, times * (change.ends()[1] - change.value), "+")
 
 
 def normal_milli(value: float, stderr: float) -> str:
@@ -99,7 +88,7 @@ def table(block: str, **numbers: Any) -> list[list[str]]:
 
 
 ENVIRONMENT.filters |= {
-    "in_words": in_words, "milli": milli, "times_in_words": times_in_words, "normal_milli": normal_milli,
+    "in_words": in_words, "milli": partial(in_words, signed=True, times=MILLI), "normal_milli": normal_milli,
     "short": short,
 }  # fmt: skip
 ENVIRONMENT.tests |= {
