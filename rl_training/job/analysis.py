@@ -23,9 +23,9 @@ from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.results import print_table, write_log, write_result
 from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import sweep_tables
-from rl_training.records.analyses import OFFLINE, RESULT_FILE, read_analysis
 from rl_training.records.checkpoints import checkpoints_named
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
+from rl_training.records.frames import OFFLINE, RESULT_FILE, read_analysis
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_analyses_page

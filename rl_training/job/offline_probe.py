@@ -99,7 +99,7 @@ class OfflineEntropyProbe:
         Raises ValueError, before anything is sampled, where checkpoint and configuration do not fit.
         """
         from rl_training.job.analysis import analyse_checkpoints  # seconds of imports
-        from rl_training.records.analyses import read_analysis
+        from rl_training.records.frames import read_analysis
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
             words = self.words(checkpoint_path)

@@ -35,8 +35,7 @@ from rl_training.offline.structure import (
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
 from rl_training.records.report.charts import BLUE, Chart, Series, diagonal, draw, heatmap
-from rl_training.records.report.page import render
-from rl_training.records.report.vega import pictures
+from rl_training.records.report.page import pictures, render
 
 PAGE, EVOLUTION = "kernel.html", "evolution.html"
 MOST_CELLS = 64  # of a side of a matrix that is drawn: of more, blocks are averaged

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 from rl_training.extras import of_an_extra
 
 if TYPE_CHECKING:
-    from rl_training.records.analyses import analysis_results, probe_logs, read_probe_log
-    from rl_training.records.frames import evaluations, find_runs, metrics, probes, rollouts
+    from rl_training.records.frames import (
+        analysis_results,
+        evaluations,
+        find_runs,
+        metrics,
+        probe_logs,
+        probes,
+        read_probe_log,
+        rollouts,
+    )
 
 __all__ = [
     "analysis_results", "evaluations", "find_runs", "metrics", "probe_logs", "probes", "read_probe_log", "rollouts",
@@ -20,5 +28,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with of_an_extra():
-        from rl_training.records import analyses, frames
-    return getattr(frames, name, None) or getattr(analyses, name)
+        from rl_training.records import frames
+    return getattr(frames, name)

@@ -28,8 +28,8 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import print_table, write_result
 from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, TruthSettings, UpdateConfig
 from rl_training.records import read_probe_log
-from rl_training.records.analyses import read_analysis
 from rl_training.records.checkpoints import checkpoints_named
+from rl_training.records.frames import read_analysis
 
 # --- prediction and truth ---------------------------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ from rl_training.job.explain import flat
 from rl_training.job.offline_probe import CHOICES, SETTINGS
 from rl_training.job.shipped import PROBE_CONFIGS
 from rl_training.records import probe_logs, read_probe_log
-from rl_training.records.analyses import read_analysis
 from rl_training.records.atomic_write import write_atomically
+from rl_training.records.frames import read_analysis
 
 KEYS_OF_ANSWER = {
     "deltaH1", "bars_dot", "learning_rate", "deltaH_true", "H_orig", "H_upd", "B_E", "B_U", "G",

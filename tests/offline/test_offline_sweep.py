@@ -19,10 +19,9 @@ from recorded_runs import record_run
 
 from rl_training.job.analysis import analyse_checkpoints, read_plan
 from rl_training.records import analysis_results
-from rl_training.records.analyses import COLUMNS, read_analysis
+from rl_training.records.frames import ANALYSIS_COLUMNS, read_analysis
+from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, verdict, write_analyses_page
-from rl_training.records.report.page import render_page
-from rl_training.records.report.series import read_run
 from rl_training.records.report.words import plus_minus
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +89,7 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
 ) -> None:
     content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
     content["results"] |= results_of(-1.0, 0.25, 0.1)
-    folder = tmp_path / "name"
+    folder = tmp_path / "run" / "offline" / "name"
     (folder / "checkpoint-2").mkdir(parents=True)
     (folder / "checkpoint-2" / "result.json").write_text(json.dumps(content))
     section = describe_analyses(folder, None)
@@ -98,8 +97,8 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
     assert told.startswith("Step 3: higher orders cancel the first")
     assert section.sentences == [told]
     assert told in write_analyses_page(folder, section).read_text()
-    recorded = read_run(record_run(tmp_path / "run", range(1, 4)))
-    report = render_page(recorded, [], [], [section])
+    record_run(tmp_path / "run", range(1, 4))
+    report = write_report(tmp_path / "run", pictures=False).read_text()
     assert report.count(told) == 2
     assert report.index("The predictions hold so far") < report.index(told) < report.index("<table")
 
@@ -107,7 +106,7 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
 def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, swept: pd.DataFrame) -> None:
     folder = run / "offline" / "sweep"
     table = pd.read_csv(folder / "sweep.csv")
-    assert list(table) == COLUMNS
+    assert list(table) == ANALYSIS_COLUMNS
     assert len(table) == len(swept) == 2 * (1 + 2 + 2 + 2)
     assert {path.name for path in folder.glob("*.png")} == {
         f"offline_sweep_{name}.png" for name in ("step", "agreement", "sizes", "eta", "checkpoints", "conditioning")

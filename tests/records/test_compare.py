@@ -19,8 +19,7 @@ from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import compare_groups, final_figures, fit_law, last_common_step, since_branching
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
-from rl_training.records.compare.overlays import _trunks, draw_overlays, pool
-from rl_training.records.compare.page import write_comparison
+from rl_training.records.compare.page import _trunks, draw_overlays, pool, write_comparison
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.charts import framed
 from rl_training.records.report.series import to_rows

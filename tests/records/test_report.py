@@ -26,9 +26,9 @@ from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.charts import heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_of
+from rl_training.records.report.page import pictures
 from rl_training.records.report.series import read_run, why_it_ends
 from rl_training.records.report.summary import opening, step_numbers, summarize
-from rl_training.records.report.vega import pictures
 from rl_training.records.report.words import MISSING
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table

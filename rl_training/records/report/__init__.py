@@ -13,16 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_training.records.atomic_write import write_atomically
+from rl_training.records.report import findings
 from rl_training.records.report.charts import Section
 from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import draw_figures
-from rl_training.records.report.page import render_page
+from rl_training.records.report.interventions import interventions_of_run
+from rl_training.records.report.page import pictures as draw_pictures
+from rl_training.records.report.page import render
 from rl_training.records.report.series import read_run
-from rl_training.records.report.summary import step_numbers, summarize
-from rl_training.records.report.vega import pictures as draw_pictures
+from rl_training.records.report.summary import opening, sampler_sentences, step_numbers, summarize
 
 REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
+OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after interventions
 
 
 def write_report(
@@ -37,9 +40,23 @@ def write_report(
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
     run = read_run(Path(run_dir))
-    charts, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
+    charts, sections = draw_figures(run), analyses_of(run, analyses or {})
+    page = run.folder / REPORT_FOLDER / PAGE_FILE
     files = {page.with_name(name): png for name, png in (draw_pictures(charts) if pictures else {}).items()}
-    html = render_page(run, summarize(run), charts, analyses_of(run, analyses or {}), reload)
+    html = render(
+        "run.html",
+        run=run,
+        opening=[*opening(run), *(verdict for section in sections for verdict in section.sentences[-1:])],
+        rows=summarize(run),
+        interventions=interventions_of_run(run),
+        step_numbers=step_numbers(run),
+        sampler=sampler_sentences(run),
+        charts=charts,
+        of_the_batch=OF_THE_BATCH,
+        reload=reload,
+        analyses=sections,
+        findings=findings,
+    )
     write_atomically({**files, page: html.encode()})
     return page
 

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.records.analyses import OFFLINE, RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.atomic_write import write_atomically
+from rl_training.records.frames import OFFLINE, RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series, diagonal, draw
 from rl_training.records.report.figures import line
 from rl_training.records.report.findings import MIN_POINTS, scaled
-from rl_training.records.report.page import render
+from rl_training.records.report.page import pictures, render
 from rl_training.records.report.series import Run
-from rl_training.records.report.vega import pictures
 from rl_training.records.report.words import MILLI, Z_95, sentences, table
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"

@@ -1,30 +1,41 @@
-"""Pages: one HTML file each that fetches nothing. What draws its charts is in it, and everything is escaped."""
+"""Pages: one HTML file each that fetches nothing. What draws its charts is in it, and everything is escaped.
+
+vl-convert has a process of its own: its threads do not survive a fork of the process that has used it, and its memory
+is not the training's.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from rl_training.records.report.charts import Chart
-from rl_training.records.report.charts import config as charts_config
-from rl_training.records.report.findings import gaps, probe_costs, samples_over_time, token_classes
-from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.series import Run
-from rl_training.records.report.summary import Row, opening, sampler_sentences, step_numbers
-from rl_training.records.report.vega import javascript
+from rl_training.records.atomic_write import write_atomically
+from rl_training.records.report.charts import Chart, config
 from rl_training.records.report.words import ENVIRONMENT
 from rl_training.version import VERSION
 
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # filled in when the rest is there
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
-OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after interventions
+VEGA_LITE = "6.1"  # of those that vl-convert has; 6.4 loses what a pointed-at point says
+PICTURES = """
+import base64, json, sys, vl_convert
+for spec in json.load(sys.stdin):
+    print(base64.b64encode(vl_convert.vegalite_to_png(spec, vl_version=sys.argv[1], scale=2)).decode())
+"""
+BUNDLE = "import sys, vl_convert; sys.stdout.write(vl_convert.javascript_bundle(None, sys.argv[1]))"
 STROKES = {"circle": "●", "square": "■", "triangle": "▲", "triangle-down": "▼", "diamond": "◆", "": "—"}
 
 PAGES = ENVIRONMENT.overlay(autoescape=True)
@@ -39,7 +50,7 @@ def render(name: str, script: str = "", **values: Any) -> str:
     scripts = [own] if script else [javascript(), own]
     shared = {
         "contents": CONTENTS, "scripts": SCRIPTS, "hashes": map(_csp_hash, scripts), "version": VERSION,
-        "config": None if script else charts_config(with_legend=False), "reload": 0,
+        "config": None if script else config(with_legend=False), "reload": 0,
     }  # fmt: skip
     page = _with_contents(PAGES.get_template(name).render({**shared, **values}))
     return page.replace(SCRIPTS, "\n".join(f"<script>{text}</script>" for text in scripts))
@@ -70,30 +81,35 @@ def _with_contents(page: str) -> str:
     return page.replace(CONTENTS, f'<nav aria-label="contents">{"".join(links)}</nav>')
 
 
-def render_page(
-    run: Run, rows: Sequence[Row], charts: Sequence[Chart], analyses: Sequence[Any], reload: int = 0
-) -> str:
-    """Returns the page's HTML, with analyses of its checkpoints. Everything that comes from the run is escaped.
+def pictures(charts: Sequence[Chart]) -> dict[str, bytes]:
+    """Returns the PNG of each chart that has something to draw, black on white, by the name of its file."""
+    drawn = [chart for chart in charts if chart.series]
+    if not drawn:
+        return {}
+    lines = _run(PICTURES, json.dumps([chart.standalone() for chart in drawn])).splitlines()
+    return {f"{chart.name}.png": base64.b64decode(line) for chart, line in zip(drawn, lines, strict=True)}
 
-    reload  seconds after which an open page loads itself again; 0: never
+
+def javascript() -> str:
+    """Returns the JavaScript of Vega, Vega-Lite and vega-embed, which vl-convert holds; kept in the user's cache.
+
+    Putting it together takes vl-convert two seconds.
     """
-    evaluated = {name: {metric: run.estimates(metric, name) for metric in run.names(name)} for name in run.evaluations}
-    return render(
-        "run.html",
-        run=run,
-        opening=[*opening(run), *(verdict for section in analyses for verdict in section.sentences[-1:])],
-        provenance=run.settings.get("provenance") or {},
-        interventions=interventions_of_run(run),
-        step_numbers=step_numbers(run),
-        sampler=sampler_sentences(run),
-        token_classes=token_classes(run),
-        rows=rows,
-        charts=charts,
-        of_the_batch=OF_THE_BATCH,
-        reload=reload,
-        analyses=analyses,
-        evaluations=evaluated,
-        gaps=gaps(run),
-        costs=probe_costs(run),
-        samples=samples_over_time(run),
-    )
+    name = f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-training" / name
+    if not kept.is_file():
+        text = _run(BUNDLE).replace("</script", "<\\/script")
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically({kept: text.encode()})
+        return text
+    return kept.read_text(encoding="utf-8")
+
+
+def _run(program: str, text: str = "") -> str:
+    command = [sys.executable, "-P", "-c", program, VEGA_LITE]  # -P: a json.py of the working folder is not imported
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    ended = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", env=environment, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"vl-convert could not draw a chart: {' '.join(ended.stderr.split())[-300:]}")
+    return ended.stdout

@@ -66,6 +66,10 @@ class Run:
         sources = dict.fromkeys(source for source, _ in self.places)
         return [source for source in sources if source not in (METRICS_FILE, PROBES_FILE, IN_TRAINING)]
 
+    def measured_at(self, source: str) -> list[int]:
+        """Returns the steps of all metrics of a source."""
+        return sorted(self.table.loc[self.table["source"] == source, "step"].unique().tolist())
+
     def measured(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
         """Returns this metric's rows by step; none where it was not recorded."""
         return self.table.iloc[self.places.get((source, name), [])].set_index("step")
