@@ -8,7 +8,7 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -35,25 +35,47 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: s
 
     Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
     """
-    path, choice = Path(resume), f"{setting}={resume}"
-    if resume != "latest" and not (path / TRAINING_STATE).is_dir():
-        if not path.is_dir():
-            raise ValueError(f"{choice}: there is no such folder; give a checkpoint-N folder or a run folder")
-        flaw = what_is_wrong_with(path, sharded_by)
-        if flaw:
-            raise ValueError(f"{choice} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
-        return path
-    if resume != "latest":
-        runs = [path]
-    elif (run_dir / TRAINING_STATE).is_dir():
-        runs, choice = [run_dir], f"{choice} in {run_dir}"
+    runs = run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent
+    return _named(resume, runs, lambda checkpoint: what_is_wrong_with(checkpoint, sharded_by), setting)
+
+
+def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
+    """Returns the checkpoint folders that are meant, with whole weights, in the order given or of their steps.
+
+    choice  "latest": the newest checkpoint of the newest run in `runs`; "all": all of that run's; a run folder: its
+            newest; a folder of checkpoints, as RUN/training_state: all there; a checkpoint folder; a list of these
+
+    Raises ValueError when one is not there or damaged, saying what was looked at.
+    """
+    if not isinstance(choice, str):
+        return [path for one in choice for path in checkpoints_named(str(one), runs)]
+    newest = _named(choice, runs, what_is_wrong_with_weights, "checkpoint")
+    if choice == "all" or checkpoints_in(Path(choice)):
+        return list(_flawless(checkpoints_in(newest.parent), what_is_wrong_with_weights))
+    return [newest]
+
+
+def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str) -> Path:
+    """Returns the newest checkpoint without a flaw of what is named, or the one that is named. ValueError: none.
+
+    runs  a run, or a folder of runs, of which the one that has taken a step last counts: where none is named
+    """
+    path = Path(choice)
+    if choice in ("latest", "all"):
+        listed = [runs] if checkpoints_of(runs) else sorted(runs.glob("run_*"), key=_last_step_at, reverse=True)
+    elif (path / TRAINING_STATE).is_dir() or checkpoints_in(path):
+        runs, listed = path, [path]
+    elif not path.is_dir():
+        raise ValueError(f"{setting}={choice}: there is no such folder; give a run or a checkpoint-N folder, or latest")
+    elif flaw := flaw_of(path):
+        raise ValueError(f"{setting}={choice} cannot be taken: {flaw}. Choose an earlier checkpoint-N folder")
     else:
-        runs = sorted(run_dir.parent.glob("run_*"), key=_last_step_at, reverse=True)
-        choice = f"{choice} in {run_dir.parent}"
-    found = next(filter(None, (newest_checkpoint(run, sharded_by) for run in runs)), None)
+        return path
+    newest_first = (one for run in listed for one in (checkpoints_of(run) or checkpoints_in(run))[::-1])
+    found = next(_flawless(newest_first, flaw_of), None)
     if found is None:
         instead = ", or start a new run without resume" * (setting == "resume")
-        raise ValueError(f"{choice}: no complete checkpoint there; give {setting}=PATH{instead}")
+        raise ValueError(f"{setting}={choice}: no complete checkpoint in {runs}; give {setting}=PATH{instead}")
     return found
 
 
@@ -62,7 +84,7 @@ def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
     return next(_flawless(checkpoints_of(run)[::-1], lambda path: what_is_wrong_with(path, sharded_by)), None)
 
 
-def _flawless(checkpoints: Sequence[Path], flaw_of: Callable[[Path], str]) -> Iterator[Path]:
+def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> Iterator[Path]:
     """Yields those without a flaw; the others are left out with a warning."""
     for checkpoint in checkpoints:
         flaw = flaw_of(checkpoint)
@@ -76,37 +98,6 @@ def _last_step_at(run: Path) -> float:
     """Returns when a run took its last step, by the clock of the file system; 0 when it took none."""
     written = [run / LOGS_FOLDER / METRICS_FILE, *(path / "trainer_state.json" for path in checkpoints_of(run))]
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
-
-
-def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
-    """Returns the checkpoint folders that are meant, with whole weights, in the order given or of their steps.
-
-    choice  "latest": the newest checkpoint of the newest run in `runs`; "all": all of that run's; a run folder: its
-            newest; a folder of checkpoints, as RUN/training_state: all there; a checkpoint folder; a list of these
-
-    Raises ValueError when one is not there or damaged, saying what was looked at.
-    """
-    if not isinstance(choice, str):
-        return [path for one in choice for path in checkpoints_named(str(one), runs)]
-    if choice in ("latest", "all"):
-        for run in sorted(runs.glob("run_*"), reverse=True):  # named by date and time
-            found = list(_flawless(checkpoints_of(run), what_is_wrong_with_weights))
-            if found:
-                return found if choice == "all" else found[-1:]
-        raise ValueError(f"checkpoint={choice}: no run in {runs} has a complete checkpoint; give checkpoint=RUN")
-    path = Path(choice)
-    if not path.is_dir():
-        raise ValueError(f"checkpoint={choice}: there is no such folder; give a run, a checkpoint-N folder, or latest")
-    if (path / TRAINING_STATE).is_dir() or any(path.glob("checkpoint-*")):
-        found = list(_flawless(checkpoints_of(path), what_is_wrong_with_weights))[-1:]
-        found = found or list(_flawless(checkpoints_in(path), what_is_wrong_with_weights))
-        if not found:
-            raise ValueError(f"checkpoint={choice}: no complete checkpoint there")
-        return found
-    flaw = what_is_wrong_with_weights(path)
-    if flaw:
-        raise ValueError(f"checkpoint={choice}: {flaw}")
-    return [path]
 
 
 def steps_taken(checkpoint: Path) -> int:

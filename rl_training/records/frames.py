@@ -114,13 +114,13 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def analysis_results(folder: str | Path) -> pd.DataFrame:
-    """Returns a row per prediction and its truth, of all analyses in a folder (run or RUN/offline/NAME); see ANALYSIS_COLUMNS.
+    """Returns a row per prediction and its truth, of all analyses in a folder (a run, or RUN/offline/NAME).
 
     kind   "whole": the analysis itself. Of sweeps: "eta", another multiple of the step; "size", fewer sequences of E;
            "update", another U
     step   optimizer steps behind the checkpoint: the step that is analysed is the next one
 
-    Numbers are in nats, `…_se` one standard error; what was not asked for is nan. No rows where there is no analysis.
+    Columns: ANALYSIS_COLUMNS. Numbers are in nats, `…_se` one standard error; what was not asked for is nan. No rows where there is no analysis.
     Raises ValueError for a damaged file, naming it.
     """
     folder = Path(folder)

@@ -188,7 +188,7 @@ def test_what_no_branch_could_be_trained_with_is_refused_before_any_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, said: str
 ) -> None:
     run = a_run_folder(tmp_path)
-    with pytest.raises(ValueError, match=r"no complete checkpoint there; give run=PATH$"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*; give run=PATH$"):
         read_trial(composed("try", f"run={run}", f"interventions={names}"), (), ())
     checkpoint = run / "training_state" / "checkpoint-2"
     monkeypatch.setattr("rl_training.job.trial.checkpoint_in_a_run", lambda setting, value: checkpoint)

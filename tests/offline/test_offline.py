@@ -209,7 +209,7 @@ def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) 
     assert checkpoints_named("all", run.parent) == all_of_them
     with pytest.raises(ValueError, match="there is no such folder"):
         checkpoints_named(str(tmp_path / "nowhere"), tmp_path)
-    with pytest.raises(ValueError, match=r"no run in .* has a complete checkpoint"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*; give checkpoint=PATH"):
         checkpoints_named("latest", tmp_path)
 
 
