@@ -120,8 +120,8 @@ def analysis_results(folder: str | Path) -> pd.DataFrame:
            "update", another U
     step   optimizer steps behind the checkpoint: the step that is analysed is the next one
 
-    Columns: ANALYSIS_COLUMNS. Numbers are in nats, `…_se` one standard error; what was not asked for is nan. No rows where there is no analysis.
-    Raises ValueError for a damaged file, naming it.
+    Columns: ANALYSIS_COLUMNS. Numbers are in nats, `…_se` one standard error; what was not asked for is nan. No rows
+    where there is no analysis. Raises ValueError for a damaged file, naming it.
     """
     folder = Path(folder)
     below = folder / OFFLINE if (folder / OFFLINE).is_dir() else folder

@@ -110,9 +110,9 @@ def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
         _overlay(groups, "noise_scale", final.noise_scales, mean=final.mean_noise_scale),
     ]
     for evaluation, metric in _evaluated_metrics(groups):
-        quantity, words = _recorded(metric, evaluation), {"evaluation": evaluation, "metric": metric}
-        share, floor = metric.startswith(SHARES), 0.1 if metric == "length" else 0.0
-        charts.append(_overlay(groups, "evaluated", quantity, is_share=share, floor=floor, **words))
+        look: dict[str, Any] = {"is_share": metric.startswith(SHARES), "floor": 0.1 if metric == "length" else 0.0}
+        words = {"evaluation": evaluation, "metric": metric}
+        charts.append(_overlay(groups, "evaluated", _recorded(metric, evaluation), **look, **words))
     return [drawn for drawn in charts if drawn is not None]
 
 
@@ -122,7 +122,7 @@ def _recorded(metric: str, source: str = PROBES_FILE) -> Quantity:
 
 def _overlay(
     groups: Sequence[Group], key: str, quantity: Quantity, dotted: Quantity | None = None,
-    mean: Mean = final.mean_over_runs, is_share: bool = False, floor: float = 0.0, **words: str,
+    mean: Mean = final.mean_over_runs, is_share: bool = False, floor: float = 0.0, **words: Any,
 ) -> Chart | None:  # fmt: skip
     """Returns the chart of the curves of all groups; None when no run has any.
 

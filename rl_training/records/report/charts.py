@@ -93,7 +93,7 @@ class Series:
     @classmethod
     def cloud(cls, label: str, color: str, mark: str, x: Any, y: Any, times: float = 1.0, **style: Any) -> Series:
         """Returns points with bars. x, y: rows of a metric, drawn `times` their values and intervals; or places."""
-        columns: dict[str, Column] = {}
+        columns: dict[str, Any] = {}
         for place, rows, ends in (("x", x, ("left", "right")), ("y", y, ("low", "high"))):
             if isinstance(rows, pd.DataFrame):
                 names = dict(zip(("value", "low", "high"), (place, *ends), strict=True))

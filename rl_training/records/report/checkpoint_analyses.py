@@ -111,15 +111,15 @@ def _numbers(content: Mapping[str, Any], name: str) -> Chart:
     known = {
         key: value for key, value in content["results"].items() if isinstance(value, float) and math.isfinite(value)
     }
-    rows = [(key, *STYLES[key]) for key in IN_TABLE if key in known]
+    rows = [(key, STYLES[key]) for key in IN_TABLE if key in known]
     for split, words in SPLITS.items():
         keys = [key for key in known if key.startswith(f"deltaH1/{split}/")]
         parts = [key for key in keys if "_se" not in key and not key.endswith("_sequence")]
         if 1 < len(parts) <= MOST_ROWS:
-            rows += [(key, f"{words}: {key.rpartition('/')[2]}", BLUE, "circle") for key in parts]
+            rows += [(key, (f"{words}: {key.rpartition('/')[2]}", BLUE, "circle")) for key in parts]
     results = pd.DataFrame([known])
-    series = [Series.cloud(*look, estimated(results, key), [look[0]], MILLI) for key, *look in rows]
-    missing, labels = "neither prediction nor truth is a finite number", [look[0] for _, *look in rows]
+    series = [Series.cloud(*look, estimated(results, key), [look[0]], MILLI) for key, look in rows]
+    missing, labels = "neither prediction nor truth is a finite number", [label for _, (label, *_) in rows]
     facts = {"step": content["step"], "results": content["results"]}
     return _chart(name, "step", series, missing, names=labels, height=30 + 24 * len(rows), **facts)
 
