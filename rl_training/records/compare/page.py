@@ -110,9 +110,10 @@ def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
         _overlay(groups, "noise_scale", final.noise_scales, mean=final.mean_noise_scale),
     ]
     for evaluation, metric in _evaluated_metrics(groups):
-        look: dict[str, Any] = {"is_share": metric.startswith(SHARES), "floor": 0.1 if metric == "length" else 0.0}
-        words = {"evaluation": evaluation, "metric": metric}
-        charts.append(_overlay(groups, "evaluated", _recorded(metric, evaluation), **look, **words))
+        quantity, floor = _recorded(metric, evaluation), 0.1 if metric == "length" else 0.0
+        drawn = _overlay(groups, "evaluated", quantity, None, final.mean_over_runs, metric.startswith(SHARES), floor,
+                         evaluation=evaluation, metric=metric)  # fmt: skip
+        charts.append(drawn)
     return [drawn for drawn in charts if drawn is not None]
 
 
