@@ -1,7 +1,8 @@
 """Trains on given rollouts in a plain loop, under every layout that torch has: what the ranks of test_shards.py run.
 
-Fold k is always the rows 8k to 8k + 7 of the 64 of a step, whichever processes and microbatches they are spread over,
-so every layout measures the same. A case is a dictionary: `kind` (one, ddp, fsdp2) and whatever of OPTIONS it changes.
+Fold k is always the rows 8k to 8k + 7 of the 32 of a step, or half of these, whichever processes and microbatches they
+are spread over, so every layout measures the same. A case is a dictionary: `kind` (one, ddp, fsdp2) and whatever of
+OPTIONS it changes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from plain_loop import CLIP, loss_of, rollout_of, scores_of
-from shared_rollouts import PROMPTS, G
+from shared_rollouts import G
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +37,8 @@ from rl_training.probes import (
 )
 from rl_training.tasks.models import load_tiny
 
-STEPS, FOLD = 2, 8  # optimizer steps; sequences of a fold
+STEPS, FOLD, PROMPTS = 2, 8, 8  # optimizer steps; sequences of a fold; prompts of a step
+ROWS = torch.arange(4 * G, 12 * G)  # of the 16 prompts given: long responses of some, and short ones of others
 OPTIONS: dict[str, Any] = {
     "kind": "one",
     "microbatch": 8,  # sequences of one backward of a process
@@ -73,7 +75,7 @@ def probes(case: dict[str, Any]) -> list[Any]:
     return [
         SimpleEntropyProbe(per_sequence=True, num_folds=case["num_folds"]),
         MeasuredStepProbe(responses_per_prompt=2),
-        GradientNoiseScaleProbe(split_prompts=16),
+        GradientNoiseScaleProbe(split_prompts=PROMPTS),
         EffectiveSampleSizeProbe(),
         SamplerProbe(),
         InterventionsProbe(["bonus:0.5", "nsr", "lr:0.5"], every=1),
@@ -134,7 +136,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Returns the estimates of each step, and a digest of this process's weights, optimizer and random numbers."""
     case = OPTIONS | case
     policy = model_of(case)
-    rollouts = {number: rollout_of(number) for number in range(1, STEPS + 1)}
+    rollouts = {number: take_rows(rollout_of(number), ROWS) for number in range(1, STEPS + 1)}
     if case["sampler"]:
         rollouts = {number: by_another(policy, rollout, number) for number, rollout in rollouts.items()}
     model = wrapped(policy, case)
