@@ -32,7 +32,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from accelerate.utils.other import get_free_port
 from peft import LoraConfig
-from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
+from shared_rollouts import L_MAX, PROMPTS, STEPS, G, given_rollout
 from torch.distributed.tensor import DTensor
 from trainers import trainer_maker
 
@@ -52,6 +52,7 @@ from rl_training.probes import (
 from rl_training.records.jsonl import Records
 
 ROOT = Path(__file__).parents[1]
+MICROBATCH = 16  # two of them on each of two processes
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 # Without advantages on one process at step 2, dynamic_sampling doubles the weights of the other's prompts.
 REMEDIES = ("dynamic_sampling", "w_reinforce:0.5", "top_entropy:0.5", "bonus:0.1", "lr:0.5")
@@ -148,7 +149,7 @@ def probes_of(run: str) -> list[Probe]:
         GradientNoiseScaleProbe(),
         EffectiveSampleSizeProbe(),
         InterventionsProbe(["bonus:0.5", "nsr", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
-        TokenClassesProbe(every=1),
+        TokenClassesProbe(every=2),  # of the third step: the first has no moments
         Recorder(),
     ]
 

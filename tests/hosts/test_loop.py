@@ -15,8 +15,9 @@ import forks
 import pytest
 import torch
 from plain_loop import CLIP, loss_of, microbatches, rollout_of, scores_of, train
-from replay import L_MAX, MICROBATCH, PROMPTS, G, ReplayTrainer
+from replay import ReplayTrainer
 from same_estimates import OF_TRL_ALONE, differences, of_records, too_far
+from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
