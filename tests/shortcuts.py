@@ -1,9 +1,14 @@
 """What every training of a few steps would do again, and which takes it as long as the steps themselves."""
 
+import copy
 import functools
 import gc
 import importlib.metadata
 import sys
+from types import ModuleType
+from typing import Any
+
+from drawing import start_drawing
 
 
 def spare_trainings() -> None:
@@ -11,11 +16,31 @@ def spare_trainings() -> None:
 
     The garbage collector, which each calls, no longer walks over the objects of the imports, half a second; and
     accelerate and `attach`, which ask again and again which libraries are installed and in which versions, are answered
-    from memory. The rows of the default task, which no training changes, are drawn once for this process and its forks.
+    from memory. The rows of the default task, which no training changes, are drawn once for this process and its forks,
+    and its model is read once and copied. Pictures are drawn by one process: what fails there, again in one of its own.
     """
+    if vega := sys.modules.get("rl_training.records.report.vega"):
+        ask, run = start_drawing(), vega._run
+        vega._run = lambda program, text="": ask(program, vega.VEGA_LITE, text) or run(program, text)
     if task := sys.modules.get("rl_training.tasks.arithmetic"):
         task.arithmetic = functools.cache(task.arithmetic)
         task.arithmetic()
+    if models := sys.modules.get("rl_training.tasks.models"):
+        _read_tiny_once(models)
     gc.freeze()
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     importlib.metadata.version = functools.cache(importlib.metadata.version)
+
+
+def _read_tiny_once(models: ModuleType) -> None:
+    read = models.load_causal_lm
+    once = functools.cache(read)
+
+    @functools.wraps(read)
+    def load(name: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == models.TINY_PATH and args[1:] == (None,):  # as load_tiny asks for it, not in 4 bits
+            return copy.deepcopy(once(name, *args))
+        return read(name, *args, **kwargs)
+
+    models.load_causal_lm = load
+    models.load_tiny()  # for the forks

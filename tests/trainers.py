@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import tempfile
@@ -65,11 +64,6 @@ def every_probe(**simple_options: Any) -> list[Probe]:
 
 
 @functools.cache
-def _first_policy() -> tuple[Any, Any]:
-    return load_tiny()
-
-
-@functools.cache
 def _task() -> Any:
     return arithmetic(num_train=256, num_eval=8)
 
@@ -97,7 +91,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         **settings: Any,
     ) -> GRPOTrainer:
         task = _task()
-        policy, tokenizer = (copy.deepcopy(loaded) for loaded in _first_policy())
+        policy, tokenizer = load_tiny()
         defaults: dict[str, Any] = {
             "output_dir": str(folder / "state"),
             "per_device_train_batch_size": 8,

@@ -1,0 +1,49 @@
+"""One vl-convert for all pages that the tests of a process and of its forks draw: starting one takes half a second."""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+# It ends with the process that has started it, which holds the other end of its stdin.
+SERVER = """
+import contextlib, functools, io, json, os, socket, sys, threading
+
+@functools.lru_cache(maxsize=64)
+def said(program, argument, text):
+    sys.argv, sys.stdin = ["-c", argument], io.StringIO(text)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(program, {})
+    return output.getvalue()
+
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(0))).start()
+calls = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    call = calls.accept()[0].makefile("rw")
+    with contextlib.suppress(Exception), call:
+        call.write(said(*json.load(call)))
+"""
+
+
+def start_drawing() -> Callable[[str, str, str], str]:
+    """Starts the process; returns what asks it what a program says, given its argument and stdin: "" if it fails."""
+    calls, folder = socket.socket(socket.AF_UNIX), tempfile.TemporaryDirectory(prefix="drawing-")
+    calls.bind(f"{folder.name}/calls")
+    calls.listen()
+    server = [sys.executable, "-P", "-c", SERVER, str(calls.fileno())]
+    process = subprocess.Popen(server, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[calls.fileno()])
+    return functools.partial(_ask, folder, process)
+
+
+def _ask(folder: tempfile.TemporaryDirectory[str], _: subprocess.Popen[bytes], *call: str) -> str:
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rw", encoding="utf-8") as file:
+        connection.connect(f"{folder.name}/calls")
+        json.dump(call, file)
+        file.flush()
+        connection.shutdown(socket.SHUT_WR)
+        return file.read()
