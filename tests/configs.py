@@ -12,8 +12,8 @@ from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.shipped import CONF
 
 QUICK = [
-    "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none",
-    "++trainer.disable_tqdm=true",
+    "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4",
+    "trainer.max_completion_length=12", "logger=none", "++trainer.disable_tqdm=true",
 ]  # fmt: skip
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
 

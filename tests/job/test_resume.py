@@ -14,7 +14,7 @@ from pathlib import Path
 import forks
 import pytest
 import torch
-from configs import composed, quick_run
+from configs import QUICK, composed, quick_run
 from full_disk import files_of_at_most
 from omegaconf import OmegaConf
 from safetensors import safe_open
@@ -40,8 +40,7 @@ PARTS = [
 
 def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one_does() -> None:
     """Real SIGKILLs: one anywhere, one where a checkpoint begins to be written."""
-    settings = ["probe=simple", "trainer.max_steps=4", "batch.sequences_per_step=32"]
-    ended = forks.run("benchmarks/kill_resume.py", "--kills", "2", *settings)
+    ended = forks.run("benchmarks/kill_resume.py", "--kills", "2", "probe=simple", "trainer.max_steps=4", *QUICK)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 kills of 1 process" in ended.stdout
     assert "bitwise the same as uninterrupted" in ended.stdout

@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from configs import QUICK
 from imports import imported_with
 
 from rl_training.extras import EXTRA_OF
@@ -98,9 +99,8 @@ def test_its_description_has_no_relative_link_which_an_index_could_not_follow(wh
 
 
 def test_a_run_is_trained_analyzed_evaluated_and_reported_without_a_checkout(environment: Path, tmp_path: Path) -> None:
-    small = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4"]
     commands = [
-        ["train", "probe=simple", *small, "trainer.max_steps=2", "trainer.save_steps=2", "run_dir=run"],
+        ["train", "probe=simple", *QUICK, "trainer.max_steps=2", "trainer.save_steps=2", "run_dir=run"],
         ["analyze", "checkpoint=run", "evaluation.prompts=16", "update.prompts=8"],
         ["evaluate", "run=run", "evaluation.fraction=0.01", "evaluation.responses_per_prompt=2"],
         ["report", "run"],

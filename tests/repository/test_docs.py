@@ -45,8 +45,10 @@ def typed_in_a_terminal(line: str, folder: Path) -> None:
     """
     name, command, *arguments = shlex.split(line)
     assert name == "rl-training"
-    smaller = ["batch.sequences_per_step=64", "batch.microbatch_size=8"] if command == "train" else []
-    done = forks.run(SCRIPTS[command], *(a.replace("=runs/", f"={folder}/runs/") for a in arguments), *smaller)
+    words = [argument.replace("=runs/", f"={folder}/runs/") for argument in arguments]
+    if command == "train":
+        words += ["batch.sequences_per_step=64", "batch.microbatch_size=8", "trainer.max_completion_length=12"]
+    done = forks.run(SCRIPTS[command], *words)
     assert done.returncode == 0, done.stderr
 
 
