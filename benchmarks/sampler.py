@@ -113,9 +113,8 @@ class Forward(Divergence):
         bare = dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
         assert step.policy.shard is not None
         assert change.update is not None
-        without = measure_entropy_change(
-            bare, StepMemory(layout, step.policy.shard, change.settings), Need.ENTROPY_ROWS
-        )
+        memory = StepMemory(step.policy.shard, change.settings)
+        without = measure_entropy_change(bare, memory, Need.ENTROPY_ROWS)
         forward = change.quantities["forward"].estimates(step.num_folds)[0]
         truth = float(dot(layout.vector(self.truth[name] for name in layout.names), change.update))
         self.rows.append((forward.value, forward.half_width(), truth))

@@ -82,15 +82,14 @@ def step_of(
         responses_per_prompt=int((rollout.prompt_index == rollout.prompt_index[0]).sum()),
     )
     shard = shard_of(parameters)
-    layout = Layout(shard.weights())
     step = Step(
         number=number,
         batch=batch,
         gradients=Gradients(
             shard.weights(),
             {name: gradient.flatten() for name, gradient in mean.items()},
-            layout,
-            FoldReduction(shard, layout),
+            shard.layout,
+            FoldReduction(shard),
             rows,
             sq_norms=sq_norms,
         ),

@@ -17,7 +17,6 @@ from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout
 from rl_training.probes import SimpleEntropyProbe
 
 STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
@@ -145,9 +144,7 @@ def step_on(
         Tabular(logits),
         states=states,
         rows=[rows],
-        memory=StepMemory(
-            Layout(parameters), shard_of(parameters), EntropySettings(per_sequence=True, error_decay=0.0)
-        ),
+        memory=StepMemory(shard_of(parameters), EntropySettings(per_sequence=True, error_decay=0.0)),
     )
 
 

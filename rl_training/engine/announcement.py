@@ -12,7 +12,6 @@ from rl_training.engine.requirements import Requirements
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.folds import ENOUGH
-from rl_training.mathematics.vectors import Layout
 
 MORE_FOLDS = "smaller microbatches, or num_folds={enough} of a probe, whose folds cost a further pass each"
 
@@ -26,9 +25,9 @@ NO_DECAY = (
 )
 
 
-def announcement(loop: Loop, requirements: Requirements, layout: Layout) -> tuple[str, list[str]]:
+def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]]:
     """Returns what will be measured, in a sentence, and what will not and which setting would change that."""
-    shape = loop.shape
+    shape, layout = loop.shape, loop.shard.layout
     folds = requirements.folds(shape, shape.sizes)
     count, vectors = folds[-1].folds.stop, requirements.num_vectors(folds[-1].folds.stop)
     size = layout.num_entries * layout.dtype.itemsize / 1e6

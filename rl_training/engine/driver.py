@@ -39,7 +39,6 @@ from rl_training.engine.step_check import StepGuard, predicting, why_not_the_sum
 from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout
 
 logger = logging.getLogger(__name__)
 IN_PARTS = (
@@ -70,26 +69,25 @@ class StepDriver:
         """Records which parameters are trained. Call it when training begins."""
         self.close()
         self._loop = loop
-        weights = loop.shard.weights()
-        self._layout = Layout(weights, {name: loop.shard.width(name) for name in weights})
+        self._layout = loop.shard.layout
         loop.policy.shard, loop.policy.scorer.why_rounded = loop.shard, loop.shard.why_rounded
         loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
         self._padding = PaddingCheck()
         self._clock = Clock(self._layout.device)
         needs, offload = self._requirements.needs, self._requirements.offload
-        self._reduction = FoldReduction(loop.shard, self._layout)
+        self._reduction = FoldReduction(loop.shard)
         if not needs:
             return
-        self._rows = GradientRows(self._reduction, self._layout, offload, self._requirements.rows_dtype)
+        self._rows = GradientRows(self._reduction, offload, self._requirements.rows_dtype)
         if loop.ranks.number == 0:
-            plan, missing = announcement(loop, self._requirements, self._layout)
+            plan, missing = announcement(loop, self._requirements)
             logger.info(plan)
             for line in missing:
                 logger.warning(line)
         if Need.ENTROPY_GRADIENT in needs:
-            self._memory = StepMemory(self._layout, loop.shard, self._requirements.entropy, offload)
+            self._memory = StepMemory(loop.shard, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)
-            self._guard = StepGuard(loop.shard, self._layout, self._memory.history, loop.ranks.reduce)
+            self._guard = StepGuard(loop.shard, self._memory.history, loop.ranks.reduce)
 
     def refuse_impossible_folds(self, shape: Shape) -> None:
         """Raises ValueError, naming a number that would do, where the steps of a training cannot have these folds."""

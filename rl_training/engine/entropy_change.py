@@ -48,7 +48,7 @@ from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 from rl_training.mathematics.rounding import kept_change
-from rl_training.mathematics.vectors import Layout, Vector, add, dot
+from rl_training.mathematics.vectors import Vector, add, dot
 
 LEVELS = 3  # columns of a row before the products
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
@@ -70,7 +70,7 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
 
     The memory keeps δθ for the step after.
     """
-    settings, layout, history, labels = memory.settings, memory.layout, memory.history, memory.attribution.labels
+    settings, history, labels = memory.settings, memory.history, memory.attribution.labels
     why_none = _why_no_entropy_gradient(step)
     if why_none:
         return EntropyChange(settings, labels, why_none)
@@ -79,8 +79,8 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
         return EntropyChange(settings, labels, NO_TOKENS)
-    intended, update, steps = _updates(step, layout)
-    sizes = step.fold_sizes
+    intended, update, steps = _updates(step)
+    layout, sizes = step.gradients.layout, step.fold_sizes
     products, rows = None, None
     if Need.ENTROPY_CHANGE in needs:
         before = history.before(step.number)
@@ -130,9 +130,10 @@ def _why_no_forward(step: Step) -> str:
     return step.optimizer.reason or step.gradients.why_no_rows or one_fold or step.capabilities.reused
 
 
-def _updates(step: Step, layout: Layout) -> tuple[Vector | None, Vector | None, StepsWithoutFolds | None]:
+def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFolds | None]:
     """Returns δθ by the formula, as the weights keep it, and the steps without each fold; None where not available."""
     gradients, max_grad_norm, reduce = step.gradients, step.optimizer.max_grad_norm, step.ranks.reduce
+    layout = gradients.layout
     if step.optimizer.states is None:
         return None, None, None
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)

@@ -130,7 +130,7 @@ def add_gradients(
     if not len(rows):
         rows, shares = torch.zeros(1, dtype=torch.long, device=rows.device), torch.zeros_like(shares)
     for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
-        keep_graph = number < last and step.gradients.reduction.graph_lasts
+        keep_graph = number < last and step.gradients.reduction.shard.graph_lasts
         if fresh is None:
             fresh = step.policy.score(rollout or step.batch.rollout, rows)
         share = shares[rows].to(fresh.logps.dtype)

@@ -11,9 +11,8 @@ sent: what the backward has added to a process's entries of `.grad` is their mea
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from rl_training.engine.loss_weights import LossWeights, outputs_and_weights
 from rl_training.engine.shards import Shard
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout, Vector, join
+from rl_training.mathematics.vectors import Vector, join
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,12 @@ class Chunk:
     columns: slice
 
 
-def chunks_of(shard: Shard, layout: Layout) -> list[Chunk]:
+def chunks_of(shard: Shard) -> list[Chunk]:
     """Returns the chunks in the order in which a backward completes them, roughly: the last parameters first."""
     chunks: list[Chunk] = []
-    for number, bucket in enumerate(layout.buckets):
+    for number, bucket in enumerate(shard.layout.buckets):
         widest = max(1, *map(shard.width, bucket.names))
-        width = layout.at_once if len(bucket.names) == 1 else widest
+        width = shard.layout.at_once if len(bucket.names) == 1 else widest
         start = 0
         for begin in range(0, widest, width):
             sends = tuple(
@@ -73,68 +72,27 @@ class FoldReduction:
     The hooks exist only between `arm` and `disarm`, around one backward. All processes arm alike and run one backward.
     """
 
-    def __init__(self, shard: Shard, layout: Layout) -> None:
-        self._shard, self._layout = shard, layout
-        self._chunks = chunks_of(shard, layout)
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self._chunks = chunks_of(shard)
         self._last_use = {name: number for number, chunk in enumerate(self._chunks) for name in chunk.names}
         # Of its own: a loop's collectives run on the default group in the same backward.
         self._group = dist.new_group() if shard.num_ranks > 1 else None
         self._handles: list[RemovableHandle] = []
-        self._held: dict[str, Tensor] = {}
-        self._target: Vector = []
-        self._before: Mapping[str, Tensor | None] = {}  # the gradients that the loop's own reduction adds to
         self.bytes_sent = 0
         # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
         self.late = 0
-
-    def arm(self, target: Vector, fold_of_rank: Sequence[int], consume: bool = False) -> None:
-        """Sets the hooks.
-
-        target        (folds, n) of each bucket
-        fold_of_rank  the row of it that the gradient of each process is added to; equal ones are neighbours
-        consume       the gradients go nowhere else: they are replaced by zeros that take no memory
-        """
-        self.disarm()
-        self._target, self._sent = target, 0
-        if not consume and self._is_reduced(fold_of_rank):
-            found = self._shard.gradients().items()
-            self._before = {name: None if gradient is None else gradient.clone() for name, gradient in found}
-            return
-        first = {fold: fold_of_rank.index(fold) for fold in fold_of_rank}
-        self._ranks_of = {fold: slice(rank, rank + fold_of_rank.count(fold)) for fold, rank in first.items()}
-        for name, leaf in self._shard.leaves().items():
-            self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
-
-    def disarm(self) -> None:
-        """Sends what is left and removes the hooks. A collective, if they were set."""
-        if self._before:
-            rows = self._layout.by_name(self._target)
-            for name, after in self._shard.gradients().items():
-                before = self._before[name]
-                if after is not None:
-                    self._add_reduced(rows, name, after if before is None else after - before)
-            self._target, self._before = [], {}
-        if not self._handles:
-            return
-        while self._handles:
-            self._handles.pop().remove()
-        self._send_complete(all_of_them=True)
-        self._held.clear()
-        self._target = []
+        self.forget()
 
     def forget(self) -> None:
         """Removes the hooks and sends nothing: the loop has left the step, perhaps on this process alone."""
         while self._handles:
             self._handles.pop().remove()
-        self._held.clear()
-        self._target, self._before = [], {}
-
-    def _is_reduced(self, fold_of_rank: Sequence[int]) -> bool:
-        return len(set(fold_of_rank)) == 1 and self._shard.reduces_each_backward
-
-    def _add_reduced(self, rows: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """Adds a gradient, given as its mean over processes, to the only row of its parameter."""
-        rows[name][0].add_(mean.to(rows[name]), alpha=self._shard.num_ranks)
+        self._target: Vector = []
+        self._held: dict[str, Tensor] = {}  # gradients of leaves whose chunk is not sent yet
+        self._sent = len(self._chunks)  # so many chunks, the first ones
+        self._rows: Mapping[str, Tensor] = {}  # of the target, where each backward reduces by itself
+        self._before: Mapping[str, Tensor | None] = {}  # the gradients that the loop's own reduction adds to
 
     def add(
         self, target: Vector, fold_of_rank: Sequence[int], fresh: Scores, weights: LossWeights, keep_graph: bool = False
@@ -145,31 +103,61 @@ class FoldReduction:
         weights     of these rows, c and d
         keep_graph  for another backward through the same scores
         """
-        if self._is_reduced(fold_of_rank):
-            self.disarm()
-            receive = functools.partial(self._add_reduced, self._layout.by_name(target))
-            self._shard.backward(*outputs_and_weights(fresh, weights), keep_graph, receive)
-            return
-        with self.into(target, fold_of_rank):
-            self._shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
-
-    @property
-    def graph_lasts(self) -> bool:
-        """Whether several backwards may go through one forward pass."""
-        return self._shard.graph_lasts
-
-    @contextlib.contextmanager
-    def into(self, target: Vector, fold_of_rank: Sequence[int]) -> Iterator[None]:
-        """A context for one backward of a probe's own."""
         self.arm(target, fold_of_rank, consume=True)
         try:
-            yield
+            self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
         except BaseException:
             self.forget()
             raise
         self.disarm()
 
+    def arm(self, target: Vector, fold_of_rank: Sequence[int], consume: bool = False) -> None:
+        """Sets the hooks.
+
+        target        (folds, n) of each bucket
+        fold_of_rank  the row of it that the gradient of each process is added to; equal ones are neighbours
+        consume       the gradients go nowhere else: they are freed as they arrive
+        """
+        self.disarm()
+        shard, self._target = self.shard, target
+        if len(set(fold_of_rank)) == 1 and shard.reduces_each_backward:
+            self._rows = shard.layout.by_name(target)
+            if consume:
+                for name, param in shard.trained.items():
+                    hook = functools.partial(self._catch_reduced, name)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+            else:
+                found = shard.gradients().items()
+                self._before = {name: None if gradient is None else gradient.clone() for name, gradient in found}
+            return
+        self._sent = 0
+        first = {fold: fold_of_rank.index(fold) for fold in fold_of_rank}
+        self._ranks_of = {fold: slice(rank, rank + fold_of_rank.count(fold)) for fold, rank in first.items()}
+        for name, leaf in shard.leaves().items():
+            self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
+
+    def disarm(self) -> None:
+        """Adds or sends what is left, and removes the hooks. A collective, if they were set."""
+        for name, gradient in (self.shard.gradients() if self._before else {}).items():
+            before = self._before[name]
+            if gradient is not None:
+                self._add_reduced(name, gradient if before is None else gradient - before)
+        self._send_complete(all_of_them=True)
+        self.forget()
+
+    def _catch_reduced(self, name: str, param: Tensor) -> None:
+        """Takes a gradient as soon as it is reduced, so that they never exist all at once."""
+        assert param.grad is not None
+        self._add_reduced(name, self.shard.own(name, param.grad))
+        param.grad = None
+
+    def _add_reduced(self, name: str, mean: Tensor) -> None:
+        """Adds a gradient, given as its mean over processes, to the only row of its parameter."""
+        rows = self._rows[name]
+        rows[0].add_(mean.to(rows), alpha=self.shard.num_ranks)
+
     def _catch(self, name: str, consume: bool, gradient: Tensor) -> Tensor | None:
+        """Takes a leaf's gradient, of this process alone; a consumed one is replaced by zeros that take no memory."""
         if self._sent > self._last_use[name]:
             self.late += 1
             return None
@@ -192,7 +180,7 @@ class FoldReduction:
     def _send(self, chunk: Chunk) -> None:
         if not any(name in self._held for name in chunk.names) and self._group is None:
             return
-        dtype, device = self._layout.dtype, self._layout.device
+        dtype, device = self.shard.layout.dtype, self.shard.layout.device
         zero = _zero(dtype, device)
         flat = {name: self._held[name].reshape(-1).to(device) for name in chunk.names if name in self._held}
         parts = [
@@ -205,11 +193,11 @@ class FoldReduction:
         if self._group is None:
             columns[next(iter(self._ranks_of))].add_(sent.to(columns.device))
             return
-        own = chunk.sizes[self._shard.rank]
-        received = sent.new_empty(self._shard.num_ranks, own)
+        own = chunk.sizes[self.shard.rank]
+        received = sent.new_empty(self.shard.num_ranks, own)
         self.bytes_sent += sent.numel() * sent.element_size()
         dist.all_to_all_single(
-            received.view(-1), sent.contiguous(), [own] * self._shard.num_ranks, chunk.sizes, group=self._group
+            received.view(-1), sent.contiguous(), [own] * self.shard.num_ranks, chunk.sizes, group=self._group
         )
         for fold, ranks in self._ranks_of.items():
             columns[fold].add_(received[ranks].sum(dim=0).to(columns.device))

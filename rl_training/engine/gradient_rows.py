@@ -20,7 +20,7 @@ from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.step import Step
 from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.square_norms import square_norms
-from rl_training.mathematics.vectors import Layout, Vector, add, copy, dot, dots, num_bytes
+from rl_training.mathematics.vectors import Vector, add, copy, dot, dots, num_bytes
 
 
 class GradientRows:
@@ -29,10 +29,8 @@ class GradientRows:
     offload  rows are kept in host memory    dtype  and in this one; None: as the layout's
     """
 
-    def __init__(
-        self, reduction: FoldReduction, layout: Layout, offload: bool = False, dtype: torch.dtype | None = None
-    ) -> None:
-        self._reduction, self.layout = reduction, layout
+    def __init__(self, reduction: FoldReduction, offload: bool = False, dtype: torch.dtype | None = None) -> None:
+        self._reduction, self.layout = reduction, reduction.shard.layout
         self._device, self._dtype = "cpu" if offload else None, dtype
         self.rows: Vector | None = None  # (F, n) of each bucket
         # (F + 1, parameters, 2) fp64: of this process's entries, |g_k|² and Σ P g_k², and last those of the step's g.

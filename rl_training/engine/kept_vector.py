@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.shards import Shard
-from rl_training.mathematics.vectors import SHARD, Layout, Vector, num_bytes
+from rl_training.mathematics.vectors import SHARD, Vector, num_bytes
 
 
 class KeptVector:
     """This process's entries of a vector of some step, as the shard says which they are."""
 
-    def __init__(self, layout: Layout, shard: Shard) -> None:
-        self._layout = layout
+    def __init__(self, shard: Shard) -> None:
+        self._layout = shard.layout
         # Start and stop in the whole parameter, and how many entries that has.
-        self._places = {name: (*shard.cut(name, shard.rank), shard.numel(name)) for name in layout.names}
+        self._places = {name: (*shard.cut(name, shard.rank), shard.numel(name)) for name in shard.trained}
         self.vector: Vector | None = None
         self.step: int | None = None  # that it is of
 

@@ -13,18 +13,17 @@ from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
 from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.running_variance import RunningVariance
-from rl_training.mathematics.vectors import Layout
 
 
 class StepMemory:
     """What outlives a step and goes into the checkpoint: δθ of the one before, and variances of the last few."""
 
-    def __init__(self, layout: Layout, shard: Shard, settings: EntropySettings, offload: bool = False) -> None:
-        self.layout, self.settings = layout, settings
+    def __init__(self, shard: Shard, settings: EntropySettings, offload: bool = False) -> None:
+        self.settings = settings
         self.device = "cpu" if offload else None  # of what is kept by fold; None: the parameters'
         self.errors = RunningVariance(settings.error_decay)
-        self.history = UpdateHistory(layout, shard)
-        self.attribution = Attribution(layout.names)
+        self.history = UpdateHistory(shard)
+        self.attribution = Attribution(shard.layout.names)
 
     @property
     def num_bytes(self) -> int:

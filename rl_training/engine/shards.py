@@ -14,7 +14,7 @@ DeepSpeed's are in hosts/trl/sharding.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,8 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from rl_training.engine.precision import named
 from rl_training.mathematics.adamw import clipping_threshold
+from rl_training.mathematics.vectors import Layout
 
-EXCHANGED = 2**22  # entries of a process that are exchanged at once, where a parameter has no more
-Receive = Callable[[str, Tensor], None]
 States = dict[str, dict[str, Any]]  # by name of the parameter: its optimizer's state, or its group's hyperparameters
 
 
@@ -85,6 +84,11 @@ class Shard:
 
     # --- which entries ------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """How vectors of this process's entries lie in buckets."""
+        return Layout(self.weights(), {name: self.width(name) for name in self.trained})
+
     def numel(self, name: str) -> int:
         """Returns the entries of a whole parameter."""
         return self.trained[name].numel()
@@ -136,37 +140,22 @@ class Shard:
     def put(self, entries: Mapping[str, Tensor]) -> None:
         """Writes entries that are laid out as those of `held` into these weights. A collective.
 
-        The entries of neighbouring parameters are exchanged at once; of no more than that there is a whole copy.
+        Those of a bucket of the layout are exchanged at once; of no more than that there is a whole copy.
         """
-        runs: list[list[str]] = []
-        size = 0
-        for name in self.trained:
-            if not runs or size + self.width(name) > EXCHANGED:
-                runs.append([])
-                size = 0
-            runs[-1].append(name)
-            size += self.width(name)
-        for names in runs:
-            for name, whole in self._whole(names, entries).items():
+        for bucket in self.layout.buckets:
+            widths = {name: self.width(name) for name in bucket.names}
+            own = torch.cat(
+                [nn.functional.pad(entries[name], (0, w - len(entries[name]))) for name, w in widths.items()]
+            )
+            table = own.new_empty(self.num_ranks, len(own))
+            if self.num_ranks > 1:
+                dist.all_gather(list(table), own)
+            else:
+                table[0] = own
+            for name, columns in zip(widths, table.split([*widths.values()], dim=1), strict=True):
+                cuts = (self.cut(name, rank) for rank in range(self.num_ranks))
+                whole = torch.cat([row[: stop - start] for row, (start, stop) in zip(columns, cuts, strict=True)])
                 self.trained[name].data.copy_(whole.view_as(self.trained[name]))
-
-    def _whole(self, names: Sequence[str], entries: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns parameters from all processes' entries, flat. A collective."""
-        if self.num_ranks == 1:
-            return entries
-        widths = [self.width(name) for name in names]
-        own = torch.cat([
-            nn.functional.pad(entries[name], (0, width - len(entries[name])))
-            for name, width in zip(names, widths, strict=True)
-        ])  # fmt: skip
-        table = own.new_empty(self.num_ranks, len(own))
-        dist.all_gather(list(table), own)
-        whole = {}
-        for name, columns in zip(names, table.split(widths, dim=1), strict=True):
-            cuts = [self.cut(name, rank) for rank in range(self.num_ranks)]
-            parts = [row[: stop - start] for row, (start, stop) in zip(columns, cuts, strict=True)]
-            whole[name] = torch.cat(parts)
-        return whole
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -179,15 +168,8 @@ class Shard:
         """Whether each backward adds the mean over processes to `gradients()`, in at least fp32."""
         return False
 
-    def backward(
-        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False,
-        receive: Receive | None = None,
-    ) -> None:  # fmt: skip
-        """Runs a backward that hooks on the leaves see; what training has accumulated stays as it is.
-
-        receive  gets the name and this process's entries of each gradient, the mean over processes, where a backward
-                 reduces by itself
-        """
+    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
+        """Runs a backward that hooks see; what training has accumulated stays as it is."""
         torch.autograd.grad(outputs, list(self.leaves().values()), weights, retain_graph=keep_graph, allow_unused=True)
 
 
@@ -266,28 +248,13 @@ class FullyShard(Shard):
             module.reshard()
         return {name: leaves[name] for name in self.trained}
 
-    def backward(
-        self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False,
-        receive: Receive | None = None,
-    ) -> None:  # fmt: skip
+    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
         # The DTensors are not in the graph: FSDP's own backward runs, and what training has in .grad is put back.
         before = {param: param.grad for param in self.trained.values()}
-        handles = []
         try:
-            for name, param in self.trained.items():
+            for param in before:
                 param.grad = None
-                if receive is not None:
-                    deliver = functools.partial(self._deliver, name, receive)
-                    handles.append(param.register_post_accumulate_grad_hook(deliver))
             torch.autograd.backward(outputs, weights, retain_graph=keep_graph)
         finally:
-            for handle in handles:
-                handle.remove()
             for param, gradient in before.items():
                 param.grad = gradient
-
-    def _deliver(self, name: str, receive: Receive, param: Tensor) -> None:
-        """Passes a gradient on as soon as FSDP2 has reduced it, so that they never exist all at once."""
-        assert param.grad is not None
-        receive(name, self.own(name, param.grad))
-        param.grad = None

@@ -66,11 +66,9 @@ def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
 class StepGuard:
     """Holds what each step does against the optimizer's formula, and discards the predictions of one that differs."""
 
-    def __init__(
-        self, shard: Shard, layout: Layout, history: UpdateHistory, reduce: Callable[[Tensor], Tensor]
-    ) -> None:
-        self._shard, self._layout, self._history, self._reduce = shard, layout, history, reduce
-        weights, layers = shard.weights(), [layer(name) for name in layout.names]
+    def __init__(self, shard: Shard, history: UpdateHistory, reduce: Callable[[Tensor], Tensor]) -> None:
+        self._shard, self._layout, self._history, self._reduce = shard, shard.layout, history, reduce
+        weights, layers = shard.weights(), [layer(name) for name in shard.trained]
         self._layers = list(dict.fromkeys(layers))
         numbers = [self._layers.index(own) for own in layers]
         self._layer_of = self._of_each(numbers).long()

@@ -102,7 +102,7 @@ class MeasuredStepProbe(Probe):
     def _kept_of(self, step: Step) -> KeptVector:
         if self._kept is None:
             assert step.policy.shard is not None
-            self._kept = KeptVector(step.gradients.layout, step.policy.shard)
+            self._kept = KeptVector(step.policy.shard)
             self._kept.load_state_dict(self._state)
             prefix = "error."
             self._errors.load_state_dict(

@@ -71,9 +71,7 @@ def shard_of(model: nn.Module, kind: type[Shard] = Shard) -> Shard:
 
 
 def rows_of(model: nn.Module, **options: Any) -> GradientRows:
-    shard = shard_of(model)
-    layout = Layout(shard.weights())
-    return GradientRows(FoldReduction(shard, layout), layout, **options)
+    return GradientRows(FoldReduction(shard_of(model)), **options)
 
 
 def folds_of(*sizes: list[int]) -> list[FoldGroup]:
@@ -357,9 +355,9 @@ def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
     """On fake tensors, which know a device and have none."""
     with FakeTensorMode(), torch.no_grad():
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
-        layout = Layout(shard.trained)
-        rows = GradientRows(FoldReduction(shard, layout), layout, offload=offload)
-        rows.start_step(folds_of([1]), roots=layout.zeros())
+        shard.layout = Layout(shard.trained)
+        rows = GradientRows(FoldReduction(shard), offload=offload)
+        rows.start_step(folds_of([1]), roots=shard.layout.zeros())
         assert {part.device.type for part in rows.rows} == {lies_on}
         assert rows.sq_norms.device.type == "cuda"
 
@@ -403,7 +401,7 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
     microbatch_rows = (range(10), range(10, 16))
     step = dataclasses.replace(step, batch=dataclasses.replace(step.batch, microbatch_rows=microbatch_rows))
     folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of a microbatch, and a whole one
-    caught = GradientRows(step.gradients.reduction, step.gradients.layout)
+    caught = GradientRows(step.gradients.reduction)
     caught.start_step([FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)])
     for rows in microbatch_rows:
         own = torch.tensor(rows)
@@ -433,16 +431,14 @@ def sliced_sums(rank: int) -> dict[str, Tensor]:
     """Returns the sums of two backwards by fold, of which one process does not reach every parameter."""
     model = TiedModel()
     shard = shard_of(model, Sliced)
-    layout = Layout(shard.weights(), {name: shard.width(name) for name in shard.trained})
-    target = layout.zeros(2)
-    reduction = FoldReduction(shard, layout)
+    target, reduction = shard.layout.zeros(2), FoldReduction(shard)
     own = microbatches(2, seed=200 + rank)
     for fold_of_rank, tokens in zip(((0, 0), (1, 0)), own, strict=True):
         loss = model.embed(tokens).square().sum() if rank == 1 else model(tokens)
         reduction.arm(target, fold_of_rank)
         loss.backward()
         reduction.disarm()
-    return layout.by_name(target)
+    return shard.layout.by_name(target)
 
 
 def rank_worker(rank: int, folder: Path) -> None:

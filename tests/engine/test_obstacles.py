@@ -55,7 +55,7 @@ def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
         return sums + sums.new_tensor([128.0, 1024.0])
 
     two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), fold_sizes=2 * step.fold_sizes)
-    memory = StepMemory(step.gradients.layout, shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
+    memory = StepMemory(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
     assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).why_none
 
 

@@ -131,7 +131,7 @@ def test_steps_of_bf16_weights_are_those_that_torch_makes(optimizer: Any, settin
 
 def history_of(entries: int) -> UpdateHistory:
     parameters = {"w": torch.zeros(entries)}
-    return UpdateHistory(Layout(parameters), shard_of(parameters))
+    return UpdateHistory(shard_of(parameters))
 
 
 def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
@@ -163,7 +163,7 @@ def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
 def test_averaged_errors_of_a_checkpoint_that_has_own_prompts_go_to_the_products_that_are_left() -> None:
     """Its rows were forward, backward, reuse, own_prompts, forward_unclipped, and a row for each split."""
     parameters = {"w": torch.zeros(2)}
-    memory = StepMemory(Layout(parameters), shard_of(parameters), EntropySettings())
+    memory = StepMemory(shard_of(parameters), EntropySettings())
     labels = [f"label {number}" for number in range(len(memory.attribution.labels))]
     before = [*PRODUCTS[:3], "own_prompts", *PRODUCTS[3:], *labels]
     numbers = torch.arange(len(before), dtype=torch.float64).unsqueeze(1).expand(-1, 2)

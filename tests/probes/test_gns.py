@@ -33,7 +33,6 @@ from rl_training.mathematics.noise_scale import (
     split_of_trace,
 )
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import BOUNDS
 
@@ -92,9 +91,9 @@ class Loop:
         self.probe = probe
         self.model = LinearLoss()
         self.shard = Shard(self.model, torch.optim.SGD(self.model.parameters()), None)
-        self.layout = Layout(self.shard.weights())
-        self.reduction = FoldReduction(self.shard, self.layout)
-        self.rows = GradientRows(self.reduction, self.layout)
+        self.layout = self.shard.layout
+        self.reduction = FoldReduction(self.shard)
+        self.rows = GradientRows(self.reduction)
         self.states = {
             name: dataclasses.replace(state, exp_avg=state.exp_avg.flatten(), exp_avg_sq=state.exp_avg_sq.flatten())
             for name, state in (states or {}).items()
@@ -443,15 +442,14 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
     """An expert without tokens: autograd calls no hook at all."""
     parameters = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")})
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
-    layout = Layout(shard.weights())
-    rows = GradientRows(FoldReduction(shard, layout), layout)
+    rows = GradientRows(FoldReduction(shard))
     folds = [FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)]
-    rows.start_step(folds, keep_rows=False, roots=layout.zeros())
+    rows.start_step(folds, keep_rows=False, roots=shard.layout.zeros())
     for k, p in enumerate(parameters.values()):
         rows.arm(k)
         (3.0 * p.sum() / 2).backward()
         rows.disarm()
-    rows.finish(torch.ones(2, dtype=torch.float64), 1, layout.vector(shard.gradients().values()))
+    rows.finish(torch.ones(2, dtype=torch.float64), 1, shard.layout.vector(shard.gradients().values()))
     assert rows.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0, 4.5, 4.5], rel=1e-6)
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from rl_training.engine.shards import Shard
 from rl_training.engine.updates import UpdateHistory
-from rl_training.mathematics.vectors import Layout
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 
 UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
@@ -34,8 +33,8 @@ class History(UpdateHistory):
     def __init__(self, processes: int, rank: int) -> None:
         shard = OneOf(processes, rank)
         self.own = {name: whole[slice(*shard.cut(name, rank))] for name, whole in UPDATE.items()}
-        self.layout = Layout(self.own)
-        super().__init__(self.layout, shard)
+        super().__init__(shard)
+        self.layout = shard.layout
 
     def keep_own(self) -> History:
         vector = self.layout.vector(self.own.values())

@@ -2,7 +2,7 @@
 
 The private members of TRL and transformers that this package relies on stand in one table: a version that lacks one, or
 returns something else in its first forward pass, is refused by name. DeepSpeed's are in sharding.py, FSDP2's
-in engine/fsdp2.py. A setting that only one estimate cannot handle is not refused: that estimate is nan, see
+in engine/shards.py. A setting that only one estimate cannot handle is not refused: that estimate is nan, see
 engine/capabilities.py.
 """
 

@@ -9,7 +9,7 @@ Stage 3 cuts each flat parameter into equal parts, weights too; its own getters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,13 @@ def _parts(trainer: GRPOTrainer) -> tuple[Any, ...]:
 
 
 class Zero(Shard):
-    """ZeRO stages 1 and 2, whose engine clips and steps. Weights are not sharded. ValueError for other stages."""
+    """ZeRO stages 1 and 2, whose engine clips and steps. Weights are not sharded. ValueError for other stages.
+
+    A rank keeps flat vectors, in which the entries of each parameter that are its own lie side by side.
+    """
 
     KIND = "DeepSpeedZeroOptimizer"  # that is read here
+    FLAT_WEIGHTS = "single_partition_of_fp32_groups"  # of this rank; moments lie in the same way
     readable_optimizers = (torch.optim.AdamW, torch.optim.Adam)
 
     def __init__(self, engine: Any) -> None:
@@ -60,72 +64,72 @@ class Zero(Shard):
             )
         self._zero = engine.optimizer
         super().__init__(engine.module, self._zero.optimizer, self._zero.clip_grad)
-        self._find_places()
+        self._flats: list[Tensor] = getattr(self._zero, self.FLAT_WEIGHTS)
+        self._place = self._find_places()  # of each parameter: its group, its flat vector, where it starts in that
 
-    def _find_places(self) -> None:
-        """Finds the group of each parameter, where in the group's flat vector it starts, and the width of a slice."""
-        zero, names = self._zero, {param: name for name, param in self.trained.items()}
-        self._place: dict[str, tuple[int, int]] = {}
+    def _find_places(self) -> dict[str, tuple[int, int, int]]:
+        zero = self._zero
+        places: dict[str, tuple[int, int, int]] = {}
+        self._starts: dict[str, int] = {}  # where each whole parameter starts in its group
         for group, params in enumerate(zero.round_robin_bit16_groups):
-            starts = zero.round_robin_bit16_offsets[group]
-            self._place |= {names[param]: (group, start) for param, start in zip(params, starts, strict=True)}
-        self._widths = [part.numel() for part in zero.single_partition_of_fp32_groups]
+            starts = dict(zip(params, zero.round_robin_bit16_offsets[group], strict=True))
+            own = {name: starts[param] for name, param in self.trained.items() if param in starts}
+            first = self.rank * self._flats[group].numel()
+            self._starts |= own
+            places |= {name: (group, group, max(0, start - first)) for name, start in own.items()}
+        return places
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
-        group, start = self._place[name]
-        width, entries = self._widths[group], self.numel(name)
+        start, width, entries = self._starts[name], self._flats[self._place[name][0]].numel(), self.numel(name)
         begin, end = (min(entries, max(0, border * width - start)) for border in (rank, rank + 1))
         return begin, end
 
-    def _of_slices(self, slices: Callable[[int], Tensor]) -> dict[str, Tensor]:
-        """Returns the entries of each parameter in this rank's slices, given by group."""
-        found = [slices(group).detach().reshape(-1) for group in range(len(self._widths))]
+    def _entries(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns this rank's entries of each parameter in flat vectors that lie as the weights'."""
         entries = {}
-        for name, (group, start) in self._place.items():
-            begin, end = self.cut(name, self.rank)
-            first = start + begin - self.rank * self._widths[group]
-            entries[name] = found[group][first : first + end - begin] if end > begin else found[group][:0]
-        return {name: entries[name] for name in self.trained}
+        for name in self.trained:
+            (begin, end), (_, number, first) = self.cut(name, self.rank), self._place[name]
+            entries[name] = flats[number].detach().reshape(-1)[first : first + end - begin]
+        return entries
 
     def weights(self) -> dict[str, Tensor]:
-        return self._of_slices(lambda group: self._zero.single_partition_of_fp32_groups[group])
+        return self._entries(self._flats)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns this rank's entries; call it before engine.step. Zeros for a parameter that got none."""
-        partitions, gradients = self._zero.single_partition_of_fp32_groups, self._zero.averaged_gradients
-        return dict(
-            self._of_slices(
-                lambda group: torch.cat([piece.reshape(-1) for piece in gradients[group]]).to(partitions[group].dtype)
-            )
-        )
+        pieces = [self._zero.averaged_gradients[group] for group in range(len(self._flats))]
+        gradients = [torch.cat([piece.reshape(-1) for piece in of_group]) for of_group in pieces]
+        return dict(self._entries([part.to(flat.dtype) for part, flat in zip(gradients, self._flats, strict=True)]))
 
     def states(self) -> tuple[States, States]:
-        zero, partitions = self._zero, self._zero.single_partition_of_fp32_groups
-        groups = {name: zero.optimizer.param_groups[group] for name, (group, _) in self._place.items()}
+        groups = {name: self.optimizer.param_groups[self._place[name][0]] for name in self.trained}
+        held = [self.optimizer.state.get(flat, {}) for flat in self._flats]
         states: States = {name: {} for name in self.trained}
-        flat = [zero.optimizer.state.get(partition, {}) for partition in partitions]
-        for key in {key for state in flat for key in state}:
-            if key == "step":
-                found: dict[str, Any] = {name: flat[group][key] for name, (group, _) in self._place.items()}
-            else:
-                found = self._of_slices(lambda group, key=key: flat[group][key])  # type: ignore[misc]
-            for name, value in found.items():
+        for key in {key for state in held for key in state}:
+            values = [state[key] for state in held]
+            of_flats = {name: values[self._place[name][1]] for name in self.trained}
+            for name, value in (of_flats if key == "step" else self._entries(values)).items():
                 states[name][key] = value
         return groups, states
 
 
 class Zero3(Zero):
-    """ZeRO stage 3."""
+    """ZeRO stage 3, which cuts each parameter by itself."""
 
     KIND = "DeepSpeedZeroOptimizer_Stage3"
+    FLAT_WEIGHTS = "fp32_partitioned_groups_flat"
     gathers_weights = True
 
     @property
     def graph_lasts(self) -> bool:
         return False  # weights are released in the backward
 
-    def _find_places(self) -> None:
-        """Nothing to find: each parameter is cut by itself."""
+    def _find_places(self) -> dict[str, tuple[int, int, int]]:
+        zero, places = self._zero, {}
+        for name, param in self.trained.items():
+            number, first, _ = zero.grad_position[zero.get_param_id(param)]
+            places[name] = zero.sub_group_to_group_id[number], number, first
+        return places
 
     def numel(self, name: str) -> int:
         return int(self.trained[name].ds_numel)  # type: ignore[attr-defined]  # even while it is sharded and empty
@@ -137,32 +141,11 @@ class Zero3(Zero):
         start, stop = self.cut(name, self.rank)
         return value.detach().reshape(-1)[: stop - start]  # behind it: what the equal parts are filled up with
 
-    def weights(self) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_local_fp32_param
-
-        return {name: self._part(name, safe_get_local_fp32_param(param)) for name, param in self.trained.items()}
-
     def gradients(self) -> dict[str, Tensor | None]:
         from deepspeed.utils import safe_get_local_grad
 
         found = {name: safe_get_local_grad(param) for name, param in self.trained.items()}
         return {name: None if value is None else self._part(name, value) for name, value in found.items()}
-
-    def states(self) -> tuple[States, States]:
-        from deepspeed.utils import safe_get_local_optimizer_state
-
-        zero = self._zero
-        groups: States = {}
-        states: States = {}
-        for name, param in self.trained.items():
-            sub_group, _, _ = zero.grad_position[zero.get_param_id(param)]
-            groups[name] = zero.optimizer.param_groups[zero.sub_group_to_group_id[sub_group]]
-            state = zero.optimizer.state.get(zero.fp32_partitioned_groups_flat[sub_group], {})
-            states[name] = {
-                key: value if key == "step" else self._part(name, safe_get_local_optimizer_state(param, key))
-                for key, value in state.items()
-            }
-        return groups, states
 
     def held(self) -> dict[str, Tensor]:
         return {name: self._part(name, param.ds_tensor).clone() for name, param in self.trained.items()}  # type: ignore[attr-defined]
