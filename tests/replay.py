@@ -38,7 +38,7 @@ from trainers import trainer_maker
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.engine.probe import Need
-from rl_training.hosts.processes import all_ranks
+from rl_training.engine.ranks import all_ranks
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.probes import (
     EffectiveSampleSizeProbe,

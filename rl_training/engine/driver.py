@@ -13,15 +13,16 @@ and without probes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.announcement import announcement
-from rl_training.engine.batch import Rollout
+from rl_training.engine.batch import Rollout, join_rollouts
 from rl_training.engine.capabilities import OTHER_TERMS
 from rl_training.engine.clock import Clock
 from rl_training.engine.entropy_change import measure_entropy_change
@@ -36,6 +37,7 @@ from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.shards import reshard
 from rl_training.engine.step import Gradients, Step
 from rl_training.engine.step_check import StepGuard, predicting, why_not_the_sum
+from rl_training.engine.streams import streams_put_back
 from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
@@ -59,7 +61,7 @@ class StepDriver:
         self.probes = tuple(probes)
         self._requirements = Requirements.of(probes)
         self.open_step: OpenStep | None = None  # the step that has begun, if one has
-        self._learned: tuple[int, set[int]] = (0, set())  # rollout, prompts of it that a step has learned from
+        self._rollout_number, self._learned = 0, set[int]()  # the latest; prompts of it that a step has learned from
         self._rows: GradientRows | None = None  # these two while a training lasts
         self._memory: StepMemory | None = None
         self._memory_state: Mapping[str, Tensor] = {}
@@ -148,20 +150,23 @@ class StepDriver:
         step = self.open_step
         assert step is not None
         self.disarm()
+        if rollout_number != self._rollout_number:
+            self._rollout_number, self._learned = rollout_number, set()
         if step.probes:
-            with self._without_autocast():
-                self._prepare(step, rollout_number)
-        learned = self._prompts_learned_from(rollout_number)
+            with self._aside():
+                self._prepare(step)
         if step.rollouts:  # also where this step is not measured: a later one on them may be
-            learned.update(torch.cat([rollout.prompt_index for rollout in step.rollouts]).tolist())
-        self._learned = rollout_number, learned
+            self._learned.update(torch.cat([rollout.prompt_index for rollout in step.rollouts]).tolist())
 
-    def _without_autocast(self) -> torch.autocast:
-        """A context of the probes' own calculations: a loop may be in one of autocast, where they would be rounded."""
-        return torch.autocast(self._layout.device.type, enabled=False)
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A context of the probes' own calculations: a loop may be in one of autocast, and a probe may draw."""
+        device = self._layout.device
+        with streams_put_back(device), torch.autocast(device.type, enabled=False):
+            yield
 
-    def _prepare(self, step: OpenStep, rollout_number: int) -> None:
-        view, asking = self._view(step, rollout_number), predicting(step.probes)
+    def _prepare(self, step: OpenStep) -> None:
+        view, asking = self._view(step), predicting(step.probes)
         if self._memory is not None and asking:
             with self._clock.timed(asking[0].name):
                 change = measure_entropy_change(view, self._memory, needs_of(asking))
@@ -174,9 +179,6 @@ class StepDriver:
                 probe.prepare(view)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
 
-    def _prompts_learned_from(self, rollout_number: int) -> set[int]:
-        return self._learned[1] if self._learned[0] == rollout_number else set()
-
     def stepped(self) -> None:
         """Runs the probes just after the optimizer's step. A collective where the step is measured."""
         step = self.open_step
@@ -184,7 +186,7 @@ class StepDriver:
             return
         if self._memory is not None:
             self._memory.history.finish(step.number, self._loop.shard.weights())
-        with self._without_autocast():
+        with self._aside():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     probe.after_step(step.view)
@@ -244,20 +246,19 @@ class StepDriver:
 
     # --- a step's view ------------------------------------------------------------------------------------------------
 
-    def _view(self, step: OpenStep, rollout_number: int) -> Step:
+    def _view(self, step: OpenStep) -> Step:
         """Returns what probes see of a step whose gradients are all in. A collective."""
-        loop, reduce = self._loop, self._loop.ranks.reduce
+        loop, reduce, rollout = self._loop, self._loop.ranks.reduce, join_rollouts(step.rollouts)
         assert step.optimizer is not None
-        complete, whole, reused = step.prompts(loop, self._prompts_learned_from(rollout_number))
-        batch = step.join(loop, whole)
+        mismatch = loop.sampling_mismatch or self._padding.why_it_matters(rollout, loop.policy, reduce)
+        capabilities = step.capabilities(loop, self._learned, mismatch)
+        batch = step.join(loop, rollout, in_folds=not capabilities.mixed_prompts)
         mean, optimizer = gradients_and_states(loop.shard, step.optimizer)
-        mismatch = loop.sampling_mismatch or self._padding.why_it_matters(batch, loop.policy, reduce)
-        capabilities = step.capabilities(loop, mismatch=mismatch, complete=complete, whole=whole, reused=reused)
         is_sliced = len(step.folds) > len(batch.microbatch_rows)
         # The share of a slice in another term of the loss is not known.
         other_terms = f"{OTHER_TERMS}: use at most one fold per microbatch" if step.other_terms and is_sliced else ""
         why_no_rows = capabilities.mixed_prompts or other_terms
-        ones = torch.ones(batch.rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
+        ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
         view = Step(
             number=step.number,
             batch=batch,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width, join_rollouts
+from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width
 from rl_training.engine.capabilities import (
     MIXED_PROMPTS,
     NOT_DR_GRPO,
@@ -94,9 +94,41 @@ class OpenStep:
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
-    def join(self, loop: Loop, whole_prompts: bool) -> Batch:
-        """Returns sequences, scores and loss weights of the whole step, padded to one width."""
-        rollout = join_rollouts(self.rollouts)
+    def capabilities(self, loop: Loop, learned: set[int], mismatch: str) -> Capabilities:
+        """Returns what cannot be measured at this step, and why not. What holds on one rank holds on all: a collective.
+
+        learned   prompts of this rollout and process that earlier steps have learned from
+        mismatch  why the sequences are not samples of the policy that is scored
+        """
+        index, group = torch.cat([rollout.prompt_index for rollout in self.rollouts]), loop.shape.responses_per_prompt
+        prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
+        groups = [torch.full((len(rows),), number) for number, own in enumerate(self.folds) for rows in own.passes]
+        # The passes of all groups follow one another.
+        num_in_folds = len((place * len(self.folds) + torch.cat(groups).to(place.device)).unique())
+        is_incomplete = (counts != group).any().double()
+        is_mixed = torch.full_like(is_incomplete, num_in_folds > len(prompts))
+        is_reused = torch.full_like(is_incomplete, not learned.isdisjoint(prompts.tolist()))
+        incomplete, mixed, reused = loop.ranks.reduce(torch.stack([is_incomplete, is_mixed, is_reused])).tolist()
+        # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
+        mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
+        fixes = loop.fixes
+        split = f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if incomplete else ""
+        return Capabilities(
+            sampling_mismatch=mismatch,
+            no_fresh_responses=mismatch or loop.no_fresh_responses,
+            reused=REUSED if reused else "",
+            split_prompts=split,
+            no_baseline=ONE_RESPONSE if group == 1 else split,
+            mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "",
+            other_terms=OTHER_TERMS if self.other_terms else "",
+            not_dr_grpo="" if loop.dr_grpo else f"{NOT_DR_GRPO}: {fixes.dr_grpo}",
+        )
+
+    def join(self, loop: Loop, rollout: Rollout, in_folds: bool) -> Batch:
+        """Returns sequences, scores and loss weights of the whole step, padded to one width.
+
+        rollout   all of its microbatches    in_folds  they are in the step's folds, else in others, of whole prompts
+        """
         scores = Scores(
             logps=in_one_width([scores.logps for scores in self.scores]),
             entropies=in_one_width([scores.entropies for scores in self.scores]),
@@ -106,9 +138,9 @@ class OpenStep:
         if any("entropies" in weights for weights in self.loss_weights):
             parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in self.loss_weights]
             entropies = in_one_width(parts)
-        index, num_folds = rollout.prompt_index, self.folds[-1].folds.stop
-        fold = split_prompts(index, num_folds, loop.ranks.number, loop.ranks.count)
-        if whole_prompts:
+        num_folds = self.folds[-1].folds.stop
+        fold = split_prompts(rollout.prompt_index, num_folds, loop.ranks.number, loop.ranks.count)
+        if in_folds:
             for group in self.folds:
                 for rows in group.passes:
                     fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[loop.ranks.number]]
@@ -121,45 +153,4 @@ class OpenStep:
             num_folds=num_folds,
             responses_per_prompt=loop.shape.responses_per_prompt,
             loss_settings=loop.loss_settings,
-        )
-
-    def prompts(self, loop: Loop, learned: set[int]) -> tuple[bool, bool, bool]:
-        """Returns whether every prompt has all its responses in this step, whether they also lie in one fold, and
-        whether an earlier step has learned from some of them.
-
-        On all ranks, or on one: a collective.
-
-        learned  prompts of this rollout and process that earlier steps have learned from
-        """
-        index = torch.cat([rollout.prompt_index for rollout in self.rollouts])
-        prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
-        groups = [torch.full((len(rows),), number) for number, group in enumerate(self.folds) for rows in group.passes]
-        # The passes of all groups follow one another.
-        num_in_folds = len((place * len(self.folds) + torch.cat(groups).to(place.device)).unique())
-        is_incomplete = (counts != loop.shape.responses_per_prompt).any().double()
-        is_split = torch.full_like(is_incomplete, num_in_folds > len(prompts))
-        is_reused = torch.full_like(is_incomplete, not learned.isdisjoint(prompts.tolist()))
-        incomplete, split, reused = loop.ranks.reduce(torch.stack([is_incomplete, is_split, is_reused])).tolist()
-        return incomplete == 0, incomplete == 0 and split == 0, reused > 0
-
-    def capabilities(self, loop: Loop, *, mismatch: str, complete: bool, whole: bool, reused: bool) -> Capabilities:
-        """Returns what cannot be measured at this step, and why not.
-
-        mismatch         why the sequences are not samples of the policy that is scored
-        complete, whole  as `prompts` has them
-        reused           an earlier step has learned from some of the sequences
-        """
-        fixes = loop.fixes
-        split = "" if complete else f"{SPLIT_PROMPTS}: {fixes.whole_prompts}"
-        # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
-        mixed = not whole or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
-        return Capabilities(
-            sampling_mismatch=mismatch,
-            no_fresh_responses=mismatch or loop.no_fresh_responses,
-            reused=REUSED if reused else "",
-            split_prompts=split,
-            no_baseline=ONE_RESPONSE if loop.shape.responses_per_prompt == 1 else split,
-            mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "",
-            other_terms=OTHER_TERMS if self.other_terms else "",
-            not_dr_grpo="" if loop.dr_grpo else f"{NOT_DR_GRPO}: {fixes.dr_grpo}",
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, first_tokens
+from rl_training.engine.batch import Rollout, first_tokens
 from rl_training.engine.policy import Policy
 
 ROWS = 4  # of each rank, those with the most padding
@@ -29,13 +29,13 @@ class PaddingCheck:
         self._count, self._next = 0, 1
         self._reason = ""
 
-    def why_it_matters(self, batch: Batch, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> str:
+    def why_it_matters(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> str:
         """Returns why the padding matters, "" if it does not. A collective: all ranks get the same answer."""
         self._count += 1
         if self._reason or self._count < self._next:
             return self._reason
         self._next *= 10
-        rollout = first_tokens(batch.rollout, TOKENS)
+        rollout = first_tokens(rollout, TOKENS)
         rows = rollout.prompt_mask.sum(dim=1).argsort(stable=True)[:ROWS]
         with policy.measuring():
             alone = policy.scorer.score(rollout, rows, graph=False)

@@ -1,10 +1,12 @@
-"""The processes that train together."""
+"""The processes that train together, by torch.distributed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -25,3 +27,16 @@ class Ranks:
     def largest(self, values: Tensor) -> Tensor:
         """Returns the largest of each number over the processes. A collective."""
         return self.gather(values).amax(dim=0)
+
+
+def all_ranks() -> Ranks:
+    """Returns all processes of the default group: this one alone where torch.distributed was not started."""
+    if not dist.is_initialized():
+        return Ranks(1, torch.clone)
+    return Ranks(dist.get_world_size(), _sum_over_ranks, dist.get_rank())
+
+
+def _sum_over_ranks(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total

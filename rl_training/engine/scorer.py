@@ -25,6 +25,7 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.model_inputs import ModelInputs, as_they_lie, first_columns
 from rl_training.engine.precision import measuring, why_not_fp32
 from rl_training.engine.shards import reshard
+from rl_training.engine.streams import streams_put_back
 from rl_training.mathematics.linear_head import LogitMap, scores_of_hidden, scores_of_logits
 from rl_training.mathematics.scores import Scores
 
@@ -89,7 +90,7 @@ class Scorer:
         With autocast and dropout as training has them; inside `measuring()` with neither, and in IEEE fp32. Random
         streams stay as they were. A graph may be used as often as wanted, by first derivatives.
         """
-        with self._streams_put_back():
+        with streams_put_back(self._device):
             self.verify()
             as_training = contextlib.nullcontext() if self._measuring else self._autocast()
             with as_training, torch.set_grad_enabled(graph):
@@ -102,7 +103,7 @@ class Scorer:
 
         All of them at once, in at least fp32: give few rows at a time.
         """
-        with self._streams_put_back(), torch.no_grad():
+        with streams_put_back(self._device), torch.no_grad():
             batch = first_columns(sequences, rows)
             at_tokens = batch.at_tokens(batch.sampled_tokens())
             if self.verify():
@@ -162,7 +163,7 @@ class Scorer:
         The first score calls it if nothing has. Call it before hooking modules: it makes two small forward passes.
         """
         if self._why_whole is None:
-            with self._streams_put_back(), self.measuring(), torch.no_grad():
+            with streams_put_back(self._device), self.measuring(), torch.no_grad():
                 self._why_whole = self._gathered(self._why_not_apart)
             if self._why_whole:
                 warnings.warn(
@@ -263,9 +264,6 @@ class Scorer:
             return torch.get_autocast_dtype(x.device.type)
         dtype = torch.promote_types(x.dtype, head.weight.dtype)
         return torch.promote_types(dtype, torch.float32) if self._fp32_head else dtype
-
-    def _streams_put_back(self) -> AbstractContextManager[None]:
-        return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
 
     @property
     def _device(self) -> torch.device:

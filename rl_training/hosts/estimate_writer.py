@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_training.engine.batch import join_rollouts
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
-from rl_training.hosts.processes import all_ranks
+from rl_training.engine.ranks import all_ranks
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 

@@ -35,11 +35,12 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
+from rl_training.engine.ranks import all_ranks
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard, Shard
+from rl_training.engine.streams import seed_torch, streams_put_back
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.processes import all_ranks, seed_torch, streams_put_back
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import NamedStateful
@@ -112,7 +113,6 @@ class MeasuredLoop:
         self._driver.refuse_impossible_folds(loop.shape)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
-        self._device = next(loop.policy.model.parameters()).device
         self._place = OUTSIDE
         self._number: int | None = None  # of the latest step that was made
         self._learned: int | None = None  # the rollout that it learned from
@@ -207,8 +207,7 @@ class MeasuredLoop:
         if len(step.rollouts) != expected:
             raise ValueError(f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={expected})")
         loop_refusals.refuse_missing_backward(step)
-        with streams_put_back(self._device):  # a probe of one's own may draw
-            self._driver.gradients_ready(self._rollout_number)
+        self._driver.gradients_ready(self._rollout_number)
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
         self._place = READY
 
@@ -218,8 +217,7 @@ class MeasuredLoop:
 
     def _after_optimizer(self, *args: Any) -> None:
         if self._place == READY:
-            with streams_put_back(self._device):
-                self._driver.stepped()
+            self._driver.stepped()
             self._place = STEPPED
 
     # --- the state of a checkpoint ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout, as_rollout, join_rollouts, take_rows
 from rl_training.engine.evaluation_buffer import EvaluationBuffer
-from rl_training.hosts.processes import seed_torch, streams_put_back
+from rl_training.engine.streams import seed_torch, streams_put_back
 from rl_training.hosts.trl import batches, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.mathematics.jackknife import JackknifeUnits

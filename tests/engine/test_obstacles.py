@@ -20,7 +20,7 @@ from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
-from rl_training.engine.capabilities import ONE_RESPONSE
+from rl_training.engine.capabilities import ONE_RESPONSE, Fixes
 from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import OpenStep
@@ -63,12 +63,14 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
     """Otherwise one process would leave out the collectives that the other waits in."""
 
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        loop: Any = SimpleNamespace(shape=SimpleNamespace(responses_per_prompt=2), ranks=Ranks(2, reduce, rank))
+        shape, ranks = SimpleNamespace(responses_per_prompt=2), Ranks(2, reduce, rank)
+        loop: Any = SimpleNamespace(shape=shape, ranks=ranks, fixes=Fixes(), no_fresh_responses="", dr_grpo=True)
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4)
         step = OpenStep(1, [], plan_folds([4], 2, 2), rollouts=[rollout])
-        return torch.tensor(step.prompts(loop, learned={1} if rank == 0 else set()))
+        why = step.capabilities(loop, learned={1} if rank == 0 else set(), mismatch="")
+        return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
 
-    assert [each.tolist() for each in on_two_ranks(found)] == [[True, True, True]] * 2
+    assert [each.tolist() for each in on_two_ranks(found)] == [[False, False, True]] * 2
 
 
 def measured(probes: list[Probe], responses_per_prompt: int = G_OF_LOOP, **settings: Any) -> list[dict[str, Estimate]]:

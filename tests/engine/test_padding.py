@@ -58,8 +58,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = alone, rollout: Rollout | None = None) -> str:
-    batch: Any = SimpleNamespace(rollout=rollout or sampled())
-    return PaddingCheck().why_it_matters(batch, policy, reduce)
+    return PaddingCheck().why_it_matters(rollout or sampled(), policy, reduce)
 
 
 def test_one_token_that_is_far_off_is_no_reason() -> None:
@@ -109,9 +108,9 @@ def test_absolute_positions_are_told_from_rounding(dtype: torch.dtype, model: An
 
 def test_it_looks_again_at_measured_steps_1_10_and_100_at_the_rows_with_the_most_padding() -> None:
     policy, check, asked_at = Said(torch.zeros(4, 3)), PaddingCheck(), []
-    batch: Any = SimpleNamespace(rollout=sampled(sequences=9))
+    rollout = sampled(sequences=9)
     for step in range(1, 102):
-        assert check.why_it_matters(batch, policy, alone) == ""  # type: ignore[arg-type]
+        assert check.why_it_matters(rollout, policy, alone) == ""  # type: ignore[arg-type]
         if len(policy.asked) > len(asked_at):
             asked_at.append(step)
     assert asked_at == [1, 10, 100]
@@ -120,9 +119,9 @@ def test_it_looks_again_at_measured_steps_1_10_and_100_at_the_rows_with_the_most
 
 def test_what_it_has_found_it_keeps() -> None:
     policy, check = Said(torch.ones(4, 3)), PaddingCheck()
-    batch: Any = SimpleNamespace(rollout=sampled())
+    rollout = sampled()
     for _ in range(12):
-        assert check.why_it_matters(batch, policy, alone) == PADDING_MATTERS  # type: ignore[arg-type]
+        assert check.why_it_matters(rollout, policy, alone) == PADDING_MATTERS  # type: ignore[arg-type]
     assert len(policy.asked) == 1
 
 

@@ -28,9 +28,11 @@ from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.correction import Correction
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
+from rl_training.engine.ranks import all_ranks
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.hosts.trl.batches import fixes
+from rl_training.mathematics.folds import plan_folds
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import (
     CovariancePredictorProbe,
@@ -474,8 +476,9 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
     )
     for own in (Fixes(), Fixes("do this", "do that"), of_trl):
         shape = SimpleNamespace(responses_per_prompt=4)
-        loop: Any = SimpleNamespace(fixes=own, dr_grpo=False, no_fresh_responses="", shape=shape)
-        why = OpenStep(1, []).capabilities(loop, mismatch="", complete=False, whole=False, reused=False)
+        loop: Any = SimpleNamespace(fixes=own, dr_grpo=False, no_fresh_responses="", shape=shape, ranks=all_ranks())
+        part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2)
+        why = OpenStep(1, [], plan_folds([2], 4), rollouts=[part]).capabilities(loop, set(), mismatch="")
         reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {own.whole_prompts}") for reason in reasons)
         assert why.not_dr_grpo.endswith(f": {own.dr_grpo}")

@@ -34,7 +34,7 @@ BELOW = {
 LOOPS = {"trl", "accelerate", "deepspeed"}
 LIBRARIES = {
     "mathematics": {"torch", "numpy", "scipy"},
-    "engine": {"torch"},
+    "engine": {"torch", "numpy"},
     "interventions": {"torch", "scipy"},
     "probes": {"torch"},
     "records": {

@@ -20,9 +20,9 @@ from rl_training.engine.batch import LossSettings
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
+from rl_training.engine.ranks import all_ranks
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_refusals import refuse_what_is_no_probe
-from rl_training.hosts.processes import all_ranks, streams_put_back
 from rl_training.hosts.trl import batches, patches
 from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
@@ -136,17 +136,13 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             self.driver.disarm()
         step = self.driver.open_step
         if trainer.accelerator.sync_gradients and step is not None and step.view is None:
-            self._gradients_ready()
+            self.driver.gradients_ready(self._rollouts.number)
         return loss
 
     def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self._trainer.accelerator.sync_gradients:
-            self._gradients_ready()
-        original(*args, **kwargs)
-
-    def _gradients_ready(self) -> None:
-        with streams_put_back(self._trainer.accelerator.device):  # a probe of one's own may draw
             self.driver.gradients_ready(self._rollouts.number)
+        original(*args, **kwargs)
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
@@ -231,8 +227,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._writer.begin()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with streams_put_back(self._trainer.accelerator.device):
-            self.driver.stepped()
+        self.driver.stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True

@@ -26,7 +26,7 @@ from rl_training.engine.policy import Policy
 from rl_training.engine.precision import measuring
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import reshard
-from rl_training.hosts.processes import seed_torch, streams_put_back
+from rl_training.engine.streams import seed_torch, streams_put_back
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.mathematics.scores import Scores
 

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training.engine.batch import Rollout
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
-from rl_training.hosts.processes import all_ranks
+from rl_training.engine.ranks import all_ranks
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, microbatch_inputs, silent_share
 from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention

@@ -26,11 +26,11 @@ from rl_training.engine.batch import LossSettings
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, Shape
+from rl_training.engine.ranks import all_ranks
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import LoopPolicy
-from rl_training.hosts.processes import all_ranks, streams_put_back
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
@@ -100,13 +100,10 @@ class Measurement:
 
     def step(self, optimizer_step: Callable[[], float]) -> float:
         """Returns what the optimizer's step returns, the gradient's norm."""
-        device = self._loop.shard.optimizer.param_groups[0]["params"][0].device
-        with streams_put_back(device):  # a probe of one's own may draw
-            self.driver.gradients_ready(self._rollout)
+        self.driver.gradients_ready(self._rollout)
         norm = optimizer_step()
         self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.shard.optimizer.param_groups[0]["lr"]}
-        with streams_put_back(device):
-            self.driver.stepped()
+        self.driver.stepped()
         self._steps, self._fresh = self._steps + 1, False
         return norm
 

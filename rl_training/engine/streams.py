@@ -1,4 +1,4 @@
-"""The processes that train together, by torch.distributed, and their random streams."""
+"""Random streams: what a measurement draws, training does not notice."""
 
 from __future__ import annotations
 
@@ -8,23 +8,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from rl_training.engine.ranks import Ranks
-
-
-def all_ranks() -> Ranks:
-    """Returns all processes of the default group: this one alone where torch.distributed was not started."""
-    if not dist.is_initialized():
-        return Ranks(1, torch.clone)
-    return Ranks(dist.get_world_size(), _sum_over_ranks, dist.get_rank())
-
-
-def _sum_over_ranks(tensor: Tensor) -> Tensor:
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total
 
 
 @contextlib.contextmanager
