@@ -31,10 +31,9 @@ from torch import Tensor
 
 from rl_training.engine.entropy_gradients import fold_gradients, levels_of_folds, log_ratios, prefix_ratios
 from rl_training.engine.fold_products import PRODUCTS, FoldProducts
-from rl_training.engine.length_and_reward import length_and_reward
+from rl_training.engine.length_and_reward import reward_products
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
-from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import EntropyChange, Step
 from rl_training.engine.updates import (
     OptimizerPieces,
@@ -47,6 +46,7 @@ from rl_training.engine.updates import (
 from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
+from rl_training.mathematics.quantities import Quantity
 from rl_training.mathematics.rounding import kept_change
 from rl_training.mathematics.vectors import Vector, add, dot
 
@@ -157,11 +157,15 @@ def _with_quantities(
     They are nan with a reason where not available. Variances of products are averaged over a few steps, because one
     batch can miss rare responses and look too certain.
     """
+    per_sequence = change.settings.per_sequence
+    names = ("entropy", *PRODUCTS, *change.labels, *[LENGTH_AND_REWARD] * per_sequence)
     multiplied, lost = products.sums(step.ranks.reduce)
     table = torch.cat([levels, multiplied.flatten(1), lost], dim=1).cpu()
-    by_fold, lost = table[:, : -lost.shape[1]], table[:, -lost.shape[1] :]
+    reward, lost_reward = reward_products(step, change.steps_without if per_sequence else None).split(1, dim=1)
+    by_fold = torch.cat([table[:, :-2], torch.full_like(reward, torch.nan), reward], dim=1)
+    lost = torch.cat([table[:, -2:], lost_reward], dim=1)
     total = by_fold.sum(dim=0)
-    level = float(total[1] / total[2]) if change.settings.per_sequence else 0.0  # without any entropy none to vary
+    level = float(total[1] / total[2]) if per_sequence else 0.0  # without any entropy none to vary
     without = sums_without(total, by_fold, lost, level or None)
     values, stderrs = statistic(total), jackknife_stderr(statistic, total, without)
     if step.num_folds < FEWEST_FOLDS:
@@ -169,10 +173,8 @@ def _with_quantities(
     reasons = {"entropy": "", "backward": change.why_no_backward, "reuse": step.optimizer.reason}
     entropy, *rows = (
         Quantity(name, value, stderr, step.number).unless(reasons.get(name, change.why_no_forward))
-        for name, value, stderr in zip(("entropy", *PRODUCTS, *change.labels), values, stderrs, strict=False)
+        for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
-    if change.settings.per_sequence:
-        rows.append(_length_and_reward(change, step, total, without))
     variances, batches = memory.errors.add(torch.stack([row.stderr for row in rows]).square())
     averaged = [
         dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
@@ -183,30 +185,24 @@ def _with_quantities(
     return dataclasses.replace(change, quantities=quantities, half_step_stderr=stderrs[-1])
 
 
-def _length_and_reward(change: EntropyChange, step: Step, total: Tensor, without: Tensor) -> Quantity:
-    unknown = torch.full((2,), torch.nan)
-    if change.steps_without is None:
-        return Quantity(LENGTH_AND_REWARD, unknown, unknown, step.number, change.why_no_forward)
-    columns = [*range(LEVELS), *range(LEVELS + 2 * FORWARD, LEVELS + 2 * FORWARD + 2)]
-    values, stderrs = length_and_reward(step, change.steps_without, total[columns], without[:, columns])
-    return Quantity(LENGTH_AND_REWARD, values, stderrs if step.num_folds >= FEWEST_FOLDS else unknown, step.number)
-
-
 # --- sums over folds --------------------------------------------------------------------------------------------------
 
 
 def statistic(sums: Tensor) -> Tensor:
-    """Returns (..., 1 + products + 1, 2): the entropy, each product and ½(forward + backward), from sums over folds.
+    """Returns (..., 1 + products + 2, 2) from sums over folds, of which the last two are those of the reward.
 
-    The last dimension is per token, per sequence. ½(forward + backward) of ONE batch is its share of the cumulative
-    trapezoid; the two are not independent, so its error is taken from the sum.
+    The entropy and each product, per token and per sequence; the changes of length and reward; ½(forward + backward),
+    which of ONE batch is its share of the cumulative trapezoid: the two are not independent, so that its error is taken
+    from the sum.
     """
     sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
     number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens, of sequences
-    levels = entropy[..., None, None].expand_as(number)
-    values = torch.cat([levels, sums[..., LEVELS:].unflatten(-1, (-1, 2))], dim=-2) / number
-    half_step = 0.5 * (values[..., 1 + FORWARD, :] + values[..., 1 + BACKWARD, :])
-    return torch.cat([values, half_step.unsqueeze(-2)], dim=-2)
+    levels, products = entropy[..., None, None].expand_as(number), sums[..., LEVELS:].unflatten(-1, (-1, 2))
+    *values, reward = torch.cat([levels, products], dim=-2).div(number).unbind(-2)
+    per_token, per_sequence = products[..., FORWARD, :].unbind(-1)  # they differ by H_tok ∂E[T]
+    longer = (per_sequence - per_token) * length / entropy / sequences
+    half_step = 0.5 * (values[1 + FORWARD] + values[1 + BACKWARD])
+    return torch.stack([*values, torch.stack([longer, reward[..., 1]], dim=-1), half_step], dim=-2)
 
 
 def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | None) -> Tensor:
@@ -214,12 +210,13 @@ def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | No
 
     total    (columns,), over all folds
     by_fold  (F, columns), what each fold adds
-    lost     (F, 2), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)
+    lost     (F, 3), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) per token and per sequence, and so of the reward
     level    the H_tok in X, which row l replaces by that of the other folds; None: it is taken as given
     """
     without = total - by_fold
     pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
-    pairs[:, [FORWARD, UNCLIPPED]] += lost.unsqueeze(1)
+    pairs[:, [FORWARD, UNCLIPPED]] += lost[:, :2].unsqueeze(1)
+    pairs[:, -1, 1] += lost[:, 2]
     if level is not None:  # ∂E[T] is what ∂H_seq and ∂H_seq − H_tok ∂E[T] differ by, over H_tok
         token, sequence = pairs.unbind(-1)
         token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)

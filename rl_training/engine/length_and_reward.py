@@ -15,7 +15,6 @@ from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.engine.updates import StepsWithoutFolds
-from rl_training.mathematics.jackknife import jackknife_stderr
 
 NO_REWARD = "the step's own gradient is that of the reward in Dr-GRPO's loss only, on the policy's fresh responses"
 
@@ -29,29 +28,17 @@ def reward_factor(step: Step) -> float | None:
     return -batch.loss_settings.max_length * group / (group - 1)
 
 
-def length_and_reward(
-    step: Step, steps: StepsWithoutFolds, forward: Tensor, forward_without: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the changes of E[T], tokens, and of the reward, (2,), and their standard errors. A collective.
+def reward_products(step: Step, steps: StepsWithoutFolds | None) -> Tensor:
+    """Returns n_k J_k · δθ_(−k) of each fold, and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) without each, (F, 2) fp64.
 
-    forward          (5,), sums over folds: responses, their entropies and lengths, n_k X_k · δθ_(−k) per token and
-                     per sequence
-    forward_without  (F, 5), the same without each fold
+    A collective. nan where J is not the step's own gradient, and without steps.
     """
-    sizes, gradient, factor = step.fold_sizes, steps.gradient, reward_factor(step)
-    own = lost = torch.full((len(sizes), 1), torch.nan, dtype=torch.float64)
-    if factor is not None:
-        direction = Direction(gradient.rows, [step.num_sequences * part for part in gradient.mean], factor)
-        ((own, lost),) = ChangedSteps(steps, step.ranks.reduce).products([None], [direction])
-    products = sizes.unsqueeze(1) * own
-    reward = products.sum(dim=0)
-
-    def changes(sums: Tensor) -> Tensor:
-        count, entropy, length, token, sequence, reward = sums.unbind(-1)
-        return torch.stack([(sequence - token) * length / entropy / count, reward / count], dim=-1)
-
-    total, sums = torch.cat([forward, reward]), torch.cat([forward_without, reward - products + lost], dim=1)
-    return changes(total), jackknife_stderr(changes, total, sums)
+    factor = reward_factor(step)
+    if factor is None or steps is None:
+        return torch.full((step.num_folds, 2), torch.nan, dtype=torch.float64)
+    direction = Direction(steps.gradient.rows, [step.num_sequences * part for part in steps.gradient.mean], factor)
+    ((own, lost),) = ChangedSteps(steps, step.ranks.reduce).products([None], [direction])
+    return torch.cat([step.fold_sizes.unsqueeze(1) * own, lost], dim=1)
 
 
 def reward_gradient(step: Step) -> float | LossWeights | None:

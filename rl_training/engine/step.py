@@ -16,11 +16,11 @@ from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import Capabilities
 from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.policy import Policy
-from rl_training.engine.quantities import Quantity
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.updates import StepsWithoutFolds
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.folds import FoldGroup
+from rl_training.mathematics.quantities import Quantity
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import Layout, Vector
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rl_training.engine.attribution import layer
 from rl_training.engine.probe import Need, Probe
-from rl_training.engine.quantities import NOT_FINITE
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Step
 from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.quantities import NOT_FINITE
 from rl_training.mathematics.rounding import kept_change
 from rl_training.mathematics.vectors import Layout
 

@@ -21,30 +21,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.quantities import Quantity
 
-class Term(NamedTuple):
-    """A number with its error; every tensor has the shape of the quantity."""
-
-    value: Tensor
-    stderr: Tensor
-    batches: Tensor  # number of batches of equal variance that would give as reliable an error
-
-
-class BatchTerms(NamedTuple):
-    """The terms of one batch."""
-
-    level: Term  # the quantity itself, measured on this batch
-    forward: Term  # its predicted change over the step that this batch takes
-    backward: Term  # its change over the step before, seen from this batch
-    half_step_stderr: Tensor  # of ½(forward + backward), which share this batch's noise
+SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
+HOLE_IN_SUM = "an earlier step has no trapezoid estimate, so the sum is incomplete"
+HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
 
 
 class TrapezoidTerms(NamedTuple):
-    """The change over the last closed step, and from the first batch to this one: predicted and measured."""
+    """SUMS: the change over the last closed step, and from the first batch to this one, predicted and measured."""
 
-    trapezoid: Term
-    predicted: Term
-    measured: Term
+    trapezoid: Quantity
+    predicted: Quantity
+    measured: Quantity
 
 
 class TrapezoidSum:
@@ -53,18 +42,32 @@ class TrapezoidSum:
     def __init__(self) -> None:
         self._state: dict[str, Tensor] = {}
 
-    def add(self, step: int, batch: BatchTerms) -> TrapezoidTerms:
+    def add(
+        self, step: int, level: Quantity, forward: Quantity, backward: Quantity, half_step_stderr: Tensor
+    ) -> TrapezoidTerms:
         """Returns the sums up to this batch. At the first one no step is closed: the sums are 0, the trapezoid nan.
 
         After a step that does not follow the last one, the predicted sum is nan from then on.
+
+        level             the quantity itself, measured on this batch
+        forward           its predicted change over the step that this batch takes
+        backward          its change over the step before, seen from this batch
+        half_step_stderr  of ½(forward + backward), which share this batch's noise
         """
-        level, (ahead, ahead_stderr, ahead_batches), backward, half_step_stderr = batch
-        zero, one, nan = torch.zeros_like(ahead), torch.ones_like(ahead), torch.full_like(ahead, torch.nan)
+        zero, one, nan = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
+        reasons = (backward.reason or forward.reason or HALF, HOLE_IN_SUM, "")
+
+        def terms(*numbers: tuple[Tensor, Tensor, Tensor]) -> TrapezoidTerms:
+            named = zip(SUMS, reasons, numbers, strict=True)
+            return TrapezoidTerms(
+                *(Quantity(name, value, error, step - 1, why, batches) for name, why, (value, error, batches) in named)
+            )
+
         now = {
             "step": torch.tensor(step),
-            "forward": ahead,
-            "forward_stderr": ahead_stderr,
-            "forward_batches": ahead_batches,
+            "forward": forward.value,
+            "forward_stderr": forward.stderr,
+            "forward_batches": forward.batches,
         }
         last = self._state
         if not last:
@@ -72,29 +75,29 @@ class TrapezoidSum:
                 "first_level": level.value,
                 "first_level_stderr": level.stderr,
                 **{name: zero.clone() for name in ("predicted", "variance", "squares")},
-                "half_step_variance": (0.5 * ahead_stderr).square(),
+                "half_step_variance": (0.5 * forward.stderr).square(),
             }
-            return TrapezoidTerms(Term(nan, nan, one), Term(zero, zero, one), Term(zero, zero, one))
-        forward = last["forward"] if int(last["step"]) == step - 1 else nan
+            return terms((nan, nan, one), (zero, zero, one), (zero, zero, one))
         # A state of before numbers of batches were kept: one.
-        forward_batches, forward_variance = last.get("forward_batches", one), last["forward_stderr"].square()
-        trapezoid = Term(
-            0.5 * (forward + backward.value),
-            0.5 * torch.hypot(last["forward_stderr"], backward.stderr),
-            _batches_of_sum(forward_variance, forward_batches, backward.stderr.square(), backward.batches),
-        )
-        variance = last["variance"] + last["half_step_variance"]
+        ahead_batches, ahead_variance = last.get("forward_batches", one), last["forward_stderr"].square()
+        trapezoid = 0.5 * ((last["forward"] if int(last["step"]) == step - 1 else nan) + backward.value)
+        stderr = 0.5 * torch.hypot(last["forward_stderr"], backward.stderr)
+        batches = _batches_of_sum(ahead_variance, ahead_batches, backward.stderr.square(), backward.batches)
+        predicted, variance = last["predicted"] + trapezoid, last["variance"] + last["half_step_variance"]
         end = (0.5 * backward.stderr).square()
         # A state of before squares were kept: as if all the variance so far were one batch's.
         squares = last.get("squares", last["variance"].square()) + last["half_step_variance"].square()
-        sum_of_squares = squares + end.square()
-        batches = torch.where(sum_of_squares > 0, (variance + end).square() / sum_of_squares, 1.0)
-        predicted = Term(last["predicted"] + trapezoid.value, (variance + end).sqrt(), batches)
-        sums = {"predicted": predicted.value, "variance": variance, "squares": squares}
+        with_end = squares + end.square()
+        batches_of_sum = torch.where(with_end > 0, (variance + end).square() / with_end, 1.0)
+        sums = {"predicted": predicted, "variance": variance, "squares": squares}
         # A new dictionary: the last one may still be read.
         self._state = last | now | sums | {"half_step_variance": half_step_stderr.square()}
         measured_stderr = torch.hypot(level.stderr, last["first_level_stderr"])
-        return TrapezoidTerms(trapezoid, predicted, Term(level.value - last["first_level"], measured_stderr, one))
+        return terms(
+            (trapezoid, stderr, batches),
+            (predicted, (variance + end).sqrt(), batches_of_sum),
+            (level.value - last["first_level"], measured_stderr, one),
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._state)

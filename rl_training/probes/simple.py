@@ -32,7 +32,6 @@ from rl_training.engine.entropy_gradients import levels_of_folds
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.length_and_reward import NO_REWARD, reward_factor
 from rl_training.engine.probe import Need, Probe
-from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_units
@@ -44,17 +43,14 @@ from rl_training.mathematics.needed_prompts import (
     signal_to_noise,
 )
 from rl_training.mathematics.running_pairs import RunningPair
-from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum
+from rl_training.mathematics.trapezoid import SUMS, TrapezoidSum
 
 NEEDED, RELATIVE = "delta_h/needed_prompts", "delta_h/relative_error"
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 UNITS = ("token", "sequence")  # that each sum is kept in
-SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
-HOLE_IN_SUM = "an earlier step has no trapezoid estimate, so the sum is incomplete"
 NOT_KNOWN = "which responses are cut off at the maximum length is not known here"
 NO_BAR = "no error bar: it describes this batch"
-HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
 
 
 class SimpleEntropyProbe(Probe):
@@ -109,17 +105,11 @@ class SimpleEntropyProbe(Probe):
             if step.capabilities.sampling_mismatch:
                 self._answers |= visited_entropy(step)
             return
-        rows = [change.quantities[name] for name in ("entropy", "forward", "backward")]
-        level, forward, backward = (Term(row.value, row.stderr, row.batches) for row in rows)
-        closed = self._sum.add(step.number, BatchTerms(level, forward, backward, change.half_step_stderr))
-        no_trapezoid = change.why_no_backward or change.why_no_forward or HALF
-        sums = [
-            Quantity(name, term.value, term.stderr, step.number - 1, reason, term.batches)
-            for name, term, reason in zip(SUMS, closed, (no_trapezoid, HOLE_IN_SUM, ""), strict=True)
-        ]
+        level, forward, backward = (change.quantities[name] for name in ("entropy", "forward", "backward"))
+        closed = self._sum.add(step.number, level, forward, backward, change.half_step_stderr)
         self._answers = {
             metric: estimate
-            for row in (*change.quantities.values(), *sums)
+            for row in (*change.quantities.values(), *closed)
             for metric, estimate in zip(self._metrics(row.name), row.estimates(step.num_folds), strict=False)
         }
         if self.per_sequence and not change.why_no_forward and reward_factor(step) is None:

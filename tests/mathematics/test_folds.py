@@ -211,8 +211,8 @@ def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_hav
     def pairs(sequence: Tensor, length: Tensor) -> Tensor:  # per token at the level of both, per sequence
         return torch.stack([sequence - 0.3 * length, sequence], dim=-1)
 
-    by_fold = torch.cat([levels, pairs(of_sequence, of_length).repeat(1, len(PRODUCTS))], dim=1)
-    lost = pairs(lost_sequence, lost_length).flip(0)  # of the other fold, where this one is left out
+    by_fold = torch.cat([levels, pairs(of_sequence, of_length).repeat(1, len(PRODUCTS) + 1)], dim=1)  # and the reward's
+    lost = torch.cat([pairs(lost_sequence, lost_length), lost_length.unsqueeze(1)], dim=1).flip(0)  # of the other fold
     without = sums_without(by_fold.sum(dim=0), by_fold, lost, level=0.3)
     # Fold 1 is left at its own level, with a step that has lost fold 0: 5 − 1 − (1 + 0.4)/6; and the reverse.
     expected = torch.tensor([[4.0 - 1.4 / 6, 4.0], [3.5 - 0.5 * 2.2, 3.5]], dtype=torch.float64)
@@ -220,6 +220,7 @@ def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_hav
     torch.testing.assert_close(without[:, forward], expected)
     reuse = slice(LEVELS + 2 * REUSE, LEVELS + 2 * REUSE + 2)  # whose step loses nothing
     torch.testing.assert_close(without[:, reuse], expected.new_tensor([[5 - 1 / 6, 5.0], [3 - 0.5 * 2, 3.0]]))
+    torch.testing.assert_close(without[:, -1], expected.new_tensor([5 + 0.4, 3 + 0.2]))
     as_given = sums_without(by_fold.sum(dim=0), by_fold, lost, level=None)
     torch.testing.assert_close(
         as_given[:, forward], expected.new_tensor([[4 - 0.3 * 1.4, 4.0], [3.5 - 0.3 * 2.2, 3.5]])

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum, TrapezoidTerms
+from rl_training.mathematics.quantities import Quantity
+from rl_training.mathematics.trapezoid import TrapezoidSum, TrapezoidTerms
 
 SHAPE = (2, 3)  # any quantity, elementwise
 NUM_BATCHES = 6
@@ -16,6 +17,10 @@ NUM_BATCHES = 6
 def tensor(values: list[float]) -> Tensor:
     """Returns a tensor of SHAPE whose first entry is the first value and so on."""
     return torch.tensor(values, dtype=torch.float64).view(SHAPE)
+
+
+def quantity(value: Tensor, stderr: Tensor, batches: Tensor) -> Quantity:
+    return Quantity("", value, stderr, 1, batches=batches)
 
 
 class PlainBatch:
@@ -32,16 +37,17 @@ class PlainBatch:
             for r, f, b in zip(correlation, self.forward_var, self.backward_var, strict=True)
         ]
 
-    def terms(self) -> BatchTerms:
+    def terms(self) -> tuple[Quantity, Quantity, Quantity, Tensor]:
+        """Returns level, forward and backward, and the error of half a step."""
         half_step = [
             0.5 * math.sqrt(f + b + 2 * c)
             for f, b, c in zip(self.forward_var, self.backward_var, self.covariance, strict=True)
         ]
-        return BatchTerms(
-            level=Term(tensor(self.level), tensor(self.level_var).sqrt(), tensor([1.0] * 6)),
-            forward=Term(tensor(self.forward), tensor(self.forward_var).sqrt(), tensor(self.forward_batches)),
-            backward=Term(tensor(self.backward), tensor(self.backward_var).sqrt(), tensor(self.backward_batches)),
-            half_step_stderr=tensor(half_step),
+        return (
+            quantity(tensor(self.level), tensor(self.level_var).sqrt(), tensor([1.0] * 6)),
+            quantity(tensor(self.forward), tensor(self.forward_var).sqrt(), tensor(self.forward_batches)),
+            quantity(tensor(self.backward), tensor(self.backward_var).sqrt(), tensor(self.backward_batches)),
+            tensor(half_step),
         )
 
 
@@ -51,7 +57,7 @@ def batches(seed: int = 0) -> list[PlainBatch]:
 
 
 def feed(total: TrapezoidSum, plain: list[PlainBatch], steps: list[int]) -> list[TrapezoidTerms]:
-    return [total.add(step, batch.terms()) for step, batch in zip(steps, plain, strict=True)]
+    return [total.add(step, *batch.terms()) for step, batch in zip(steps, plain, strict=True)]
 
 
 def twin_sum(plain: list[PlainBatch], last: int) -> Tensor:
@@ -90,7 +96,7 @@ def test_sums_equal_the_plain_twin_at_every_batch() -> None:
 
 
 def test_at_the_first_batch_no_step_is_closed() -> None:
-    first = TrapezoidSum().add(4, batches()[0].terms())
+    first = TrapezoidSum().add(4, *batches()[0].terms())
     assert first.trapezoid.value.isnan().all()
     assert first.trapezoid.stderr.isnan().all()
     for sums in (first.predicted.value, first.predicted.stderr, first.measured.value, first.measured.stderr):
@@ -132,8 +138,8 @@ def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_a
     one, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum(), []
     for step, half_step_variance in enumerate((9.0, 2.0, 3.0, 9.0)):  # that of an end is not asked for
         stderr, half_step = 2 * one, one * math.sqrt(half_step_variance)
-        batch = BatchTerms(Term(one, one, one), Term(one, stderr, one), Term(one, stderr, one), half_step)
-        known.append(float(total.add(step, batch).predicted.batches))
+        level, change = quantity(one, one, one), quantity(one, stderr, one)
+        known.append(float(total.add(step, level, change, change, half_step).predicted.batches))
     assert known[1:] == pytest.approx([(1 + 1) ** 2 / 2, (1 + 2 + 1) ** 2 / 6, (1 + 2 + 3 + 1) ** 2 / 15])
 
 
@@ -169,8 +175,8 @@ def test_state_through_a_file_continues_as_if_never_stopped(saved_after: int) ->
     answers = feed(resumed, plain[saved_after:], steps[saved_after:])
     for got, expected in zip(answers, uninterrupted[saved_after:], strict=True):
         for name, one, other in zip(TrapezoidTerms._fields, got, expected, strict=True):
-            for a, b in zip(one, other, strict=True):
-                assert torch.equal(a.nan_to_num(-7), b.nan_to_num(-7)), name
+            for key in ("value", "stderr", "batches"):
+                assert torch.equal(getattr(one, key).nan_to_num(-7), getattr(other, key).nan_to_num(-7)), (name, key)
     close(answers[-1].predicted.value, twin_sum(plain, NUM_BATCHES - 1))
 
 
