@@ -130,7 +130,7 @@ def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences
 
 
 def row_of(folder: Path) -> str:
-    """Returns a line of the table: coverage of single steps, sums over the run, and c."""
+    """Returns a line of the table: coverage and error of single steps, needed prompts, sums over the run."""
     by_name: dict[str, dict[int, dict[str, float]]] = {}
     for row in read_estimates(folder):
         by_name.setdefault(row["name"], {})[row["about_step"]] = row
@@ -155,10 +155,13 @@ def row_of(folder: Path) -> str:
     predicted, measured = (by_name[f"delta_h/cumulative_{name}"] for name in ("predicted", "measured"))
     last = max(predicted)
     cells += [f"{row[last]['value']:+.4f} ± {1.96 * row[last]['stderr']:.4f}" for row in (predicted, measured)]
-    forward = [row for row in by_name["delta_h/forward"].values() if row["value"] is not None and row["stderr"]]
-    size = abs(sum(row["value"] for row in forward) / len(forward))
-    spread = math.sqrt(sum(row["stderr"] ** 2 for row in forward) / len(forward) * facts["prompts"])
-    return f"| {' | '.join([*cells, f'{spread / size:.1f}'])} |"
+    pairs = [(by_name["delta_h/forward"][step], true) for step, true in truth.items()]
+    error = sum((p["value"] - true["value"]) ** 2 - true["stderr"] ** 2 for p, true in pairs)
+    size = sum(true["value"] ** 2 - true["stderr"] ** 2 for _, true in pairs)
+    told = [row for row in by_name.get("delta_h/needed_prompts", {}).values() if not math.isnan(row["value"])]
+    cells += [f"{math.sqrt(error / size):.2f}", f"{4 * facts['prompts'] * error / size:.0f}"]
+    cells += [f"{row['value']:.0f} ({row['low']:.0f} … {row['high']:.0f})" for row in told[-1:]] or ["—"]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -174,9 +177,9 @@ def main() -> None:
     if options.part == "train":
         train(options.output, options.size, options.lora, options.steps, options.every, options.sequences)
         return
-    titles = ("run", "parameters", "reward", "forward", "backward", "trapezoid", "Σ trapezoid", "Σ true")
-    print(f"| {' | '.join([*titles, 'run: predicted', 'measured', 'c'])} |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    titles = ("run", "parameters", "reward", "forward", "backward", "trapezoid", "Σ trapezoid", "Σ true",
+              "run: predicted", "measured", "error of forward / change", "prompts by it", "by the probe")  # fmt: skip
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for folder in sorted(path.parent for path in options.output.glob("*/facts.json")):
         print(row_of(folder))
 

@@ -21,7 +21,6 @@ the end of their last step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -35,14 +34,7 @@ from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_units
-from rl_training.mathematics.needed_prompts import (
-    DECAY,
-    ENOUGH_FREEDOM,
-    needed_prompts,
-    relative_error,
-    signal_to_noise,
-)
-from rl_training.mathematics.running_pairs import RunningPair
+from rl_training.mathematics.needed_prompts import NeededPrompts, relative_error
 from rl_training.mathematics.trapezoid import SUMS, TrapezoidSum
 
 NEEDED, RELATIVE = "delta_h/needed_prompts", "delta_h/relative_error"
@@ -91,11 +83,11 @@ class SimpleEntropyProbe(Probe):
             raise ValueError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
         self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None
         self.per_sequence, self.offload = per_sequence, offload
-        self._sum, self._needed = TrapezoidSum(), RunningPair(DECAY)
+        self._sum, self._needed = TrapezoidSum(), NeededPrompts()
 
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
-        if change.why_none or change.half_step_stderr is None:
+        if change.why_none or change.half_step_stderr is None or change.variances_given_step is None:
             names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
             missing = Estimate.missing(change.why_none)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
@@ -114,25 +106,22 @@ class SimpleEntropyProbe(Probe):
         }
         if self.per_sequence and not change.why_no_forward and reward_factor(step) is None:
             self._answers[REWARD] = Estimate.missing(NO_REWARD)
-        prompts, freedom = step.num_sequences / step.batch.responses_per_prompt, step.num_folds - 1
-        values = float(closed.trapezoid.value[0]), float(closed.trapezoid.stderr[0]), float(forward.stderr[0])
-        if all(map(math.isfinite, values)) and values[-1] > 0 and freedom > ENOUGH_FREEDOM:
-            variance = prompts * values[-1] ** 2
-            self._needed.add(signal_to_noise(*values[:2], variance, freedom * float(forward.batches[0])))
-        needed = needed_prompts(self._needed)
+        prompts = step.num_sequences / step.batch.responses_per_prompt
+        values = float(forward.value[0]), float(backward.value[0])
+        needed = self._needed.add(values, change.variances_given_step.tolist(), prompts, step.num_folds - 1)
         self._answers |= {NEEDED: needed, RELATIVE: relative_error(needed, prompts)}
         if self.per_sequence:
             self._answers[TRUNCATED] = truncated_share(step)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"sum.{k}": tensor for k, tensor in self._sum.state_dict().items()} | {"needed": self._needed.state}
+        return {f"sum.{k}": tensor for k, tensor in self._sum.state_dict().items()} | {"prompts": self._needed.state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in state.items():
             if name.startswith("sum.") and name != "sum.step" and tensor.shape != (len(UNITS),):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(len(UNITS),)}")
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
-        self._needed.state = state.get("needed", torch.zeros_like(self._needed.state))
+        self._needed.state = state.get("prompts", NeededPrompts().state)
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
         """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""

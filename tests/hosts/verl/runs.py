@@ -52,6 +52,7 @@ CLIP, LR, EPS = 0.05, 3e-4, 1e-5  # every step is clipped; a first step that is 
 INTERVENTIONS = ["bonus:0.5", "nsr", "lr:0.5"]
 PROBES: dict[str, dict[str, Any]] = {
     "simple": {"_target_": "rl_training.probes.SimpleEntropyProbe", "per_sequence": True},
+    "measured": {"_target_": "rl_training.probes.MeasuredStepProbe"},
     "gns": {"_target_": "rl_training.probes.GradientNoiseScaleProbe", "split_prompts": PROMPTS},
     "ess": {"_target_": "rl_training.probes.EffectiveSampleSizeProbe"},
     "covariance": {"_target_": "rl_training.probes.CovariancePredictorProbe"},

@@ -25,6 +25,7 @@ from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
+    MeasuredStepProbe,
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import read_metrics
@@ -101,6 +102,7 @@ def estimates_of_a_plain_loop(folder: Path) -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.1)
     probes = [
         SimpleEntropyProbe(per_sequence=True),
+        MeasuredStepProbe(),
         GradientNoiseScaleProbe(split_prompts=PROMPTS),
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),
