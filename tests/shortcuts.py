@@ -19,9 +19,9 @@ def spare_trainings() -> None:
     from memory. The rows of the default task, which no training changes, are drawn once for this process and its forks,
     and its model is read once and copied. Pictures are drawn by one process: what fails there, again in one of its own.
     """
-    if vega := sys.modules.get("rl_training.records.report.vega"):
-        ask, run = start_drawing(), vega._run
-        vega._run = lambda program, text="": ask(program, vega.VEGA_LITE, text) or run(program, text)
+    if page := sys.modules.get("rl_training.records.report.page"):
+        ask, run = start_drawing(), page._run
+        page._run = lambda program, text="": ask(program, page.VEGA_LITE, text) or run(program, text)
     if task := sys.modules.get("rl_training.tasks.arithmetic"):
         task.arithmetic = functools.cache(task.arithmetic)
         task.arithmetic()
