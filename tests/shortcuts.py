@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import yaml
 from drawing import start_drawing
 
 
@@ -18,6 +19,7 @@ def spare_trainings() -> None:
     accelerate and `attach`, which ask again and again which libraries are installed and in which versions, are answered
     from memory. The rows of the default task, which no training changes, are drawn once for this process and its forks,
     and its model is read once and copied. Pictures are drawn by one process: what fails there, again in one of its own.
+    Settings are read by libyaml, as each command composes them twice.
     """
     if page := sys.modules.get("rl_training.records.report.page"):
         ask, run = start_drawing(), page._run
@@ -27,6 +29,7 @@ def spare_trainings() -> None:
         task.arithmetic()
     if models := sys.modules.get("rl_training.tasks.models"):
         _read_tiny_once(models)
+    yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     gc.freeze()
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     importlib.metadata.version = functools.cache(importlib.metadata.version)
