@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rl_training.engine.announcement import announcement
 from rl_training.engine.batch import Rollout, join_rollouts
 from rl_training.engine.capabilities import OTHER_TERMS
 from rl_training.engine.clock import Clock
@@ -33,7 +32,7 @@ from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.optimizer import gradients_and_states, view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
-from rl_training.engine.requirements import Requirements, needs_of
+from rl_training.engine.requirements import Requirements, announcement, needs_of
 from rl_training.engine.shards import reshard
 from rl_training.engine.step import Gradients, Step
 from rl_training.engine.step_check import StepGuard, predicting, why_not_the_sum
@@ -89,7 +88,7 @@ class StepDriver:
         if Need.ENTROPY_GRADIENT in needs:
             self._memory = StepMemory(loop.shard, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)
-            self._guard = StepGuard(loop.shard, self._memory.history, loop.ranks.reduce)
+            self._guard = StepGuard(loop.shard, self._memory, loop.ranks.reduce)
 
     def refuse_impossible_folds(self, shape: Shape) -> None:
         """Raises ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
@@ -185,7 +184,7 @@ class StepDriver:
         if step is None or step.view is None:
             return
         if self._memory is not None:
-            self._memory.history.finish(step.number, self._loop.shard.weights())
+            self._memory.finish(step.number, self._loop.shard.weights())
         with self._aside():
             for probe in step.probes:
                 with self._clock.timed(probe.name):

@@ -70,7 +70,7 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
 
     The memory keeps δθ for the step after.
     """
-    settings, history, labels = memory.settings, memory.history, memory.attribution.labels
+    settings, labels = memory.settings, memory.attribution.labels
     why_none = _why_no_entropy_gradient(step)
     if why_none:
         return EntropyChange(settings, labels, why_none)
@@ -83,7 +83,7 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     layout, sizes = step.gradients.layout, step.fold_sizes
     products, rows = None, None
     if Need.ENTROPY_CHANGE in needs:
-        before = history.before(step.number)
+        before = memory.before(step.number)
         products = FoldProducts(layout, sizes, memory.attribution, update, before, steps, 1 + settings.per_sequence)
     if Need.ENTROPY_ROWS in needs:
         rows = layout.zeros(len(sizes), device=memory.device)
@@ -98,14 +98,14 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         settings,
         labels,
         why_no_forward=_why_no_forward(step),
-        why_no_backward=history.why_none(step.number) or step.capabilities.reused,
+        why_no_backward=memory.why_none(step.number) or step.capabilities.reused,
         intended=intended,
         update=update,
         levels=levels,
         rows=rows,
         steps_without=steps,
     )
-    history.keep(step.number, None if step.optimizer.rounded else update, step.gradients.weights)
+    memory.keep(step.number, None if step.optimizer.rounded else update, step.gradients.weights)
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import layer
+from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Step
-from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.quantities import NOT_FINITE
 from rl_training.mathematics.rounding import kept_change
@@ -66,8 +66,8 @@ def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
 class StepGuard:
     """Holds what each step does against the optimizer's formula, and discards the predictions of one that differs."""
 
-    def __init__(self, shard: Shard, history: UpdateHistory, reduce: Callable[[Tensor], Tensor]) -> None:
-        self._shard, self._layout, self._history, self._reduce = shard, shard.layout, history, reduce
+    def __init__(self, shard: Shard, memory: StepMemory, reduce: Callable[[Tensor], Tensor]) -> None:
+        self._shard, self._layout, self._memory, self._reduce = shard, shard.layout, memory, reduce
         weights, layers = shard.weights(), [layer(name) for name in shard.trained]
         self._layers = list(dict.fromkeys(layers))
         numbers = [self._layers.index(own) for own in layers]
@@ -93,7 +93,7 @@ class StepGuard:
         if self._after is not None:
             changed = (sampled(self._layout, self._shard.weights().values()) != self._after).any()
             if float(self._reduce(changed.double())) > 0.0:
-                self._history.forget(EDITED)
+                self._memory.forget(EDITED)
         self._after = None
 
     def ready(self, step: Step, probes: Sequence[Probe]) -> None:
@@ -118,7 +118,7 @@ class StepGuard:
         if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT):
             reason = NOT_THE_FORMULA.format(error=error) + (NOT_TO_NEAREST if self._rounded else "")
             if not self._rounded:  # then δθ is the formula's, and not measured
-                self._history.forget(reason)
+                self._memory.forget(reason)
             for probe, state in zip(self._probes, self._states, strict=True):
                 probe.load_state_dict(state)
                 probe.discard(reason)

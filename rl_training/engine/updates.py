@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.kept_vector import KeptVector
 from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import shares_of_others
 from rl_training.mathematics.rounding import kept_share
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import Layout, Vector, dot, dots, join, num_bytes, sums_of_spans
+from rl_training.mathematics.vectors import Layout, Vector, dot, dots, join, sums_of_spans
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 EVERY_FOLD = slice(None)
@@ -246,52 +245,3 @@ def steps_without_folds(
     a, b = gradient.share_of_mean.squeeze(1).double(), gradient.share_of_fold.squeeze(1).double()
     squares = a**2 * dot(mean, mean) + 2 * a * b * dot(rows, mean) + b**2 * dot(rows, rows).to(b.device)
     return StepsWithoutFolds(pieces, gradient, max_grad_norm, clipping(reduce(squares).cpu(), max_grad_norm))
-
-
-class UpdateHistory(KeptVector):
-    """δθ of the step before, for `backward`: it goes into the checkpoint.
-
-    Where a step has no formula, or weights are rounded, those before it are kept until those after it are there.
-    """
-
-    _before: Mapping[str, Tensor] = {}  # weights, (n,) each
-    _why_unknown = ""  # why δθ of the step that was kept is not known
-
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + num_bytes([*self._before.values()])
-
-    def before(self, step: int) -> Vector | None:
-        """Returns δθ of step − 1, None if it is not known."""
-        return self.vector if self.step == step - 1 and not self._why_unknown else None
-
-    def why_none(self, step: int) -> str:
-        """Returns why δθ of step − 1 is not known, "" if it is."""
-        if self.step is None:
-            return "this is the first measured step: there is no earlier update to look back on"
-        if self.step != step - 1:
-            return f"step {step - 1} was not measured, so its update is not known; backward needs every=1"
-        return self._why_unknown
-
-    def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
-        """Keeps this step's δθ; where there is none, a copy of the weights that it starts from."""
-        self.step, self.vector, self._why_unknown = step, update, ""
-        self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
-
-    def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Stores δθ of a step of which weights are kept, as the difference of those after it and before."""
-        if self._before and self.step == step:
-            dtype = self._layout.dtype
-            changes = (weights[name].to(dtype) - before.to(dtype) for name, before in self._before.items())
-            self.vector, self._before = self._layout.vector(changes), {}
-
-    def forget(self, reason: str) -> None:
-        """Discards δθ of the step that was kept last: the step was another one."""
-        self._why_unknown = f"step {self.step}: {reason}"
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {} if self._why_unknown else super().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._before, self._why_unknown = {}, ""
-        super().load_state_dict(state)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import take_rows
 from rl_training.engine.entropy_gradients import log_ratios
-from rl_training.engine.kept_vector import KeptVector
+from rl_training.engine.memory import KeptVector
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics.entropy import sums_before
@@ -72,7 +72,7 @@ class MeasuredStepProbe(Probe):
         if not 0.0 <= error_decay < 1.0:
             raise ValueError(f"measured: error_decay={error_decay} must lie in [0, 1); 0.5 averages over three steps")
         self.responses_per_prompt = responses_per_prompt
-        self._errors = RunningVariance(error_decay)
+        self._error_decay = error_decay
         self._kept: KeptVector | None = None  # the weights before the last step, from the first step on
         self._state: Mapping[str, Tensor] = {}  # of a checkpoint, until then
 
@@ -82,7 +82,7 @@ class MeasuredStepProbe(Probe):
         if why or kept.vector is None:
             self._answers = dict.fromkeys(NAMES, Estimate.missing(why or FIRST))
         else:
-            self._answers = self._measure(step, kept.vector, step.number - (kept.step or 0))
+            self._answers = self._measure(step, kept, kept.vector)
         if not why:
             assert step.policy.shard is not None
             kept.step, kept.vector = step.number, step.gradients.layout.vector(step.policy.shard.held().values())
@@ -92,9 +92,7 @@ class MeasuredStepProbe(Probe):
         return 3
 
     def state_dict(self) -> dict[str, Tensor]:
-        if self._kept is None:
-            return dict(self._state)
-        return self._kept.state_dict() | {f"error.{k}": value for k, value in self._errors.state_dict().items()}
+        return dict(self._state) if self._kept is None else self._kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._state, self._kept = state, None
@@ -102,16 +100,12 @@ class MeasuredStepProbe(Probe):
     def _kept_of(self, step: Step) -> KeptVector:
         if self._kept is None:
             assert step.policy.shard is not None
-            self._kept = KeptVector(step.policy.shard)
+            self._kept = KeptVector(step.policy.shard, self._error_decay)
             self._kept.load_state_dict(self._state)
-            prefix = "error."
-            self._errors.load_state_dict(
-                {k.removeprefix(prefix): value for k, value in self._state.items() if k.startswith(prefix)}
-            )
         return self._kept
 
-    def _measure(self, step: Step, before: Vector, steps: int) -> dict[str, Estimate]:
-        """Returns the estimates of the change by so many steps. A collective."""
+    def _measure(self, step: Step, kept: KeptVector, before: Vector) -> dict[str, Estimate]:
+        """Returns the estimates of the change by the steps since these weights. A collective."""
         rollout, logs, why_rounded = step.batch.rollout, log_ratios(step.batch), step.policy.scorer.why_training_rounds
         assert logs is not None
         rows = (response_number(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
@@ -121,28 +115,15 @@ class MeasuredStepProbe(Probe):
         terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
         by_prompt = step.batch.sum_by_prompt(sums_of_responses(step, rows, terms, logs))
         found = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, step.ranks.reduce)
-        found[STEPS] = Estimate(steps, reason=NO_BAR)
+        found[STEPS] = Estimate(step.number - (kept.step or 0), reason=NO_BAR)
         if rollout.rewards is None:
             found[CHANGES[3]] = Estimate.missing(NO_REWARDS)
         if found[ESS].value < MIN_ESS:
             far = Estimate.missing(FAR.format(ess=found[ESS].value, least=MIN_ESS))
             found |= dict.fromkeys(CHANGES, far)
         else:
-            self._average_errors(found, ROUNDED.format(span=SPAN, why=why_rounded) if why_rounded else "")
+            _average_errors(found, kept.errors, ROUNDED.format(span=SPAN, why=why_rounded) if why_rounded else "")
         return {name: dataclasses.replace(estimate, about_step=step.number - 1) for name, estimate in found.items()}
-
-    def _average_errors(self, found: dict[str, Estimate], remark: str) -> None:
-        """Gives each change the error averaged over a few steps, and this remark."""
-        variances, batches = self._errors.add(torch.tensor([found[name].stderr ** 2 for name in CHANGES]).double())
-        for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
-            one = found[name]
-            found[name] = dataclasses.replace(
-                one,
-                stderr=math.sqrt(variance),
-                num_samples=1 + int((one.num_samples - 1) * count + 1e-9),
-                reason=one.reason or remark,
-                detail={"stderr_of_batch": one.stderr},
-            )
 
 
 def scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
@@ -201,3 +182,17 @@ def statistic(sums: Tensor) -> Tensor:
     _, more_entropy, longer, more_reward, kl, tokens, weight, square = scored.unbind(-1)
     per_token = entropy / length - (entropy + more_entropy) / (length + longer)
     return torch.stack([per_token, -more_entropy, -longer, -more_reward, kl / tokens, weight.square() / square], dim=-1)
+
+
+def _average_errors(found: dict[str, Estimate], errors: RunningVariance, remark: str) -> None:
+    """Gives each change the error averaged over a few steps, and this remark."""
+    variances, batches = errors.add(torch.tensor([found[name].stderr ** 2 for name in CHANGES]).double())
+    for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
+        one = found[name]
+        found[name] = dataclasses.replace(
+            one,
+            stderr=math.sqrt(variance),
+            num_samples=1 + int((one.num_samples - 1) * count + 1e-9),
+            reason=one.reason or remark,
+            detail={"stderr_of_batch": one.stderr},
+        )

@@ -16,7 +16,7 @@ from rl_training.engine.memory import StepMemory
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
-from rl_training.engine.updates import OptimizerPieces, UpdateHistory, fold_means, steps_without_folds, whole_update
+from rl_training.engine.updates import OptimizerPieces, fold_means, steps_without_folds, whole_update
 from rl_training.mathematics import vectors
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.jackknife import unchanged
@@ -129,9 +129,9 @@ def test_steps_of_bf16_weights_are_those_that_torch_makes(optimizer: Any, settin
         assert torch.isclose(moved, parts.total, rtol=1e-5, atol=0.0)[moves].float().mean() > alike
 
 
-def history_of(entries: int) -> UpdateHistory:
+def history_of(entries: int) -> StepMemory:
     parameters = {"w": torch.zeros(entries)}
-    return UpdateHistory(shard_of(parameters))
+    return StepMemory(shard_of(parameters), EntropySettings())
 
 
 def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:

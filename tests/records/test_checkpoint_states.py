@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from rl_training.engine.memory import StepMemory
 from rl_training.engine.shards import Shard
-from rl_training.engine.updates import UpdateHistory
+from rl_training.engine.step import EntropySettings
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 
 UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
@@ -25,7 +26,7 @@ class OneOf(Shard):
         self.num_ranks, self.rank = processes, rank
 
 
-class History(UpdateHistory):
+class History(StepMemory):
     """That of one of several processes, under a name."""
 
     name = "engine"
@@ -33,7 +34,7 @@ class History(UpdateHistory):
     def __init__(self, processes: int, rank: int) -> None:
         shard = OneOf(processes, rank)
         self.own = {name: whole[slice(*shard.cut(name, rank))] for name, whole in UPDATE.items()}
-        super().__init__(shard)
+        super().__init__(shard, EntropySettings())
         self.layout = shard.layout
 
     def keep_own(self) -> History:
