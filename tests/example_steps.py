@@ -44,7 +44,7 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     """
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
-    (piece,) = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD}, longest=len(mean))
+    (piece,) = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
     return fold_means([mean], [rows], sizes).without(EVERY_FOLD, piece).view_as(folds)
 
 

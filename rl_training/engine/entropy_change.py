@@ -40,7 +40,6 @@ from rl_training.engine.updates import (
     StepsWithoutFolds,
     clipping,
     fold_means,
-    steps_without_folds,
     whole_update,
 )
 from rl_training.mathematics.estimate import FEWEST_FOLDS
@@ -146,7 +145,7 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFold
     if gradients.rows is None or _why_no_forward(step):
         return intended, update, None
     folds = fold_means(mean, gradients.rows, step.fold_sizes)
-    return intended, update, steps_without_folds(pieces, folds, max_grad_norm, reduce)
+    return intended, update, StepsWithoutFolds(pieces, folds, max_grad_norm, reduce)
 
 
 def _with_quantities(

@@ -151,8 +151,7 @@ def gradients_of_processes(
     parts  rows of this process; a process that has fewer parts than others gets zeros for the rest
     """
     layout, none = step.gradients.layout, torch.zeros(0, dtype=torch.long, device=shares.device)
-    count = int(step.ranks.largest(torch.tensor([float(len(parts))], dtype=torch.float64, device=shares.device)))
-    for rows in [*parts, *[none] * (count - len(parts))]:  # on every process as often
+    for rows in step.ranks.in_step(list(parts), none):
         found = [layout.zeros(step.ranks.count) for _ in weights]
         add_gradients(step, found, range(step.ranks.count), rows, weights, shares, rollout)
         yield found

@@ -19,8 +19,7 @@ from rl_training.engine.entropy_gradients import add_gradients
 from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.step import Step
 from rl_training.mathematics.folds import FoldGroup
-from rl_training.mathematics.square_norms import square_norms
-from rl_training.mathematics.vectors import Vector, add, copy, dot, dots, num_bytes
+from rl_training.mathematics.vectors import Vector, add, copy, dot, dots, num_bytes, square_norms
 
 
 class GradientRows:

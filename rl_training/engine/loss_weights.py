@@ -23,10 +23,6 @@ class LossWeights:
     logps: Tensor  # (B, T), c
     entropies: Tensor | None  # (B, T), d; None where the loss does not depend on entropies
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.logps)
-
     def of_rows(self, rows: Tensor, width: int, share: float | Tensor = 1.0) -> LossWeights:
         """Returns the weights of some rows, as wide as their scores.
 

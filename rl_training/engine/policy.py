@@ -68,10 +68,7 @@ class Policy(abc.ABC):
     def in_batches(self, rows: Tensor, size: int) -> list[Tensor]:
         """Returns rows in parts of so many; in lockstep copies of the first follow where others have more."""
         parts = list(rows.split(size))
-        if self.in_lockstep is not None:
-            count = self.in_lockstep.largest(torch.tensor([float(len(parts))], dtype=torch.float64, device=rows.device))
-            parts += [parts[0]] * (int(count) - len(parts))
-        return parts
+        return parts if self.in_lockstep is None else self.in_lockstep.in_step(parts, parts[0])
 
     @property
     def reference(self) -> Scorer | None:

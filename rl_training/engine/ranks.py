@@ -28,6 +28,11 @@ class Ranks:
         """Returns the largest of each number over the processes. A collective."""
         return self.gather(values).amax(dim=0)
 
+    def in_step(self, parts: list[Tensor], filler: Tensor) -> list[Tensor]:
+        """Returns the parts, and this one as often as another process has more. A collective."""
+        count = self.largest(torch.tensor([float(len(parts))], dtype=torch.float64, device=filler.device))
+        return parts + [filler] * (int(count) - len(parts))
+
 
 def all_ranks() -> Ranks:
     """Returns all processes of the default group: this one alone where torch.distributed was not started."""

@@ -88,11 +88,9 @@ class OptimizerPieces:
         layout: Layout,
         parameters: Mapping[str, Tensor],
         states: Mapping[str, AdamWState | SGDState] | None,
-        longest: int | None = None,
     ) -> None:
-        """longest: entries of a piece of a large parameter; None: as the layout has them."""
         self._parameters, self._states, self._dtype = parameters, states or {}, layout.dtype
-        self._runs = list(_runs(layout, parameters, states, longest or layout.at_once)) if states else []
+        self._runs = list(_runs(layout, parameters, states)) if states else []
         self._kept = list(self._made()) if layout.num_entries <= layout.at_once else None
 
     def __iter__(self) -> Iterator[Piece]:
@@ -111,15 +109,15 @@ class OptimizerPieces:
 
 
 def _runs(
-    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState], longest: int
+    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState]
 ) -> Iterator[Run]:
     before = 0  # parameters in the buckets before
     for number, bucket in enumerate(layout.buckets):
         bounds = [columns for _, columns in bucket.bounds()]
         for first, last in _alike(bucket.names, parameters, states):
             start, stop = bounds[first].start, bounds[last - 1].stop
-            for begin in range(start, stop, longest):
-                end = min(begin + longest, stop)
+            for begin in range(start, stop, layout.at_once):
+                end = min(begin + layout.at_once, stop)
                 sizes = (max(0, min(own.stop, end) - max(own.start, begin)) for own in bounds[first:last])
                 yield Run(
                     bucket=number,
@@ -215,14 +213,23 @@ def fold_means(mean: Vector, rows: Vector, sizes: Tensor, total_size: float | No
     return FoldMeans(mean, rows, sizes, *shares)
 
 
-@dataclass(frozen=True)
 class StepsWithoutFolds:
-    """The steps that the optimizer would make without each fold, from gradients that are not clipped."""
+    """The steps that the optimizer would make without each fold, each clipped by its own gradient's norm.
 
-    pieces: OptimizerPieces
-    gradient: FoldMeans
-    max_grad_norm: float
-    clips: Tensor  # (F,) fp64 in host memory, the factor by which the gradient without each fold is clipped
+    Making it is a collective, of one pass over all entries.
+
+    gradient  not clipped
+    """
+
+    def __init__(
+        self, pieces: OptimizerPieces, gradient: FoldMeans, max_grad_norm: float, reduce: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.pieces, self.gradient, self.max_grad_norm = pieces, gradient, max_grad_norm
+        mean, rows = gradient.mean, gradient.rows
+        a, b = gradient.share_of_mean.squeeze(1).double(), gradient.share_of_fold.squeeze(1).double()
+        squares = a**2 * dot(mean, mean) + 2 * a * b * dot(rows, mean) + b**2 * dot(rows, rows).to(b.device)
+        # (F,) fp64 in host memory, the factor by which the gradient without each fold is clipped.
+        self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
 
     def step(self, fold: int, piece: Piece, *, clipped: bool = True) -> UpdateParts:
         """Returns the step without a fold in this piece, (n,)."""
@@ -235,13 +242,3 @@ class StepsWithoutFolds:
         """Yields each piece and the step without a fold in it."""
         for piece in self.pieces:
             yield piece, self.step(fold, piece)
-
-
-def steps_without_folds(
-    pieces: OptimizerPieces, gradient: FoldMeans, max_grad_norm: float, reduce: Callable[[Tensor], Tensor]
-) -> StepsWithoutFolds:
-    """Returns the steps, each clipped by its own gradient's norm: one pass over all entries. A collective."""
-    mean, rows = gradient.mean, gradient.rows
-    a, b = gradient.share_of_mean.squeeze(1).double(), gradient.share_of_fold.squeeze(1).double()
-    squares = a**2 * dot(mean, mean) + 2 * a * b * dot(rows, mean) + b**2 * dot(rows, rows).to(b.device)
-    return StepsWithoutFolds(pieces, gradient, max_grad_norm, clipping(reduce(squares).cpu(), max_grad_norm))

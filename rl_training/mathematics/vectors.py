@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +137,19 @@ def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
     lengths, span = _segments(sizes, values.device)
     sums = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)  # unsafe: no wait for a check
     return sums if len(lengths) == len(sizes) else sums.new_zeros(len(sizes)).index_add_(0, span, sums)
+
+
+def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] | None) -> Tensor:
+    """Returns |g|² and Σ P g² by row and parameter, (rows, parameters, 2) fp64; the second is nan without roots, √P.
+
+    A row of a bucket at a time: operations do not grow with the number of parameters.
+    """
+    found = []
+    for bucket, part, root in zip(layout.buckets, rows, roots or [math.nan] * len(rows), strict=True):
+        own = (row.to(layout.device, layout.dtype) for row in part)
+        squares = (torch.cat([row, row * root]).square_() for row in own)
+        found.append(torch.stack([sums_of_spans(both, bucket.sizes * 2).view(2, -1) for both in squares]))
+    return torch.cat(found, dim=2).transpose(1, 2)
 
 
 @functools.lru_cache(maxsize=2**12)

@@ -32,7 +32,6 @@ from rl_training.engine.updates import (
     Piece,
     StepsWithoutFolds,
     fold_means,
-    steps_without_folds,
 )
 from rl_training.hosts.trl.batches import loss_settings
 from rl_training.interventions.loss import LossInputs, microbatch_inputs
@@ -110,7 +109,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     else:  # that cannot be left out
         unknown = torch.full((len(kept), 1), math.nan, device=restored.device)
         kept_means = FoldMeans(*vectors, sizes, unknown, unknown)
-    without = steps_without_folds(pieces, kept_means, max_norm, unchanged)
+    without = StepsWithoutFolds(pieces, kept_means, max_norm, unchanged)
     return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts)
 
 

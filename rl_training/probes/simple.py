@@ -31,7 +31,7 @@ from rl_training.engine.entropy_gradients import levels_of_folds
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.length_and_reward import NO_REWARD, reward_factor
 from rl_training.engine.probe import Need, Probe
-from rl_training.engine.step import EntropySettings, Step
+from rl_training.engine.step import EntropyChange, EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_units
 from rl_training.mathematics.needed_prompts import NeededPrompts, relative_error
@@ -91,27 +91,28 @@ class SimpleEntropyProbe(Probe):
             names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
             missing = Estimate.missing(change.why_none)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
-            self._answers |= {NEEDED: missing, RELATIVE: missing} | (
-                {TRUNCATED: truncated_share(step)} if self.per_sequence else {}
-            )
+            self._answers |= {NEEDED: missing, RELATIVE: missing}
             if step.capabilities.sampling_mismatch:
                 self._answers |= visited_entropy(step)
-            return
+        else:
+            self._answers = self._predicted(step, change, change.half_step_stderr)
+        if self.per_sequence:
+            self._answers[TRUNCATED] = truncated_share(step)
+
+    def _predicted(self, step: Step, change: EntropyChange, half_step_stderr: Tensor) -> dict[str, Estimate]:
         level, forward, backward = (change.quantities[name] for name in ("entropy", "forward", "backward"))
-        closed = self._sum.add(step.number, level, forward, backward, change.half_step_stderr)
-        self._answers = {
+        closed = self._sum.add(step.number, level, forward, backward, half_step_stderr)
+        answers = {
             metric: estimate
             for row in (*change.quantities.values(), *closed)
             for metric, estimate in zip(self._metrics(row.name), row.estimates(step.num_folds), strict=False)
         }
         if self.per_sequence and not change.why_no_forward and reward_factor(step) is None:
-            self._answers[REWARD] = Estimate.missing(NO_REWARD)
+            answers[REWARD] = Estimate.missing(NO_REWARD)
         prompts = step.num_sequences / step.batch.responses_per_prompt
         values = float(forward.value[0]), float(backward.value[0])
         needed = self._needed.add(values, change.variances_given_step.tolist(), prompts, step.num_folds - 1)
-        self._answers |= {NEEDED: needed, RELATIVE: relative_error(needed, prompts)}
-        if self.per_sequence:
-            self._answers[TRUNCATED] = truncated_share(step)
+        return answers | {NEEDED: needed, RELATIVE: relative_error(needed, prompts)}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {f"sum.{k}": tensor for k, tensor in self._sum.state_dict().items()} | {"prompts": self._needed.state}

@@ -16,7 +16,7 @@ from rl_training.engine.memory import StepMemory
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
-from rl_training.engine.updates import OptimizerPieces, fold_means, steps_without_folds, whole_update
+from rl_training.engine.updates import OptimizerPieces, StepsWithoutFolds, fold_means, whole_update
 from rl_training.mathematics import vectors
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.jackknife import unchanged
@@ -56,12 +56,13 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
     parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
     states = states_of(optimizer)
     layout = Layout(parameters)
+    layout.at_once = longest
     gradients = {name: draw(*shape) for name, shape in SHAPES.items()}
     alone = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
     step = torch.cat(layout.vector(parts.total for parts in alone.values()))
     gradient = layout.vector(gradients.values())
 
-    pieces = list(OptimizerPieces(layout, parameters, states, longest))
+    pieces = list(OptimizerPieces(layout, parameters, states))
     if longest == 21:
         assert [len(piece.param) for piece in pieces] == [10, 5, 21, *([4, 1] if optimizer != "sgd" else [5])]
     else:
@@ -87,8 +88,9 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
     layout = Layout(parameters)
     rows = [draw(3, bucket.size) for bucket in layout.buckets]
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
-    pieces = OptimizerPieces(layout, parameters, states, 8)
-    steps = steps_without_folds(pieces, fold_means(mean, rows, sizes), max_grad_norm, unchanged)
+    layout.at_once = 8
+    pieces = OptimizerPieces(layout, parameters, states)
+    steps = StepsWithoutFolds(pieces, fold_means(mean, rows, sizes), max_grad_norm, unchanged)
     for k in range(3):
         others = [i for i in range(3) if i != k]
         own = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()

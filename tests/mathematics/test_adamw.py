@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.adamw import AdamWState, adamw_delta, clip_coefficient
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.square_norms import square_norms
-from rl_training.mathematics.vectors import JOINED, Layout
+from rl_training.mathematics.vectors import JOINED, Layout, square_norms
 
 NUM_STEPS = 25
 ZERO_GRADIENT_AT = 7

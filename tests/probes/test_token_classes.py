@@ -19,7 +19,7 @@ from trainers import graded, trainer_maker
 from rl_training import Estimate
 from rl_training.engine.changed_steps import Direction, GradientParts
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.updates import OptimizerPieces, fold_means, steps_without_folds
+from rl_training.engine.updates import OptimizerPieces, StepsWithoutFolds, fold_means
 from rl_training.mathematics.jackknife import unchanged
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.sgd import SGDState
@@ -191,7 +191,7 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     one, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
-    steps = steps_without_folds(pieces, fold_means([one], [rows], sizes), math.inf, unchanged)
+    steps = StepsWithoutFolds(pieces, fold_means([one], [rows], sizes), math.inf, unchanged)
     basis = fold_means([0.5 * one], [0.5 * rows], sizes)
     direction = Direction([torch.tensor([[1.0], [2.0]]).double()])
     ((products, _),) = GradientParts(steps, unchanged, basis).products([None], [direction])
