@@ -288,7 +288,7 @@ class StepDriver:
             if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
                 sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
             view = view.with_gradients(rows=self._rows.rows, sq_norms=sq_norms)
-            tensors = [*self._loop.shard.leaves().values(), *(view.gradients.rows or ())]
+            tensors = [*self._loop.shard.leaves.values(), *(view.gradients.rows or ())]
             is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
             return view.with_gradients(why_no_rows=why_not_the_sum(view.ranks.reduce(squares), is_rounded))
 

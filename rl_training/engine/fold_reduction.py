@@ -131,7 +131,7 @@ class FoldReduction:
         self._sent = 0
         first = {fold: fold_of_rank.index(fold) for fold in fold_of_rank}
         self._ranks_of = {fold: slice(rank, rank + fold_of_rank.count(fold)) for fold, rank in first.items()}
-        for name, leaf in shard.leaves().items():
+        for name, leaf in shard.leaves.items():
             self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
 
     def disarm(self) -> None:

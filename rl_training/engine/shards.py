@@ -71,6 +71,8 @@ class Shard:
         together = dist.is_initialized() and not alone
         self.num_ranks = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
+        # The tensors that autograd delivers whole gradients to, by name: always the same objects.
+        self.leaves: Mapping[str, Tensor] = self.trained
 
     @property
     def graph_lasts(self) -> bool:
@@ -80,7 +82,11 @@ class Shard:
     @property
     def why_rounded(self) -> str:
         """Why forward passes compute with less than the weights that are updated, "" if they do not."""
-        return ""
+        dtypes = {name: leaf.dtype for name, leaf in self.leaves.items()}
+        rounded = [name for name, dtype in dtypes.items() if dtype.itemsize < self.trained[name].dtype.itemsize]
+        if not rounded:
+            return ""
+        return f"FSDP2 gathers {rounded[0]} in {named(dtypes[rounded[0]])}, so the model's numbers are rounded"
 
     # --- which entries ------------------------------------------------------------------------------------------------
 
@@ -159,10 +165,6 @@ class Shard:
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
-    def leaves(self) -> Mapping[str, Tensor]:
-        """Returns the tensors that autograd delivers whole gradients to, by name: always the same objects."""
-        return self.trained
-
     @property
     def reduces_each_backward(self) -> bool:
         """Whether each backward adds the mean over processes to `gradients()`, in at least fp32."""
@@ -170,7 +172,7 @@ class Shard:
 
     def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
         """Runs a backward that hooks see; what training has accumulated stays as it is."""
-        torch.autograd.grad(outputs, list(self.leaves().values()), weights, retain_graph=keep_graph, allow_unused=True)
+        torch.autograd.grad(outputs, list(self.leaves.values()), weights, retain_graph=keep_graph, allow_unused=True)
 
 
 class FullyShard(Shard):
@@ -191,7 +193,7 @@ class FullyShard(Shard):
                     f"probes read FSDP2's parameters where each is cut along its first dimension over all processes, "
                     f"and {name} is {how}: shard without hybrid or tensor parallelism, or train without probes"
                 )
-        self._leaves = self._find_leaves()
+        self.leaves = self._find_leaves()
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
         rows, entries = self.trained[name].shape[0], self.trained[name].numel()
@@ -203,25 +205,11 @@ class FullyShard(Shard):
             local: Tensor = value.to_local()  # type: ignore[attr-defined]
         return local.reshape(-1)
 
-    @property
-    def why_rounded(self) -> str:
-        rounded = [
-            name for name, leaf in self._leaves.items() if leaf.dtype.itemsize < self.trained[name].dtype.itemsize
-        ]
-        if not rounded:
-            return ""
-        return (
-            f"FSDP2 gathers {rounded[0]} in {named(self._leaves[rounded[0]].dtype)}, so the model's numbers are rounded"
-        )
-
     def put(self, entries: Mapping[str, Tensor]) -> None:
         reshard(self.model)  # gathered ones would be used instead
         for name, param in self.trained.items():
             local: Tensor = param.data.to_local()  # type: ignore[attr-defined]  # a DTensor
             local.copy_(entries[name].view_as(local))
-
-    def leaves(self) -> Mapping[str, Tensor]:
-        return self._leaves
 
     @property
     def reduces_each_backward(self) -> bool:
@@ -229,7 +217,7 @@ class FullyShard(Shard):
         groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]  # of newer torch
         # What microbatches without reduction have left is reduced with the next.
         left = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
-        left += [leaf.grad for leaf in self._leaves.values()]
+        left += [leaf.grad for leaf in self.leaves.values()]
         exact = all(param.dtype.itemsize >= 4 for param in self.trained.values())
         reducing = bool(groups) and all(group.reduce_grads for group in groups)
         waiting = all(state._state_ctx.is_last_backward for state in states)  # a backward, for what it reduces
