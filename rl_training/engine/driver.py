@@ -42,10 +42,6 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 
 logger = logging.getLogger(__name__)
-IN_PARTS = (
-    "the gradient differs from that of the microbatches, since parameters got theirs in several parts: call backward "
-    "once for each microbatch, and use checkpointing with use_reentrant=False"
-)
 
 
 class StepDriver:
@@ -279,18 +275,15 @@ class StepDriver:
         with self._clock.timed(asking[0].name):
             if len(view.folds) > len(view.batch.microbatch_rows):
                 self._rows.fill_slices(view)
-            late = torch.full((), float(self._rows.num_late), dtype=torch.float64, device=self._layout.device)
-            if float(view.ranks.reduce(late)) > 0.0:
-                return view.with_gradients(why_no_rows=IN_PARTS)
             mean = self._layout.vector(view.gradients.mean.values())
             squares = self._rows.finish(view.fold_sizes, view.ranks.count, mean)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
             if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
                 sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
-            view = view.with_gradients(rows=self._rows.rows, sq_norms=sq_norms)
-            tensors = [*self._loop.shard.leaves.values(), *(view.gradients.rows or ())]
+            tensors = [*self._loop.shard.leaves.values(), *(self._rows.rows or ())]
             is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
-            return view.with_gradients(why_no_rows=why_not_the_sum(view.ranks.reduce(squares), is_rounded))
+            why_not = why_not_the_sum(view.ranks.reduce(squares), is_rounded)
+            return view.with_gradients(rows=self._rows.rows, sq_norms=sq_norms, why_no_rows=why_not)
 
     def disarm(self) -> None:
         """Removes the hooks before the next call: the loop's backward is over."""

@@ -106,8 +106,9 @@ class GradientRows:
     def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> Tensor:
         """Puts rows and square norms on the scale of means: all gradients are in.
 
-        Returns (2 + F,) fp64, sums of squares over this process's entries: of the step's gradient less the mean of all
-        that were caught, of the step's gradient, and of each fold's.
+        Returns (3 + F,) fp64: how many gradients came in several parts, of which only the first were caught; and sums
+        of squares over this process's entries, of the step's gradient less the mean of all that were caught, of the
+        step's gradient, and of each fold's.
 
         sizes  (F,), n_k over all processes
         mean   the step's gradient, whose square norms come last
@@ -132,17 +133,13 @@ class GradientRows:
             self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._roots)
         rest = (one - part.to(one.device) / num_ranks for one, part in zip(mean, caught, strict=True))
         off = torch.stack([dots(part, part) for part in rest]).sum()
-        return torch.cat([torch.stack([off, dot(mean, mean)]), squares])
+        late = torch.full_like(off, float(self._reduction.late))
+        return torch.cat([torch.stack([late, off, dot(mean, mean)]), squares])
 
     def release(self) -> None:
         """Frees the rows."""
         self._reduction.forget()
         self.rows = self.sq_norms = self._passing = self._sum = self._roots = self._group = None
-
-    @property
-    def num_late(self) -> int:
-        """Gradients of this step that came in several parts, of which only the first were caught."""
-        return self._reduction.late
 
     @property
     def num_bytes(self) -> int:

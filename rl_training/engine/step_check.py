@@ -37,17 +37,23 @@ SHARE = "update/surviving_share"
 NO_STEP = "the formula moves no weight here"
 NO_BAR = "no error bar: it describes this step"
 LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
+IN_PARTS = (
+    "the gradient differs from that of the microbatches, since parameters got theirs in several parts: call backward "
+    "once for each microbatch, and use checkpointing with use_reentrant=False"
+)
 EDITED = "weights were changed after it by something else than the optimizer"
 ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
 
 
-def why_not_the_sum(squares: Tensor, rounded: bool) -> str:
+def why_not_the_sum(sums: Tensor, rounded: bool) -> str:
     """Returns why the step's gradient is not the mean of its folds' gradients, "" if it is.
 
-    squares  as GradientRows.finish returns them, over all processes
+    sums     as GradientRows.finish returns them, over all processes
     rounded  gradients are summed in half precision
     """
-    off, norm, *norms = squares.sqrt().tolist()
+    late, off, norm, *norms = sums.sqrt().tolist()
+    if late:
+        return IN_PARTS
     allowed = (LIMIT_ROUNDED if rounded else LIMIT) * norm + ROUNDING * sum(norms)
     if not math.isfinite(off) or off <= allowed:
         return ""

@@ -277,7 +277,7 @@ def test_a_gradient_in_several_parts_is_noticed() -> None:
     model = TiedModel(reentrant=True)
     rows = rows_of(model)
     train_step(model, rows, microbatches(1))
-    assert rows.num_late > 0
+    assert rows._reduction.late > 0
 
 
 def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, rows: GradientRows) -> None:
