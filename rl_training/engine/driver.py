@@ -283,7 +283,10 @@ class StepDriver:
             tensors = [*self._loop.shard.leaves.values(), *(self._rows.rows or ())]
             is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
             why_not = why_not_the_sum(view.ranks.reduce(squares), is_rounded)
-            return view.with_gradients(rows=self._rows.rows, sq_norms=sq_norms, why_no_rows=why_not)
+            gradients = dataclasses.replace(
+                view.gradients, rows=self._rows.rows, sq_norms=sq_norms, why_no_rows=why_not
+            )
+            return dataclasses.replace(view, gradients=gradients)
 
     def disarm(self) -> None:
         """Removes the hooks before the next call: the loop's backward is over."""

@@ -5,10 +5,8 @@ For the letters in shapes see batch.py.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -137,10 +135,6 @@ class Step:
     def sum_by_fold(self, values: Tensor) -> Tensor:
         """Returns the sums of (B, …) over the sequences of each fold, (F, …), of all processes. A collective."""
         return self.ranks.reduce(self.batch.sum_by_fold(values))
-
-    def with_gradients(self, **changes: Any) -> Step:
-        """Returns this step with other values of these fields of its gradients."""
-        return dataclasses.replace(self, gradients=dataclasses.replace(self.gradients, **changes))
 
     @property
     def entropy_change(self) -> EntropyChange:
