@@ -18,14 +18,14 @@ Tables of scores have a row for each sequence of this process, or of all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, take_rows
-from rl_training.engine.loss_weights import LossWeights, gradient_of
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
 from rl_training.mathematics.entropy import Target, surrogate_weights
 from rl_training.mathematics.importance import (
@@ -40,7 +40,6 @@ from rl_training.mathematics.importance import (
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout, Vector
 
 TARGETS: tuple[Target, ...] = ("token", "sequence")
 MOST_BLOCKS = 32  # as many are enough for an error; small microbatches make more
@@ -68,34 +67,6 @@ class EvaluationBuffer:
 
 
 # --- predicted --------------------------------------------------------------------------------------------------------
-
-
-def gradients_by_block(
-    buffer: EvaluationBuffer,
-    blocks: JackknifeUnits,
-    policy: Policy,
-    layout: Layout,
-    parameters: Sequence[Tensor],
-    microbatch_size: int | None = None,
-) -> Iterator[tuple[int, int, list[Vector]]]:
-    """Yields the parts of N X_E from this process's sequences: the block, how many sequences, the gradient per target.
-
-    microbatch_size  sequences of one forward and of a backward for each of TARGETS; a whole block where not given
-    """
-    weights = weights_of_buffer(buffer, TARGETS)
-    block = blocks.number[buffer.number]
-    for number in block.unique().tolist():
-        members = (block == number).nonzero().squeeze(1)
-        for rows in members.split(microbatch_size or len(members)):
-            with policy.measuring():
-                fresh = policy.score(buffer.rollout, rows)
-                own = [weight.of_rows(rows, fresh.logps.shape[1]) for weight in weights]
-                last = own[-1]
-                gradient = [
-                    layout.vector(gradient_of(fresh, part.logps, part.entropies, parameters, part is not last))
-                    for part in own
-                ]
-            yield number, len(rows), gradient
 
 
 def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> list[LossWeights]:

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
-from rl_training.engine.evaluation_buffer import gradients_by_block, without_blocks
+from rl_training.engine.evaluation_buffer import TARGETS, weights_of_buffer, without_blocks
+from rl_training.engine.loss_weights import gradient_of
 from rl_training.engine.updates import CAUSES, split_products
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
@@ -79,14 +80,22 @@ def predict(
     sums = torch.zeros(blocks.count, 1 + len(splits.labels), 2, dtype=torch.float64, device=mask.device)
     direction = update.delta.new_zeros(2, len(update.delta))
     parameters = list(restored.parameters.values())
-    for block, count, gradients in gradients_by_block(
-        evaluation, blocks, restored.policy, layout, parameters, microbatch_size=microbatch_size
-    ):
-        mean = torch.stack([torch.cat(gradient) for gradient in gradients]).div_(evaluation.num_sequences)
-        direction += mean
-        products = split_products(update.in_pieces(), [layout.split(x) for x in mean], len(parameters))
-        sums[block] += _by_label(splits, products)
-        progress(count * restored.num_ranks)
+    weights, block = weights_of_buffer(evaluation, TARGETS), blocks.number[evaluation.number]
+    for number in block.unique().tolist():
+        for rows in (block == number).nonzero().squeeze(1).split(microbatch_size):
+            with restored.policy.measuring():
+                fresh = restored.policy.score(evaluation.rollout, rows)
+                token, sequence = (weight.of_rows(rows, fresh.logps.shape[1]) for weight in weights)
+                gradients = [
+                    gradient_of(fresh, own.logps, own.entropies, parameters, keep_graph=own is token)
+                    for own in (token, sequence)
+                ]
+            mean = torch.stack([torch.cat(layout.vector(gradient)) for gradient in gradients])
+            mean /= evaluation.num_sequences
+            direction += mean
+            products = split_products(update.in_pieces(), [layout.split(x) for x in mean], len(parameters))
+            sums[number] += _by_label(splits, products)
+            progress(len(rows) * restored.num_ranks)
     direction = restored.reduce(direction)
     over_evaluation = without_blocks(restored.reduce(sums), mask, blocks)
     return FirstOrder((WHOLE, *splits.labels), over_evaluation, without_folds(restored, update, direction), direction)
