@@ -87,7 +87,7 @@ class SimpleEntropyProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
-        if change.why_none or change.half_step_stderr is None or change.variances_given_step is None:
+        if change.why_none:
             names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
             missing = Estimate.missing(change.why_none)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
@@ -95,11 +95,14 @@ class SimpleEntropyProbe(Probe):
             if step.capabilities.sampling_mismatch:
                 self._answers |= visited_entropy(step)
         else:
-            self._answers = self._predicted(step, change, change.half_step_stderr)
+            self._answers = self._predicted(step, change)
         if self.per_sequence:
             self._answers[TRUNCATED] = truncated_share(step)
 
-    def _predicted(self, step: Step, change: EntropyChange, half_step_stderr: Tensor) -> dict[str, Estimate]:
+    def _predicted(self, step: Step, change: EntropyChange) -> dict[str, Estimate]:
+        half_step_stderr, given = change.half_step_stderr, change.variances_given_step
+        assert half_step_stderr is not None
+        assert given is not None
         level, forward, backward = (change.quantities[name] for name in ("entropy", "forward", "backward"))
         closed = self._sum.add(step.number, level, forward, backward, half_step_stderr)
         answers = {
@@ -111,7 +114,7 @@ class SimpleEntropyProbe(Probe):
             answers[REWARD] = Estimate.missing(NO_REWARD)
         prompts = step.num_sequences / step.batch.responses_per_prompt
         values = float(forward.value[0]), float(backward.value[0])
-        needed = self._needed.add(values, change.variances_given_step.tolist(), prompts, step.num_folds - 1)
+        needed = self._needed.add(values, given.tolist(), prompts, step.num_folds - 1)
         return answers | {NEEDED: needed, RELATIVE: relative_error(needed, prompts)}
 
     def state_dict(self) -> dict[str, Tensor]:
