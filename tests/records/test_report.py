@@ -19,6 +19,7 @@ import pytest
 from recorded_runs import record_run
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.needed_prompts import LOST
 from rl_training.records.compare.command import main
 from rl_training.records.evaluated import consolidate, write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
@@ -480,6 +481,13 @@ def test_the_report_opens_with_level_rate_and_trust_in_plain_words(tmp_path: Pat
         "probes.simple.responses_per_prompt.",
         "The predictions hold so far: they add up to -3.00 ± 0.24 nats, and -3.00 ± 0.47 was measured.",
     ]
+    for low, more in ((29.6, "more than 30 prompts"), (0.0, "more prompts")):
+        lost = {"delta_h/needed_prompts": Estimate(math.nan, reason=LOST, interval=(low, math.inf))}
+        records.write_estimates(4, 1, "simple", lost)
+        assert opening(read_run(tmp_path))[2] == (
+            f"The change by a single step is lost in its error: to know it to ± 50% takes {more} a step, or more "
+            "probes.simple.responses_per_prompt."
+        )
 
 
 def test_from_ten_steps_on_the_report_says_and_draws_where_entropy_may_go(tmp_path: Path) -> None:

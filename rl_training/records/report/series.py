@@ -139,7 +139,7 @@ def read_run(folder: Path) -> Run:
     table.loc[table["value"].isna() & (table["reason"] == ""), "reason"] = "no reason was recorded"
     half = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
     table["is_interval"] = table["low"].notna() & table["high"].notna()
-    table["low"] = table["low"].where(table["is_interval"], table["value"] - half)
+    table["low"] = table["low"].where(table["is_interval"] | table["value"].isna(), table["value"] - half)
     table["high"] = table["high"].where(table["is_interval"], table["value"] + half)
     return Run(folder, logged.index.tolist(), table, read_config(folder))
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.needed_prompts import LOST
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.report.findings import (
     NO_LATER_BATCH,
@@ -52,13 +53,15 @@ def opening(run: Run) -> list[str]:
     last = both[0].index.intersection(both[1].index, sort=False)[-1:]
     truth, total = (last_of(rows.loc[last]) for rows in both)
     share = run.known("update/surviving_share")["value"].tail(1).min()
-    error, needed = (last_of(run.known(f"delta_h/{name}")) for name in ("relative_error", "needed_prompts"))
+    prompts = run.measured("delta_h/needed_prompts").tail(1)
+    error, needed = last_of(run.known("delta_h/relative_error")), last_of(finite(prompts))
     return sentences(
         "opening",
         only_reward=rewards.pop() if len(rewards) == 1 and spreads == {0.0} else None,
         levels=[mean for mean, _, _ in ends_of(run.token_entropy())],
         rate=present_rate(run),
         one_step=(error, needed) if error and needed and error.value > UNCERTAIN else None,
+        more_prompts_than=next(iter(prompts.loc[prompts["reason"] == LOST, "low"]), None),
         sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
         lost=1 - share if share < SURVIVING else None,
     )
