@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+import vl_convert
+from PIL import Image
 from torch import Tensor
 
 from rl_training import Estimate
 from rl_training.mathematics.calibration import Calibration, interval_covers
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.records.jsonl import read_estimates
+from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Series
+from rl_training.records.report.charts import draw as chart
+from rl_training.records.report.page import VEGA_LITE
 
 DRAWN = ("rate 1e-4", "default", "rate 1e-3")
 TRUE, SAME_BATCH = "delta_h/true", "delta_h/same_batch_snis"
@@ -154,31 +157,34 @@ def cumulative(runs: Sequence[Run], name: str, steps: int) -> Tensor:
 
 
 def draw(runs: dict[str, list[Run]], steps: int, path: Path) -> None:
-    """Draws the sums over steps, a panel per learning rate, and the change along a scaled step."""
+    """Draws the sums over steps, a panel per learning rate, and the change along a scaled step, two in a row."""
     styles = {
-        TRUE: ("black", "-", "measured on fresh sequences"),
-        "delta_h/trapezoid": ("#1f77b4", "-", "trapezoid"),
-        "delta_h/forward": ("#2ca02c", "--", "forward"),
-        "delta_h/backward": ("#9467bd", "--", "backward"),
-        "delta_h/reuse": ("#d62728", ":", "reuse (naive product)"),
-        SAME_BATCH: ("#ff7f0e", ":", "importance weights, same batch"),
+        TRUE: ("measured on fresh sequences", TEXT, ()),
+        "delta_h/trapezoid": ("trapezoid", BLUE, ()),
+        "delta_h/forward": ("forward", GREEN, (7, 3)),
+        "delta_h/backward": ("backward", "#CC79A7", (7, 3)),
+        "delta_h/reuse": ("reuse (naive product)", ORANGE, (2, 2)),
+        SAME_BATCH: ("importance weights, same batch", GREY, (2, 2)),
     }
-    figure, axes = plt.subplots(1, len(runs) + 1, figsize=(4.2 * (len(runs) + 1), 3.8), layout="constrained")
-    x = torch.arange(1, steps + 1)
-    for ax, (condition, alike) in zip(axes[:-1], runs.items(), strict=True):
-        for name, (color, line, label) in styles.items():
-            ax.plot(x, cumulative(alike, name, steps), line, color=color, lw=2 if name == TRUE else 1.5, label=label)
-        ax.set(title=condition, xlabel="step", ylabel="ΔH since the start, nats per token")
-        ax.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    step, last = min(LINEARITY_STEP, steps), axes[-1]
-    for panel, (condition, alike) in enumerate(runs.items()):
-        for number, run in enumerate(alike):
-            changes = [abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
-            label = condition if number == 0 else None
-            last.loglog([2.0**e for e in EXPONENTS], changes, "o-", color=f"C{panel}", ms=3, lw=1, label=label)
-    last.set(title="along a scaled step η δθ", xlabel="η", ylabel="|ΔH|, nats per token")
-    last.legend(fontsize=8)
-    last.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    charts, along, x = [], [], range(1, steps + 1)
+    step = min(LINEARITY_STEP, steps)
+    for color, (condition, alike) in zip((BLUE, ORANGE, GREEN), runs.items(), strict=False):
+        sums = [
+            Series(label, ink, x, cumulative(alike, name, steps).tolist(), dash=dash)
+            for name, (label, ink, dash) in styles.items()
+        ]
+        charts.append(replace(chart("overlay_change", sums, name=condition), title=condition))
+        for run in alike:
+            changes = [1e3 * abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
+            along.append(Series(condition, color, [2.0**e for e in EXPONENTS], changes, mark="circle"))
+    charts.append(replace(chart("eta", along, folder=""), title="along a scaled step η δθ"))
+    specs = [{**one.standalone(), "title": one.title} for one in charts]
+    panels = [
+        Image.open(io.BytesIO(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=1.5))) for spec in specs
+    ]
+    width, height = (max(size) for size in zip(*(panel.size for panel in panels), strict=True))
+    whole = Image.new("RGB", (2 * width, (len(panels) + 1) // 2 * height), "white")
+    for number, panel in enumerate(panels):
+        whole.paste(panel, (number % 2 * width, number // 2 * height))
+    whole.save(path)
     print(f"\n{path}")
