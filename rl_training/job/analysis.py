@@ -116,7 +116,7 @@ def _write_pages(results: Mapping[Path, Path]) -> None:
         section = describe_analyses(folder, read_run(logged) if logged else None)
         print(f" {write_analyses_page(folder, section)}")
         if logged:
-            write_report(logged, {folder.resolve(): section})
+            write_report(logged)
 
 
 def _tell_dashboards(results: Mapping[Path, Path]) -> None:

@@ -259,11 +259,8 @@ def _evaluated(group: Group) -> tuple[pd.DataFrame, str, float] | None:
     folders = [member.run.folder / EVALUATIONS / name for member in group.members]
     contents = (read_step(folder, step) for folder in folders for step in found[name]["step"])
     ranges = (content.get("reward_range") for content in contents if content)
-    return (
-        found[name],
-        f"checkpoints, evaluation “{name}”",
-        next((float(known[1]) for known in ranges if known), math.nan),
-    )
+    most = next((float(known[1]) for known in ranges if known), math.nan)
+    return found[name], f"checkpoints, evaluation “{name}”", most
 
 
 def _trained(group: Group) -> tuple[pd.DataFrame, str, float]:
@@ -273,10 +270,8 @@ def _trained(group: Group) -> tuple[pd.DataFrame, str, float]:
         points = _points(*(pd.Series(by_step, dtype=float) for by_step in (run.token_entropy(), run.logged("reward"))))
         size = max(math.ceil(len(points) / BLOCKS), 1)
         sizes.add(size)
-        means = points.groupby(points.index // size).agg(
-            {"step": ["last", "size"], "entropy": "mean", "reward": "mean"}
-        )
-        means.columns = pd.Index(["step", "size", "entropy", "reward"])
-        blocks.append(means[means["size"] == size])
+        by_block = points.groupby(points.index // size)
+        means = by_block.mean().assign(step=by_block["step"].last())
+        blocks.append(means[by_block.size() == size])
     averaged = f"{' or '.join(map(str, sorted(sizes)))} step{'s' * (max(sizes) > 1)}"
     return pd.concat(blocks), f"training, means over {averaged}", group.members[0].most_reward

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
+from rl_training.records.folder import LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report.series import Run, read_config, read_run
+from rl_training.records.report.series import Run, read_run, settings_in
 
 SEEDS = ("seed", "data_seed")  # last segments of a setting's name
 LENGTHS = ("trainer.max_steps", "trainer.num_train_epochs")
@@ -102,12 +101,7 @@ def _read_member(path: Path) -> Member:
 
 def _settings(folder: Path) -> dict[str, str]:
     """Returns the settings of a run by their dotted names. An empty mapping has none: it chooses nothing."""
-    try:
-        config = yaml.safe_load(read_config(folder) or "")
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise ValueError(f"{folder / CONFIG_FILE} cannot be read ({where}): repair or remove it") from error
-    rows = pd.json_normalize(config if isinstance(config, dict) else {}).to_dict("records")
+    rows = pd.json_normalize(settings_in(folder)).to_dict("records")
     return {str(name): str(value) for name, value in rows[0].items()} if rows else {}
 
 

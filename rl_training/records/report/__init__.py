@@ -5,7 +5,6 @@ It shows only what the records of any run hold, finished, killed or still going;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +13,6 @@ from rich.text import Text
 
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report import findings
-from rl_training.records.report.charts import Section
 from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.interventions import interventions_of_run
@@ -28,19 +26,16 @@ PAGE_FILE = "report.html"
 OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after interventions
 
 
-def write_report(
-    run_dir: str | Path, analyses: Mapping[Path, Section] | None = None, pictures: bool = True, reload: int = 0
-) -> Path:
+def write_report(run_dir: str | Path, pictures: bool = True, reload: int = 0) -> Path:
     """Returns the path of the HTML page it wrote; its charts lie beside it as PNG.
 
-    analyses  checkpoint analyses that are described already, by folder
     pictures  False: the page alone
     reload    seconds after which an open page loads itself again; 0: never
 
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
     run = read_run(Path(run_dir))
-    charts, sections = draw_figures(run), analyses_of(run, analyses or {})
+    charts, sections = draw_figures(run), analyses_of(run)
     page = run.folder / REPORT_FOLDER / PAGE_FILE
     files = {page.with_name(name): png for name, png in (draw_pictures(charts) if pictures else {}).items()}
     html = render(

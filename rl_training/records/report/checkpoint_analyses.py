@@ -43,10 +43,10 @@ def write_analyses_page(folder: Path, section: Section) -> Path:
     return page
 
 
-def analyses_of(run: Run, known: Mapping[Path, Section]) -> list[Section]:
-    """Returns a section for each name in RUN/offline that has results; `known`, by folder, need no drawing again."""
-    names = {path.parents[1] for path in (run.folder / OFFLINE).glob(f"*/*/{RESULT_FILE}")}
-    return [known.get(folder) or describe_analyses(folder, run) for folder in sorted(names)]
+def analyses_of(run: Run) -> list[Section]:
+    """Returns a section for each name in RUN/offline that has results."""
+    folders = {path.parents[1] for path in (run.folder / OFFLINE).glob(f"*/*/{RESULT_FILE}")}
+    return [describe_analyses(folder, run) for folder in sorted(folders)]
 
 
 def describe_analyses(folder: Path, run: Run | None) -> Section:

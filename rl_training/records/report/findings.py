@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -165,27 +165,22 @@ def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
     return [row for place in places for row in found[sorted(found)[place]].values()]
 
 
-# Why estimates, or only their error bars ("value" or "error bar"), are missing: one per reason.
-class Gap(NamedTuple):
-    reason: str
-    what: str
-    names: list[str]
-    first_step: int
-    num_steps: int
+def gaps(run: Run) -> list[Any]:
+    """Returns the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps.
 
-
-def gaps(run: Run) -> list[Gap]:
-    """Returns the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps."""
+    With reason, `what` is missing for it ("value" or "error bar"), names, first_step and num_steps.
+    """
     measured = run.table[run.table["source"] == PROBES_FILE]
     is_nan = ~np.isfinite(measured["value"] + measured["stderr"])  # else the reason is a remark
     rows = measured[is_nan & (measured["reason"] != "")]
-    what = rows["value"].isna().map({True: "value", False: "error bar"})
+    rows = rows.assign(what=rows["value"].isna().map({True: "value", False: "error bar"}))
     order = measured["name"].unique().tolist().index  # as they were first recorded
-    listed = [
-        Gap(reason, kind, sorted(found["name"].unique(), key=order), int(found["step"].min()), found["step"].nunique())
-        for (reason, kind), found in rows.groupby(["reason", what], sort=False)
-    ]
-    return sorted(listed, key=lambda gap: gap.first_step)
+    listed = rows.groupby(["reason", "what"], sort=False).agg(
+        names=("name", lambda names: sorted(names.unique(), key=order)),
+        first_step=("step", "min"),
+        num_steps=("step", "nunique"),
+    )
+    return list(listed.sort_values("first_step", kind="stable").reset_index().itertuples(index=False))
 
 
 def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:

@@ -87,7 +87,7 @@ def interventions_of_run(run: Run) -> Section | None:
 
 def intervention_groups(run: Run) -> dict[str, Any]:
     """Returns the effects in order of price, and those that would halve its fall, keep it and spend it."""
-    found = in_order_of_price(_measured(run))
+    found = _measured(run)
     halving = {effect.bare_name: effect for effect in reversed(found) if effect.halves}  # one of several strengths
     return {
         "found": found, "falls": is_falling(run), "halving": list(halving.values())[::-1],
@@ -97,7 +97,7 @@ def intervention_groups(run: Run) -> dict[str, Any]:
 
 
 def _measured(run: Run) -> list[Effect]:
-    """Returns the interventions at the last step at which they were measured."""
+    """Returns the interventions at the last step at which they were measured, the cheapest first."""
     effects, falls = [], is_falling(run)
     quantities = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
     for name in (match.group(1) for match in map(NAMES.match, run.names()) if match):
@@ -109,18 +109,13 @@ def _measured(run: Run) -> list[Effect]:
             halves_at = Estimate.missing(NO_FALL)
         steps = run.measured_steps(f"intervention/{name}/mean_delta_h")
         effects.append(Effect(name, delta_h, delta_reward, price, last, kept, halves_at, steps))
-    return effects
+    return sorted(effects, key=lambda effect: effect.price.value if math.isfinite(effect.price.value) else math.inf)
 
 
 def is_falling(run: Run) -> bool:
     """Returns whether entropy falls significantly now, by `forward`; where that was not measured, by the mean step."""
     fall = present_rate(run) or last_of(run.known("intervention/plain_mean_delta_h"))
     return fall is not None and is_significant(fall) and fall.value < 0
-
-
-def in_order_of_price(effects: Sequence[Effect]) -> list[Effect]:
-    """Returns the effects, the cheapest first, those without a price last."""
-    return sorted(effects, key=lambda effect: effect.price.value if math.isfinite(effect.price.value) else math.inf)
 
 
 def _sentences(run: Run, found: Sequence[Effect]) -> list[str]:
@@ -167,8 +162,8 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
 
 def preferred(run: Run) -> list[str]:
     """Returns what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
-    ordered = in_order_of_price([effect for effect in _measured(run) if effect.halves or effect.keeps])
-    return list(dict.fromkeys(_setting(run, effect) for effect in ordered))[:MOST] if is_falling(run) else []
+    chosen = [_setting(run, effect) for effect in _measured(run) if effect.halves or effect.keeps]
+    return list(dict.fromkeys(chosen))[:MOST] if is_falling(run) else []
 
 
 def _setting(run: Run, effect: Effect) -> str:

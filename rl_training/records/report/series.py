@@ -42,12 +42,8 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What config.yaml holds; nothing where it holds nothing, or cannot be read."""
-        try:
-            config = yaml.safe_load(self.config or "")
-        except yaml.YAMLError:
-            return {}
-        return config if isinstance(config, dict) else {}
+        """What config.yaml holds; nothing where it holds nothing. ValueError where it cannot be read."""
+        return settings_in(self.folder)
 
     def probe(self, name: str) -> dict[str, Any]:
         return (self.settings.get("probes") or {}).get(name) or {}
@@ -148,6 +144,16 @@ def read_config(folder: Path) -> str | None:
     """Returns the text of a run's config.yaml; None when there is none."""
     config = folder / CONFIG_FILE
     return config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """Returns what a run's config.yaml holds; nothing where it holds no settings. ValueError: it cannot be read."""
+    try:
+        config = yaml.safe_load(read_config(folder) or "")
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"{folder / CONFIG_FILE} cannot be read ({where}): repair or remove it") from error
+    return config if isinstance(config, dict) else {}
 
 
 def finite(rows: pd.DataFrame) -> pd.DataFrame:

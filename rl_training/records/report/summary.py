@@ -10,17 +10,7 @@ from typing import Any, NamedTuple
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.needed_prompts import LOST
 from rl_training.mathematics.welch import difference, is_significant
-from rl_training.records.report.findings import (
-    NO_LATER_BATCH,
-    alerts,
-    goes_on,
-    held_out_rewards,
-    mean_of_last,
-    measured_by_one_step,
-    naive_of,
-    origins,
-    present_rate,
-)
+from rl_training.records.report import findings
 from rl_training.records.report.interventions import NO_FALL, intervention_groups
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.words import MILLI, sentences, table
@@ -59,7 +49,7 @@ def opening(run: Run) -> list[str]:
         "opening",
         only_reward=rewards.pop() if len(rewards) == 1 and spreads == {0.0} else None,
         levels=[mean for mean, _, _ in ends_of(run.token_entropy())],
-        rate=present_rate(run),
+        rate=findings.present_rate(run),
         one_step=(error, needed) if error and needed and error.value > UNCERTAIN else None,
         more_prompts_than=next(iter(prompts.loc[prompts["reason"] == LOST, "low"]), None),
         sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
@@ -78,7 +68,12 @@ def ends_of(values: Mapping[int, float]) -> list[tuple[float, int, int]]:
 def step_numbers(run: Run) -> list[list[str]]:
     """Returns the table of STEP_NUMBERS, measured and predicted; nothing where there is only one."""
     rows = [
-        (label, mean_of_last(measured_by_one_step(run, measured)), mean_of_last(run.known(predicted)), times)
+        (
+            label,
+            findings.mean_of_last(findings.measured_by_one_step(run, measured)),
+            findings.mean_of_last(run.known(predicted)),
+            times,
+        )
         for label, (times, measured, predicted) in STEP_NUMBERS.items()
     ]
     known = [row for row in rows if any(row[1:3])]
@@ -100,7 +95,7 @@ def summarize(run: Run) -> list[Row]:
     """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
     ess, idle = (run.known(f"ess/{name}")["value"] for name in ("advantage_fraction", "zero_advantage_prompts"))
     scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
-    held_out = held_out_rewards(run)
+    held_out = findings.held_out_rewards(run)
     lines = table(
         "summary",
         logged=len(run.steps),
@@ -110,7 +105,7 @@ def summarize(run: Run) -> list[Row]:
         acceptance=ends_of(run.logged("buffer/acceptance")),
         entropy=ends_of(run.token_entropy()),
         has_entropy=len(run.measured("entropy/token")) > 0,
-        alerts=alerts(run),
+        alerts=findings.alerts(run),
         ahead=AHEAD,
         **_changes(run),
         scale=scale,
@@ -129,9 +124,9 @@ def _changes(run: Run) -> dict[str, Any]:
     """Returns the measured change of entropy at the last step that has it, with the sums of predictions there."""
     sums = [run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
     last = max(finite(sums[0]).index, default=max(sums[0].index, default=0))
-    first = max((step for step in origins(run) if step <= last), default=None)
-    changes = [Estimate.missing(NO_LATER_BATCH)] * 3
+    first = max((step for step in findings.origins(run) if step <= last), default=None)
+    changes = [Estimate.missing(findings.NO_LATER_BATCH)] * 3
     if first != last:
         absent = Estimate.missing(NO_PROBE)
-        changes = [to_estimates(rows).get(last, absent) for rows in (*sums, naive_of(run))]
-    return {"changes": changes, "since": first, "until": last, "goes_on": goes_on(run)}
+        changes = [to_estimates(rows).get(last, absent) for rows in (*sums, findings.naive_of(run))]
+    return {"changes": changes, "since": first, "until": last, "goes_on": findings.goes_on(run)}
