@@ -176,5 +176,6 @@ def from_json(value: Any) -> Any:
     if value is None:
         return math.nan
     if isinstance(value, Mapping):
-        return {key: inner if key == "settings" else from_json(inner) for key, inner in value.items()}
+        as_it_is = (float, int, str)  # most are: of a run, a hundred thousand
+        return {k: v if isinstance(v, as_it_is) or k == "settings" else from_json(v) for k, v in value.items()}
     return [from_json(inner) for inner in value] if isinstance(value, list) else value

@@ -102,7 +102,7 @@ def _measured(run: Run) -> list[Effect]:
     quantities = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
     for name in (match.group(1) for match in map(NAMES.match, run.names()) if match):
         delta_h, delta_reward, price, last, kept, halves_at = (
-            last_of(run.measured(f"intervention/{name}/{quantity}")) or Estimate.missing("it was not recorded")
+            run.last(f"intervention/{name}/{quantity}") or Estimate.missing("it was not recorded")
             for quantity in quantities
         )
         if math.isfinite(halves_at.value) and not falls:

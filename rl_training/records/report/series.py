@@ -78,6 +78,10 @@ class Run:
         """Returns this metric by step as estimates, for statistics."""
         return to_estimates(self.measured(name, source))
 
+    def last(self, name: str) -> Estimate | None:
+        """Returns the last of this metric's rows as an estimate; None where it was not recorded."""
+        return last_of(self.table.iloc[self.places.get((PROBES_FILE, name), [])[-1:]].set_index("step"))
+
     def measured_steps(self, name: str) -> int:
         """Returns how many measured steps are behind the last of this metric's running means."""
         known = self.known(name)["measured_steps"]
