@@ -6,7 +6,6 @@ batches; the main one measures and writes. With one, `evaluation.jobs` checkpoin
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import queue
@@ -18,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
@@ -31,7 +30,15 @@ from rl_training.evaluation.workers import reason_of
 from rl_training.job.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
 from rl_training.job.loggers import MetricsLogger, loggers_of
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.evaluated import TABLE_FILE, EvaluatedMetric, consolidate, locked, read_table, write_step
+from rl_training.records.evaluated import (
+    TABLE_FILE,
+    consolidate,
+    estimates_in,
+    largest_pass_at,
+    locked,
+    read_table,
+    write_step,
+)  # fmt: skip
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import write_report
@@ -165,7 +172,7 @@ class _Evaluation:
     def close(self) -> int:
         """Shows the table, closes the dashboards, makes the run's report anew, and returns the exit code."""
         self.bar.close()
-        print_table(self.plan.folder, read_table(self.plan.folder), self.problems)
+        print_table(self.plan.folder, self.problems)
         for dashboard in self.loggers or []:
             dashboard.finish(pictures=[])
         run = self.plan.run
@@ -224,19 +231,18 @@ def _line(response: Response, prompt: Any) -> dict[str, Any]:
     }
 
 
-def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequence[str]) -> None:
+def print_table(folder: Path, problems: Sequence[str]) -> None:
     """Prints a line per checkpoint, pass@k of the largest k, and below it what failed and why."""
-    most = max((int(row.metric.rsplit("_", 1)[1]) for row in rows if row.metric.startswith("pass_at_")), default=1)
+    table = read_table(folder)
+    most = (largest_pass_at(table["metric"]) or "pass_at_1").removeprefix("pass_at_")
     titles = {name.replace("pass_at", f"pass_at_{most}"): title.format(most) for name, title in COLUMNS.items()}
-    shown = [row for row in rows if row.metric in titles and math.isfinite(row.value)]
-    if shown:
-        prompts = max(row.num_prompts for row in shown)
-        cells = pd.DataFrame(
-            {"step": row.step, "title": titles[row.metric], "cell": in_words(row.estimate())} for row in shown
-        )
-        table = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
+    shown = table[table["metric"].isin([*titles]) & np.isfinite(table["value"].astype(float))]
+    if len(shown):
+        cells = shown.assign(title=shown["metric"].map(titles), cell=[*map(in_words, estimates_in(shown))])
+        wide = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
+        prompts = shown["num_prompts"].max()
         print(f"{folder.name}: mean ± half of the 95 % interval, or the interval itself, over {prompts:.0f} prompts")
-        print(table[["step", *(title for title in titles.values() if title in table)]].to_string(index=False))
+        print(wide[["step", *(title for title in titles.values() if title in wide)]].to_string(index=False))
         print(f"All numbers: {folder / TABLE_FILE}")
     for problem in problems:
         print(problem)

@@ -3,7 +3,7 @@
     RUN/evaluations/<name>/settings.json                what was asked for; the same for all checkpoints
     RUN/evaluations/<name>/step_N/metrics.json          every number with its standard error, or why there is none
     RUN/evaluations/<name>/step_N/responses.jsonl[.gz]  every response with its prompt and scores
-    RUN/evaluations/<name>/consolidated_metrics.csv     a row per step and metric, with the columns of EvaluatedMetric
+    RUN/evaluations/<name>/consolidated_metrics.csv     a row per step and metric, with the columns COLUMNS
 
 A step's folder and the table are there whole or not at all: written under another name, then renamed.
 """
@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 from filelock import FileLock, Timeout
@@ -34,26 +34,8 @@ METRICS = "metrics.json"
 RESPONSES = "responses.jsonl"
 SETTINGS = "settings.json"
 LOCK = ".lock"
-WHY = "its metrics.json says why"
+COLUMNS = ["step", "metric", "value", "stderr", "num_prompts", "low", "high"]  # the last two: Estimate.interval
 MAKE_ROOM = "nothing that was finished is lost: make room, and run the same command again"
-
-
-class EvaluatedMetric(NamedTuple):
-    """A row of the consolidated table; `low` and `high` are Estimate.interval, nan where there is none."""
-
-    step: int
-    metric: str
-    value: float
-    stderr: float
-    num_prompts: float
-    low: float = math.nan
-    high: float = math.nan
-
-    def estimate(self) -> Estimate:
-        interval = None if math.isnan(self.low) else (self.low, self.high)
-        why = "" if math.isfinite(self.stderr) else "no error bar" if math.isfinite(self.value) else WHY
-        prompts = 0 if math.isnan(self.num_prompts) else int(self.num_prompts)
-        return Estimate(self.value, self.stderr, prompts, why, interval=interval)
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,36 +99,43 @@ def consolidate(folder: Path) -> Path:
     path = folder / TABLE_FILE
     steps = sorted(int(step.name.removeprefix("step_")) for step in folder.glob("step_*"))
     rows = [
-        EvaluatedMetric(step, name, row["value"], row["stderr"], row["num_prompts"], *(row.get("interval") or ()))
+        (step, name, row["value"], row["stderr"], row["num_prompts"], *(row.get("interval") or (math.nan, math.nan)))
         for step in steps
         if (content := read_step(folder, step))
         for name, row in content["metrics"].items()
     ]
-    table = pd.DataFrame(rows, columns=EvaluatedMetric._fields).to_csv(index=False, na_rep="nan")
+    table = pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False, na_rep="nan")
     write_atomically({path: table.encode()}, MAKE_ROOM)
     return path
 
 
-def read_table(folder: Path) -> list[EvaluatedMetric]:
-    """Returns the rows of an evaluation's consolidated table; none where there is no table yet.
+def read_table(folder: Path) -> pd.DataFrame:
+    """Returns an evaluation's consolidated table; no rows where there is none yet.
 
     Raises ValueError for a damaged one, naming it. Tables may be older than the columns `low` and `high`.
     """
-    path, needed = folder / TABLE_FILE, EvaluatedMetric._fields[:5]
+    path, needed = folder / TABLE_FILE, COLUMNS[:5]
     if not path.is_file():
-        return []
+        return pd.DataFrame(columns=COLUMNS)
     try:
         table = pd.read_csv(path, float_precision="round_trip", dtype={"step": int, "metric": str, "num_prompts": int})
         if not isinstance(table.index, pd.RangeIndex):  # pandas shifts such lines to the left
             raise ValueError("a line has more fields than the first")
-        table = table[[*needed, *(end for end in ("low", "high") if end in table)]]
-        table = table.astype({"value": float, "stderr": float})
+        known = table[needed].astype({"value": float, "stderr": float})
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"{path} is not a table of {', '.join(needed)} ({error}): delete it, and evaluate the run again; finished "
             "checkpoints are not evaluated again"
         ) from error
-    return [EvaluatedMetric(*row) for row in table.itertuples(index=False)]
+    return known.join(table.filter(["low", "high"])).reindex(columns=COLUMNS)
+
+
+def estimates_in(table: pd.DataFrame) -> list[Estimate]:
+    """Returns the number of each row; metrics.json has the reasons of those that are missing."""
+    return [
+        Estimate(value, stderr, int(num), "see metrics.json", interval=None if math.isnan(low) else (low, high))
+        for value, stderr, num, low, high in table[COLUMNS[2:]].itertuples(index=False)
+    ]
 
 
 def largest_pass_at(metrics: Iterable[str]) -> str:

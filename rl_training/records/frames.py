@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from rl_training.records import jsonl
-from rl_training.records.evaluated import EVALUATIONS, IN_TRAINING, TABLE_FILE, EvaluatedMetric, read_table
+from rl_training.records.evaluated import COLUMNS, EVALUATIONS, IN_TRAINING, TABLE_FILE, read_table
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, logs_of
 
@@ -26,7 +25,7 @@ PROBE_COLUMNS = [
 ROLLOUT_COLUMNS = [
     "step", "prompt", "response", "prompt_index", "reward", "advantage", "length", "logp", "importance_ratio",
 ]  # fmt: skip
-EVALUATION_COLUMNS = ["evaluation", *EvaluatedMetric._fields]
+EVALUATION_COLUMNS = ["evaluation", *COLUMNS]
 OFFLINE = "offline"  # folder of a run that holds analyses of its checkpoints
 RESULT_FILE = "result.json"
 ABOUT = ["analysis", "checkpoint", "step", "kind"]
@@ -82,15 +81,17 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     """
     logs = logs_of(run)
     last = {row["step"]: row for row in jsonl.read_evaluations(logs)}  # of several at a step, the last counts
-    rows = [
-        (IN_TRAINING, EvaluatedMetric(step, name.removeprefix("eval_"), float(value), math.nan, math.nan))
+    in_training = [
+        (IN_TRAINING, step, name.removeprefix("eval_"), float(value))
         for step, row in last.items()
         for name, value in row.items()
         if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
     ]
-    tables = sorted(logs.parent.glob(f"{EVALUATIONS}/*/{TABLE_FILE}"))
-    rows += [(table.parent.name, row) for table in tables for row in read_table(table.parent)]
-    return pd.DataFrame([(name, *row) for name, row in rows], columns=EVALUATION_COLUMNS)
+    tables = [pd.DataFrame(in_training, columns=EVALUATION_COLUMNS[:4])]
+    for path in sorted(logs.parent.glob(f"{EVALUATIONS}/*/{TABLE_FILE}")):
+        tables.append(read_table(path.parent).assign(evaluation=path.parent.name))
+    some = [table for table in tables if len(table)] or tables[:1]  # without rows, columns have no type
+    return pd.concat(some, ignore_index=True).reindex(columns=EVALUATION_COLUMNS)
 
 
 def find_runs(folder: str | Path) -> list[Path]:

@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     assert "step 2 failed: its model cannot be loaded" in shown
     table = run / "evaluations" / "arithmetic" / evaluated.TABLE_FILE
     first = table.read_text(encoding="utf-8")
-    rows = {row.metric: row for row in evaluated.read_table(table.parent)}
+    rows = {row.metric: row for row in evaluated.read_table(table.parent).itertuples()}
     assert {row.step for row in rows.values()} == {1}
     assert {"pass_at_1", "pass_at_4", "kl/sequence", "entropy_by_position/from_001", "mine/mean"} <= set(rows)
     assert rows["pass_at_1"].value == rows["reward"].value
@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     assert evaluate(composed("evaluate", *asked)) == 0
     assert (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns == before, "what was finished is skipped"
     assert table.read_text(encoding="utf-8").startswith(first)
-    assert {row.step for row in evaluated.read_table(table.parent)} == {1, 2}
+    assert set(evaluated.read_table(table.parent)["step"]) == {1, 2}
 
     lines = (table.parent / "step_1" / "responses.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 10 * (4 + 1)
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     ]
     assert evaluate(composed("evaluate", *anew)) == 1
     assert "metric bad raised at row" in capsys.readouterr().out
-    again = evaluated.read_table(run / "evaluations" / "anew")
+    again = [*evaluated.read_table(run / "evaluations" / "anew").itertuples()]
     assert {row.metric for row in again} == {name for name in rows if "by_position" not in name and "mine" not in name}
     for row in again:  # another batch size: the same numbers up to rounding, and the same responses
         assert row.value == pytest.approx(rows[row.metric].value, rel=1e-5, nan_ok=True)
@@ -166,7 +166,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
     folder = tmp_path / "evaluations" / "arithmetic"
     assert [path.name for path in folder.iterdir()] == ["settings.json"]
     assert evaluate(cfg) == 0
-    assert {row.step for row in evaluated.read_table(folder)} == {1}
+    assert set(evaluated.read_table(folder)["step"]) == {1}
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED["evaluation"].items())
@@ -469,7 +469,7 @@ def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_wh
     metrics = response_metrics(right, max_k=1, right_reward=1.0, answers=True, reward_range=(0.0, 1.0))
     evaluated.write_step(tmp_path, 4, {}, metrics, [])
     evaluated.consolidate(tmp_path)
-    print_table(tmp_path, evaluated.read_table(tmp_path), [])
+    print_table(tmp_path, [])
     shown = capsys.readouterr().out
     assert "mean ± half of the 95 % interval, or the interval itself, over 4 prompts" in shown
     assert "1.00 (0.51 … 1.00)" in shown  # of 4 of 4: 4/7.8415 to 1, and nothing is above 1
@@ -547,7 +547,7 @@ def test_an_infinite_number_stays_infinite_and_is_not_taken_for_a_missing_one(tm
     assert (read["metrics"]["low"]["value"], read["metrics"]["low"]["stderr"]) == (-math.inf, math.inf)
     assert math.isnan(read["metrics"]["format"]["value"])
     evaluated.consolidate(tmp_path)
-    assert [row.value for row in evaluated.read_table(tmp_path)[:2]] == [math.inf, -math.inf]
+    assert evaluated.read_table(tmp_path)["value"].tolist()[:2] == [math.inf, -math.inf]
 
 
 def test_the_table_reads_back_what_was_measured(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def test_the_table_reads_back_what_was_measured(tmp_path: Path) -> None:
     for step in (10, 9):
         evaluated.write_step(tmp_path, step, {}, metrics, [])
     evaluated.consolidate(tmp_path)
-    rows = evaluated.read_table(tmp_path)
+    rows = [*evaluated.read_table(tmp_path).itertuples()]
     assert [row.step for row in rows] == [9] * len(metrics) + [10] * len(metrics)
     for row, (name, estimate) in zip(rows, metrics.items(), strict=False):
         assert row.metric == name
