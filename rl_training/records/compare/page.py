@@ -40,20 +40,13 @@ Mean = Callable[[Sequence[Estimate]], Estimate]
 def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Path, list[str]]:
     """Returns the path of the page it wrote, and its findings. The page is `out`, or comparison.html in that folder.
 
-    Runs may be finished, running or killed; a folder stands for all runs in it.
+    Runs may be finished, running or killed; a folder stands for all runs in it. What comes from them is escaped.
     Raises FileNotFoundError where there is no run, and ValueError for what cannot be read or compared.
     """
     groups = read_groups(folders)
-    if sum(len(group.members) + len(group.repeats) for group in groups) < 2:
+    num_runs = sum(len(group.members) + len(group.repeats) for group in groups)
+    if num_runs < 2:
         raise ValueError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
-    page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
-    html, findings = render_comparison(groups)
-    write_atomically({page: html.encode()})
-    return page, findings
-
-
-def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:
-    """Returns the page's HTML and its findings, with which it opens. Everything that comes from the runs is escaped."""
     ends = [final.last_common_step(group) for group in groups]
     common = min(ends)  # where all can be compared; those that went on are shown at their own end too
     columns = [(group, common, group.letter, final.begun(groups, common)) for group in groups]
@@ -61,8 +54,8 @@ def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:
     pairs = final.compare_groups(groups)
     findings = sentences("comparison", pairs=pairs, seeds=[member.seed for member in groups[0].members])
     laws = [final.fit_law(group) for group in groups]
-    num_runs = sum(len(group.members) + len(group.repeats) for group in groups)  # two at least
-    page = render(
+    page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
+    html = render(
         "comparison.html",
         title=f"{num_runs} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
         sentences=findings,
@@ -78,6 +71,7 @@ def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:
         charts=[*draw_overlays(groups), draw_law(groups, laws)],
         laws=laws,
     )
+    write_atomically({page: html.encode()})
     return page, findings
 
 

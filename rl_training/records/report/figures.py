@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -53,16 +54,16 @@ def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float 
     """Returns values as points with error bars; of very many points, the running mean."""
     known = finite(rows)
     if len(known) > MAX_BARS:
-        return dots(dict(zip(known.index, known["value"], strict=True)), color, mark, "", label)
+        return dots(known["value"], color, mark, label, label)
     return [Series.cloud(label, color, mark, known.index + offset, known)]
 
 
-def dots(values: Mapping[int, float], color: str, mark: str, label: str, mean: str) -> list[Series]:
+def dots(values: pd.Series[float], color: str, mark: str, label: str, mean: str) -> list[Series]:
     """Returns values as dots and, of many, their running mean, labelled `mean`."""
-    window, steps = running_window(len(values)), list(values)
+    window = running_window(len(values))
     smooth = len(values) >= 2 * window
-    cloud = Series.cloud(label or mean, color, mark, steps, [*values.values()], faint=0.35 if smooth else 1)
-    means = pd.Series(values, dtype=float).rolling(window, center=True).mean().dropna()
+    cloud = Series.cloud(label, color, mark, values.index, values, faint=0.35 if smooth else 1)
+    means = values.rolling(window, center=True).mean().dropna()
     return [cloud, Series(mean, color, means.index, means)] if smooth else [cloud]
 
 
@@ -95,15 +96,13 @@ def _declared(
 
 
 def _reward(run: Run) -> Chart:
-    reward, held_out = run.logged("reward"), findings.held_out_rewards(run)
-    if not reward:
+    rows, held_out = run.known("reward", METRICS_FILE), findings.held_out_rewards(run)
+    if rows.empty:
         return draw("reward", [], ["reward – no finite value was logged"], window=0, held_out=held_out)
-    window = running_window(len(reward))
-    looks = [HELD_OUT[number % len(HELD_OUT)] for number in range(len(held_out))]
-    further = [line(f"held out: {at}", rows, *look) for (at, rows), look in zip(held_out.items(), looks, strict=True)]
-    shown = finite(pd.concat([run.known("reward", METRICS_FILE), *held_out.values()]))
-    series = [*dots(reward, BLUE, "circle", "one step", f"mean of {window} steps"), *further]
-    return draw("reward", series, ends=framed(shown), window=window, held_out=held_out)
+    window = running_window(len(rows))
+    series = dots(rows["value"], BLUE, "circle", "one step", f"mean of {window} steps")
+    series += [line(f"held out: {at}", own, *look) for (at, own), look in zip(held_out.items(), cycle(HELD_OUT))]
+    return draw("reward", series, ends=framed(pd.concat([rows, *held_out.values()])), window=window, held_out=held_out)
 
 
 def _entropy(run: Run) -> Chart:
@@ -126,8 +125,8 @@ def _forecast(run: Run) -> list[Chart]:
     forecast = findings.forecast_of(run)
     if forecast is None:
         return []
-    entropy = {step: value for step, value in run.token_entropy().items() if value > 0}
-    series = dots(entropy, TEXT, "circle", "one step", "running mean")
+    entropy = pd.Series(run.token_entropy(), dtype=float)
+    series = dots(entropy[entropy > 0], TEXT, "circle", "one step", "running mean")
     marks = {steps: forecast.ahead(steps) for steps in HORIZONS}
     ranges = to_rows({
         forecast.step + steps: Estimate(ahead.median, interval=ahead.range)
@@ -158,13 +157,13 @@ def _delta_h(run: Run) -> Chart:
 
 def _calibration(run: Run) -> list[Chart]:
     """Returns the chart of each step's true change of entropy against forward; none where no truth was measured."""
-    both = run.known("delta_h/forward").join(run.known("delta_h/true"), how="inner", lsuffix="_predicted")
-    if both.empty:
+    forward, true = run.known("delta_h/forward"), run.known("delta_h/true")
+    steps = forward.index.intersection(true.index)
+    if steps.empty:
         return []
     names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
     last = {label: last_of(run.known(f"calibration/{name}")) for name, label in names.items()}
-    x = both.filter(like="_predicted").rename(columns=lambda name: name.removesuffix("_predicted"))
-    cloud = Series.cloud("a step, with 95 % intervals", BLUE, "circle", x, both)
+    cloud = Series.cloud("a step, with 95 % intervals", BLUE, "circle", forward.loc[steps], true.loc[steps])
     parts = [f"{label}: {in_words(found)}" for label, found in last.items() if found]
     return [draw("calibration", [diagonal([cloud]), cloud], parts=parts)]
 
