@@ -35,7 +35,6 @@ ROLLOUTS_FILE = "rollouts.jsonl.gz"
 # Of a line of probes.jsonl: its facts by name, and what they must be; others are an estimate's `detail`.
 NEEDED = {"step": int, "about_step": int, "name": str, "value": object, "stderr": object, "num_samples": int,
           "reason": object}  # fmt: skip
-ESTIMATE_FIELDS = {*NEEDED, "world_size", "probe", "low", "high"}
 MAKE_ROOM = "the run's records cannot be written: make room, then go on with resume=latest"
 
 

@@ -28,7 +28,6 @@ TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
 KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
 SAMPLED_STEPS = 5  # of which sequences are shown, from the first recorded one to the last
 OF_A_STEP = 3  # sequences shown, of different prompts
-LEAST_ESS = 0.5  # of the sequences: with fewer, importance weights say little
 
 
 def present_rate(run: Run) -> Estimate | None:
