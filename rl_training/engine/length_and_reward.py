@@ -15,6 +15,7 @@ from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.engine.updates import StepsWithoutFolds
+from rl_training.mathematics.folds import over_the_others
 
 NO_REWARD = "the step's own gradient is that of the reward in Dr-GRPO's loss only, on the policy's fresh responses"
 
@@ -58,14 +59,3 @@ def reward_gradient(step: Step) -> float | LossWeights | None:
         return None
     weights = (advantages * logs.sum(dim=1).exp()).unsqueeze(1) * mask * (group / (group - 1) / len(mask))
     return LossWeights(weights.to(batch.scores.logps), None)
-
-
-def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:
-    """Returns each reward less the mean of its prompt's, (b,).
-
-    >>> over_the_others(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([3, 3, 8])).tolist()
-    [0.5, -0.5, 0.0]
-    """
-    prompts, group = prompt_index.unique(return_inverse=True)
-    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards)
-    return rewards - (sums / group.bincount())[group]

@@ -147,6 +147,17 @@ def response_number(prompt_index: Tensor) -> Tensor:
     return number
 
 
+def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:
+    """Returns each reward less the mean of its prompt's, (b,).
+
+    >>> over_the_others(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([3, 3, 8])).tolist()
+    [0.5, -0.5, 0.0]
+    """
+    prompts, group = prompt_index.unique(return_inverse=True)
+    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards)
+    return rewards - (sums / group.bincount())[group]
+
+
 def split_prompts(prompt_index: Tensor, num_folds: int, rank: int = 0, num_ranks: int = 1) -> Tensor:
     """Returns a fold number for each sequence of a process, such that none of its prompts is split.
 

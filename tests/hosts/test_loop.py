@@ -23,9 +23,8 @@ from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
 from rl_training import Estimate, Rollout, measured_loop
-from rl_training.engine.batch import LossSettings, take_rows
+from rl_training.engine.batch import Correction, LossSettings, take_rows
 from rl_training.engine.capabilities import REUSED, Fixes
-from rl_training.engine.correction import Correction
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.ranks import all_ranks

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, LossSettings, Rollout
-from rl_training.engine.correction import Correction
+from rl_training.engine.batch import Batch, Correction, LossSettings, Rollout
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs, loss_inputs, silent_share
 from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, intervention, interventions_to_train

@@ -14,9 +14,8 @@ import torch
 from example_steps import ALONE
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, LossSettings, Rollout
+from rl_training.engine.batch import Batch, Correction, LossSettings, Rollout
 from rl_training.engine.capabilities import Capabilities
-from rl_training.engine.correction import Correction
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.ranks import Ranks
 from rl_training.mathematics.estimate import Estimate

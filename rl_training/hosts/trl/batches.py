@@ -13,9 +13,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from rl_training.engine.batch import LossSettings, Rollout, in_one_width
+from rl_training.engine.batch import Correction, LossSettings, Rollout, in_one_width
 from rl_training.engine.capabilities import Fixes
-from rl_training.engine.correction import Correction
 from rl_training.hosts.trl.patches import SHUFFLE, wrap
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.mathematics.scores import Scores
