@@ -46,10 +46,7 @@ def chunks_of(shard: Shard) -> list[Chunk]:
         start = 0
         for begin in range(0, widest, width):
             sends = tuple(
-                tuple(
-                    (name, min(stop, first + begin), min(stop, first + begin + width))
-                    for name, (first, stop) in ((name, shard.cut(name, rank)) for name in bucket.names)
-                )
+                tuple((name, *_part(shard.cut(name, rank), begin, width)) for name in bucket.names)
                 for rank in range(shard.num_ranks)
             )
             sizes = [sum(stop - start for _, start, stop in send) for send in sends]
@@ -57,6 +54,11 @@ def chunks_of(shard: Shard) -> list[Chunk]:
             chunks.append(Chunk(bucket.names, sends, sizes, number, columns))
             start = columns.stop
     return chunks[::-1]
+
+
+def _part(cut: tuple[int, int], begin: int, width: int) -> tuple[int, int]:
+    start, stop = cut
+    return min(stop, start + begin), min(stop, start + begin + width)
 
 
 @functools.cache
