@@ -36,6 +36,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.jackknife import estimates_over_units
 from rl_training.mathematics.looking_back import differences_before
+from rl_training.mathematics.per_decision import slopes
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Vector
@@ -153,11 +154,8 @@ def rounded_scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]
         with policy.with_weights({name: w + steps * (w - before[name]) for name, w in held.items()}):
             ends.append(policy.score_rollout(rollout, as_training=True))
     behind, ahead = ends
-    return now, Scores(
-        now.logps[rows].double() - (ahead.logps.double() - behind.logps.double()) / (2 * SPAN),
-        now.entropies[rows].double() - (ahead.entropies.double() - behind.entropies.double()) / (2 * SPAN),
-        ahead.mask,
-    )
+    logps, entropies = slopes(ahead, behind, SPAN)
+    return now, Scores(now.logps[rows].double() - logps, now.entropies[rows].double() - entropies, ahead.mask)
 
 
 def sums_of_responses(step: Step, rows: Tensor, terms: Tensor, logs: Tensor) -> Tensor:
