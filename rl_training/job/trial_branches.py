@@ -42,11 +42,13 @@ def run_branch(cfg: DictConfig) -> None:
 
 def _device(number: int | None) -> dict[str, str]:
     """Returns what leaves a branch one of several GPUs."""
+    if number is None:
+        return {}
     import torch  # not above: not every launcher's process needs it
 
     count = torch.cuda.device_count()
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    return {} if number is None or count < 2 else {"CUDA_VISIBLE_DEVICES": devices[number % count]}
+    return {} if count < 2 else {"CUDA_VISIBLE_DEVICES": devices[number % count]}
 
 
 def end_with(parent: int) -> None:

@@ -215,7 +215,7 @@ def test_what_was_foretold_is_of_this_strength_or_says_of_which(tmp_path: Path) 
 def test_a_branch_whose_command_fails_does_not_hold_up_the_others(tmp_path, monkeypatch) -> None:
     """Two at once, by joblib; the commands are quick ones."""
     run = a_run_folder(tmp_path / "run")
-    cfg = composed("try", f"run={run}")
+    cfg = composed("try", f"run={run}", f"launch='{sys.executable} -m'")  # by which no GPU is looked for
     launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     trial = Trial(run / "training_state" / "checkpoint-2", ("psr",), cfg, (), launcher)
     commands = {"plain": [["no_such"], ["config"]], "psr": [["--version"], ["config"]]}
