@@ -31,8 +31,9 @@ CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safeten
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_convert": "vl-convert-python"}
 # Each command in a fork of one process that has imported what takes seconds, as has each process of a command's own.
 COMMANDS = """
-import json, multiprocessing, os, sys
+import gc, json, multiprocessing, os, sys
 import rl_training.__main__, rl_training.job.build, rl_training.job.evaluate
+gc.freeze()  # what no fork has to walk through
 fork = multiprocessing.get_context("fork")
 multiprocessing.get_context = lambda kind=None: fork
 assert rl_training.__file__.startswith(sys.prefix), rl_training.__file__
