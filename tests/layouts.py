@@ -19,7 +19,7 @@ import torch.distributed as dist
 from plain_loop import CLIP, loss_of, rollout_of, scores_of
 from shared_rollouts import G
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -45,12 +45,9 @@ OPTIONS: dict[str, Any] = {
     "dtype": torch.float64,
     "sync": "each",  # gradients are reduced at each microbatch, or at the last one
     "reshard": True,  # FSDP2 frees gathered weights after the forward pass
-    "bf16": False,  # FSDP2 computes in bf16 and reduces in fp32
     "lora": False,
     "checkpointing": False,
-    "compile": False,
     "probes": True,
-    "optimizer": "adamw",
     "sampler": False,  # another policy has sampled
     "num_folds": None,
     "numerics": False,  # the only probes score rows again one by one
@@ -101,14 +98,10 @@ def model_of(case: dict[str, Any]) -> nn.Module:
 def wrapped(model: Any, case: dict[str, Any]) -> Any:
     layers = [module for name, module in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
     assert layers
-    if case["compile"]:
-        for layer in layers:
-            layer.compile(backend="aot_eager")
     if case["kind"] == "fsdp2":
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case["bf16"] else MixedPrecisionPolicy()
-        for layer in layers:
-            fully_shard(layer, reshard_after_forward=case["reshard"], mp_policy=policy)
-        return fully_shard(model, reshard_after_forward=case["reshard"], mp_policy=policy)
+        for module in (*layers, model):
+            fully_shard(module, reshard_after_forward=case["reshard"])
+        return model
     return DistributedDataParallel(model) if case["kind"] == "ddp" else model
 
 
@@ -141,9 +134,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         rollouts = {number: by_another(policy, rollout, number) for number, rollout in rollouts.items()}
     model = wrapped(policy, case)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=3e-4, eps=1e-5, weight_decay=0.1)
-    if case["optimizer"] == "sgd":
-        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    optimizer = torch.optim.AdamW(trained, lr=3e-4, eps=1e-5, weight_decay=0.1)
     count = PROMPTS * G // world // case["microbatch"]
     found = []
     torch.manual_seed(1 + rank)

@@ -148,12 +148,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trial_of(run: Path, *words: str, launcher: tuple[str, ...] = ()) -> Trial:
-    with composing():
-        cfg = compose("try", [f"run={run}", "interventions=[psr,lr:0.5,nsr]", *words])
-        return read_trial(cfg, (), launcher)
-
-
 def a_run_folder(folder: Path) -> Path:
     """Returns a folder that looks like a run with a checkpoint, where nothing is trained."""
     (folder / "training_state" / "checkpoint-2").mkdir(parents=True)

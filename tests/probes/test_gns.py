@@ -40,7 +40,6 @@ G = 2  # responses per prompt: here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}
 KIND_OF = {"attention": slice(0, 6), "mlp": slice(6, 11), "norm": slice(11, 14)}
 DIM = 14
-NUM_RANKS = 2
 NUM_STEPS = 100
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 EVEN = 0.9999  # decay of an average over hundreds of steps that weighs them almost alike
