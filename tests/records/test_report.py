@@ -397,6 +397,12 @@ def test_command_line_with_damaged_records_exits_with_2(tmp_path: Path, capsys: 
     assert METRICS_FILE in capsys.readouterr().err
 
 
+def test_a_damaged_config_is_named_with_the_fix(tmp_path: Path) -> None:
+    (record_run(tmp_path, [1]) / "config.yaml").write_text("trainer: [1")
+    with pytest.raises(ValueError, match=r"config\.yaml cannot be read .*: repair or remove it"):
+        write_report(tmp_path, pictures=False)
+
+
 def test_command_line_writes_the_report_and_prints_the_table(tmp_path, capsys) -> None:
     main([str(record_run(tmp_path, range(1, 4)))])
     printed = capsys.readouterr().out

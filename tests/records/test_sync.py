@@ -245,6 +245,26 @@ def test_a_connection_that_breaks_is_tried_again_and_the_rest_is_left_to_the_nex
     assert brought(tmp_path / "left") == RUN | {"run_a/logs/large": large}
 
 
+def test_a_connection_that_breaks_again_and_again_is_tried_as_long_as_files_arrive(
+    run_there, tmp_path, monkeypatch
+) -> None:
+    """Every second file breaks it: one retry is enough for all of them, and none is not."""
+    whole, calls = LocalFileSystem.get_file, 0
+
+    def get_file(self: LocalFileSystem, path: str, target: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
+            raise ConnectionError("lost")
+        whole(self, path, target)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+    with pytest.raises(ConnectionError, match="failed 1 times"):
+        sync(str(run_there), tmp_path / "home")
+    assert len(sync(str(run_there), tmp_path / "home", retries=1, pause=0.0).copied) == len(RUN) - 1
+    assert len(brought(tmp_path / "home")) == len(RUN)
+
+
 def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(
     run_there, tmp_path, capsys, monkeypatch
 ) -> None:
