@@ -35,6 +35,7 @@ from rl_training.tasks.arithmetic import arithmetic
 
 REGISTERED = Path(__file__).with_name("correction_order_registered.json")
 NONE = "none"
+FEWEST_STEPS = 16  # measured ones, for a prediction
 ORDERS = (("delta_reward", "reward"), ("delta_reward", "last rewards"), ("delta_h", "entropy"), ("delta_h", "reward"))
 
 
@@ -185,6 +186,8 @@ def print_table(plan: dict[str, Any], folder: Path, window: str) -> None:
             ends = [f"{truth} {values[i]:.4f}" for truth, values in outcome.truth.items()]
             by_seed = " ".join(f"{value:.2f}" for value in outcome.tables["reward"][i])
             print(f"  {arm:13} {', '.join(said)} (1e-3); {', '.join(ends)}; rewards {by_seed}")
+    outcomes = {name: outcome for name, outcome in outcomes.items() if outcome.steps >= FEWEST_STEPS}
+    print(f"\npredicted: {', '.join(outcomes)}")
     for quantity, truth in ORDERS:
         ranks = [outcome.rank(quantity, truth) for outcome in outcomes.values()]
         by_setting = " ".join(f"{rank:+.2f}" for rank in ranks)
