@@ -10,6 +10,7 @@ import base64
 import hashlib
 import math
 import re
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -254,6 +255,12 @@ def test_page_runs_its_scripts_and_no_other_which_the_browser_knows_by_their_has
 def test_drawing_leaves_no_threads_that_a_fork_of_this_process_would_wait_for(page: Path) -> None:
     assert (page.parent / "reward.png").is_file()
     assert "vl_convert" not in sys.modules
+
+
+def test_a_report_waits_for_no_torch() -> None:
+    """Its import alone takes longer than the page."""
+    asked = "import sys, rl_training.records.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
 
 
 def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.needed_prompts import LOST
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.report import findings
 from rl_training.records.report.interventions import NO_FALL, intervention_groups
@@ -51,7 +50,7 @@ def opening(run: Run) -> list[str]:
         levels=[mean for mean, _, _ in ends_of(run.token_entropy())],
         rate=findings.present_rate(run),
         one_step=(error, needed) if error and needed and error.value > UNCERTAIN else None,
-        more_prompts_than=next(iter(prompts.loc[prompts["reason"] == LOST, "low"]), None),
+        more_prompts_than=next(iter(prompts.loc[prompts["value"].isna(), "low"].dropna()), None),
         sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
         lost=1 - share if share < SURVIVING else None,
     )
