@@ -44,9 +44,8 @@ UNFINISHED = re.compile(r"(^|/)\.[^./]|\.tmp$")  # dotfiles and *.tmp are still 
 COMPLETE = re.compile(r"((|.*/)training_state/checkpoint-(\d+)/)trainer_state\.json")
 TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names that file systems have for it
 SAME_TIME = 1.0  # seconds: SFTP knows no fractions
-NO_USE: dict[
-    str | int, str
-] = {  # errors that a retry cannot cure: of asyncssh, of botocore, of the disk here; with the fix
+# Errors that a retry cannot cure, with the fix: of asyncssh, of botocore, of the disk here.
+NO_USE: dict[str | int, str] = {
     "HostKeyNotVerifiable": "its key is not in ~/.ssh/known_hosts: connect once with ssh, and check the key",
     "PermissionDenied": "no key of the ssh agent or of ~/.ssh was accepted: it must work with ssh first",
     "NoCredentialsError": "no AWS credentials were found: set AWS_PROFILE, or run aws configure",
@@ -72,12 +71,12 @@ class Outcome:
 
     listed: list[SourceFile] = field(default_factory=list)
     files: list[SourceFile] = field(default_factory=list)
-    copied: list[SourceFile] = field(default_factory=list)
+    copied: dict[str, SourceFile] = field(default_factory=dict)  # by name
     vanished: int = 0  # deleted at the source since it was listed, as old checkpoints are
 
     @property
     def unchanged(self) -> int:
-        return len(self.files) - len(self.copied) - self.vanished
+        return sum(file.relative not in self.copied for file in self.files) - self.vanished
 
 
 def sync(
@@ -111,10 +110,8 @@ def sync(
             reason = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"
             tried = 0 if len(outcome.copied) > arrived else tried
             if tried == retries:
-                raise ConnectionError(
-                    f"{shown(source)} failed {tried + 1} times ({reason}): what has arrived is kept; run the "
-                    "same command again for the rest"
-                ) from error
+                told = f"{shown(source)} failed {tried + 1} times ({reason}): what has arrived is kept"
+                raise ConnectionError(f"{told}; run the same command again for the rest") from error
             tqdm.write(f"{reason}; trying again", file=sys.stderr)
             time.sleep(pause * 2**tried)
             tried += 1
@@ -129,16 +126,17 @@ def _way_out(error: BaseException | None) -> str:
 
 
 def _one_pass(source: str, destination: Path, checkpoints: Checkpoints, checksum: bool, outcome: Outcome) -> None:
-    """Copies what is wanted, over a new connection; what is said to be copied already has arrived in this call."""
+    """Copies what is wanted and not copied yet, over a new connection."""
     filesystem, root = open_source(source)
     outcome.listed = list_files(filesystem, root)
     outcome.files, outcome.vanished = wanted(outcome.listed, checkpoints), 0
     targets = {file: target_of(file.relative, destination) for file in outcome.files}  # refused before anything is done
-    due = [file for file, target in targets.items() if checksum or not _looks_the_same(file, target)]
+    left = [file for file in outcome.files if outcome.copied.get(file.relative) != file]
+    due = [file for file in left if checksum or not _looks_the_same(file, targets[file])]
     for file in tqdm(due, unit="file", leave=False, file=sys.stderr, disable=not due):
         try:
             if _fetch(filesystem, file, targets[file], checksum):
-                outcome.copied.append(file)
+                outcome.copied[file.relative] = file
         except FileNotFoundError:
             outcome.vanished += 1
 
@@ -288,14 +286,15 @@ def _run(chosen: argparse.Namespace) -> None:
         if chosen.watch is None:
             return
         if quiet == 2:
-            return print("the runs have ended")
+            break
         time.sleep(chosen.watch)
+    print("the runs have ended")
 
 
 def _print(outcome: Outcome, chosen: argparse.Namespace) -> None:
     if not outcome.files:
         raise ValueError(f"{shown(chosen.source)} holds no run: give the folder that has {METRICS}, or one above it")
     vanished = f", {outcome.vanished} deleted there meanwhile" if outcome.vanished else ""
-    size = tqdm.format_sizeof(sum(file.size for file in outcome.copied), "B", 1000)
+    size = tqdm.format_sizeof(sum(file.size for file in outcome.copied.values()), "B", 1000)
     copied = f"{len(outcome.copied)} file{'s' * (len(outcome.copied) != 1)} copied"
     print(f"{copied} ({size}), {outcome.unchanged} unchanged{vanished}: {chosen.destination}")

@@ -146,12 +146,14 @@ def test_logs_reports_evaluations_and_configuration_are_copied_and_only_once(sou
     home = tmp_path / "home"
     first = sync(url, home)
     assert brought(home) == RUN
-    assert {file.relative: file.size for file in first.copied} == {name: len(data) for name, data in RUN.items()}
+    assert {file.relative: file.size for file in first.copied.values()} == {
+        name: len(data) for name, data in RUN.items()
+    }
     again = sync(url, home)
-    assert (again.copied, again.unchanged) == ([], len(RUN))
+    assert (again.copied, again.unchanged) == ({}, len(RUN))
     put("run_a/logs/metrics.jsonl", b'{"step": 1}\n{"step": 2}\n')
     (home / "notes.txt").write_bytes(b"mine")  # nothing is deleted that the source does not have
-    assert [file.relative for file in sync(url, home).copied] == ["run_a/logs/metrics.jsonl"]
+    assert [*sync(url, home).copied] == ["run_a/logs/metrics.jsonl"]
     assert brought(home) == RUN | {"run_a/logs/metrics.jsonl": b'{"step": 1}\n{"step": 2}\n', "notes.txt": b"mine"}
 
 
@@ -181,9 +183,9 @@ def test_a_change_that_size_and_time_hide_is_found_by_checksum(run_there: Path, 
     before = config.stat()
     config.write_bytes(b"seed: 9\n")
     os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert sync(str(run_there), home).copied == []
+    assert sync(str(run_there), home).copied == {}
     outcome = sync(str(run_there), home, checksum=True)
-    assert ([file.relative for file in outcome.copied], outcome.unchanged) == (["config.yaml"], len(RUN) - 1)
+    assert ([*outcome.copied], outcome.unchanged) == (["config.yaml"], len(RUN) - 1)
     assert (home / "config.yaml").read_bytes() == b"seed: 9\n"
 
 
@@ -245,8 +247,9 @@ def test_a_connection_that_breaks_is_tried_again_and_the_rest_is_left_to_the_nex
     assert brought(tmp_path / "left") == RUN | {"run_a/logs/large": large}
 
 
+@pytest.mark.parametrize("has_times", [True, False])
 def test_a_connection_that_breaks_again_and_again_is_tried_as_long_as_files_arrive(
-    run_there, tmp_path, monkeypatch
+    run_there, tmp_path, monkeypatch, has_times: bool
 ) -> None:
     """Every second file breaks it: one retry is enough for all of them, and none is not."""
     whole, calls = LocalFileSystem.get_file, 0
@@ -259,9 +262,12 @@ def test_a_connection_that_breaks_again_and_again_is_tried_as_long_as_files_arri
         whole(self, path, target)
 
     monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+    if not has_times:
+        monkeypatch.setattr("rl_training.records.sync.TIMES", ())
     with pytest.raises(ConnectionError, match="failed 1 times"):
         sync(str(run_there), tmp_path / "home")
-    assert len(sync(str(run_there), tmp_path / "home", retries=1, pause=0.0).copied) == len(RUN) - 1
+    outcome = sync(str(run_there), tmp_path / "home", retries=1, pause=0.0)
+    assert (len(outcome.copied), outcome.unchanged) == ((len(RUN) - 1, 1) if has_times else (len(RUN), 0))
     assert len(brought(tmp_path / "home")) == len(RUN)
 
 
