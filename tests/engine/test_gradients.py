@@ -19,6 +19,7 @@ from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.policy import Policy
 from rl_training.engine.shards import Shard
+from rl_training.engine.step_check import IN_PARTS, why_not_the_sum
 from rl_training.mathematics import vectors
 from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.scores import Scores
@@ -277,7 +278,8 @@ def test_a_gradient_in_several_parts_is_noticed() -> None:
     model = TiedModel(reentrant=True)
     rows = rows_of(model)
     train_step(model, rows, microbatches(1))
-    assert rows._reduction.late > 0
+    sums = rows.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model, rows))
+    assert why_not_the_sum(sums, rounded=False) == IN_PARTS
 
 
 def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, rows: GradientRows) -> None:
