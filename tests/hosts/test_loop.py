@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import forks
+import numpy as np
 import pytest
 import torch
 from plain_loop import CLIP, loss_of, microbatches, rollout_of, scores_of, train
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
-from rl_training import Estimate, Rollout, measured_loop
+from rl_training import Estimate, Probe, Rollout, measured_loop
 from rl_training.engine.batch import Correction, LossSettings, take_rows
 from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.driver import StepDriver
@@ -137,13 +139,32 @@ def test_attach_and_the_loop_measure_the_same(tmp_path: Path, trainer: Callable[
     assert too_far(off_from(tmp_path / "attach", tmp_path / "by_hand"), 2e-5) == {}
 
 
+class Drawing(Probe):
+    """Draws random numbers of every stream, as a probe of one's own may."""
+
+    name = "drawing"
+
+    def prepare(self, step: Any) -> None:
+        drawn = float(torch.rand(())) + random.random() + float(np.random.random())
+        self._answers = {"drawing/numbers": Estimate(drawn)}
+
+    after_step = prepare
+
+
+def streams() -> tuple[Any, ...]:
+    return torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
 def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) -> None:
+    before = random.getstate(), np.random.get_state()
     torch.manual_seed(0)
-    bare, untouched = trained(*new_loop([]), steps=2), torch.random.get_rng_state()
+    bare, untouched = trained(*new_loop([]), steps=2), streams()
     torch.manual_seed(0)
-    measured = trained(*new_loop(probes(), records=Records(tmp_path)), steps=2, entropies=False)
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    measured = trained(*new_loop([*probes(), Drawing()], records=Records(tmp_path)), steps=2, entropies=False)
     assert all(torch.equal(bare[name], measured[name]) for name in bare)
-    assert torch.equal(untouched, torch.random.get_rng_state())
+    assert streams() == untouched
 
 
 def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
