@@ -13,8 +13,9 @@ times δθ by cause.
 Every run checks itself, or ends with an error: Σ_j A_j W_j against the batch gradient of the first pass, three rows
 against a backward of that sequence alone, and the sum over all pairs against x̄·δθ of those rows.
 
-A folder holds update.safetensors (U's side), block-N.safetensors (rows of E) as they are ready, each written under
-another name and moved, so that a killed run resumes after the last; at the end, kernel.safetensors.
+A folder holds block-N.safetensors (rows of E, and in the first one U's side) as they are ready, each written under
+another name and moved, so that a killed run resumes after the last; at the end, kernel.safetensors. Each says of which
+kernel it is.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
@@ -53,8 +55,8 @@ from rl_training.offline.settings import KernelSettings
 from rl_training.offline.structure import KERNEL_FILE
 from rl_training.records.atomic_write import write_atomically
 
-UPDATE_FILE, PLAN_FILE = "update.safetensors", "plan.json"
-GRADIENT_PART = "gradient_part"  # in UPDATE_FILE
+BLOCK_FILE = "block-{:05d}.safetensors"
+GRADIENT_PART = "gradient_part"  # in the first block
 MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by what rows are held in
 MAX_SLACK_OF_PAIRS = 100.0  # times that at most, under autocast
 
@@ -69,33 +71,27 @@ def calculate_kernel(
 
     Raises ValueError when the folder holds another kernel, the budget fits no row, or a proof fails.
     """
-    done, rank, num_ranks = folder / KERNEL_FILE, 0, 1
-    if dist.is_initialized():
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    calculation = _Calculation(rows, inputs, settings, folder)
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     blocks = plan_blocks(
         inputs.evaluation.num_sequences,
         len(inputs.root),
         memory_bytes=settings.memory_gb * 1e9,
         microbatch=rows.microbatch,
-        bytes_per_entry=calculation.dtype.itemsize,
+        bytes_per_entry=getattr(torch, settings.dtype).itemsize,
         num_ranks=num_ranks,
     )
-    identity = calculation.identity(blocks)
-    if rank == 0:
-        claim(folder, identity)
-        if not done.is_file():
+    calculation = _Calculation(rows, inputs, settings, folder, blocks)
+    if not calculation.has(KERNEL_FILE):
+        if rank == 0:
             sizes = f"{inputs.evaluation.num_sequences} × {inputs.update.num_sequences} sequences"
             parts = f"{len(blocks)} block{'s' * (len(blocks) > 1)} of {len(blocks[0])} rows"
             print(f"kernel: {sizes}, {len(inputs.root):,} parameters, {parts}")
-    _wait()
-    if not done.is_file():
-        calculation.calculate(blocks, range(rank, len(blocks), num_ranks))
+        calculation.calculate(range(rank, len(blocks), num_ranks))
         _wait()
         if rank == 0:
-            calculation.join(len(blocks), identity, about or {})
+            calculation.join(about or {})
     _wait()
-    return done
+    return folder / KERNEL_FILE
 
 
 def _wait() -> None:
@@ -106,26 +102,43 @@ def _wait() -> None:
 class _Calculation:
     """The second pass over U, and its files."""
 
-    def __init__(self, rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path) -> None:
-        self._rows, self._inputs, self._settings, self._folder = rows, inputs, settings, folder
-        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+    def __init__(
+        self, rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path, blocks: Sequence[range]
+    ) -> None:
+        self._rows, self._inputs, self._settings, self._folder, self._blocks = rows, inputs, settings, folder, blocks
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        self._about = self._identity()
         sizes = {name: param.numel() for name, param in rows.parameters.items()}
         self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
         self._parts = torch.stack(inputs.step.parts)
 
-    def calculate(self, blocks: Sequence[range], own: range) -> None:
-        """Calculates the missing ones of this process's own blocks; the first one of process 0 also writes U's side."""
-        missing = [number for number in own if not block_file(self._folder, number).is_file()]
-        total = sum(len(blocks[number]) + self._inputs.update.num_sequences for number in missing)
+    def has(self, name: str) -> bool:
+        """Returns whether the folder has this file already. Raises ValueError when it is of another kernel."""
+        if not (self._folder / name).is_file():
+            return False
+        with safe_open(self._folder / name, framework="pt") as file:
+            found = file.metadata() or {}
+        different = [key for key, value in self._about.items() if found.get(key) != value]
+        if different:
+            raise ValueError(
+                f"{self._folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this "
+                "one"
+            )
+        return True
+
+    def calculate(self, own: range) -> None:
+        """Calculates those of these blocks that are missing; the first one has U's side too."""
+        missing = [number for number in own if not self.has(BLOCK_FILE.format(number))]
+        total = sum(len(self._blocks[number]) + self._inputs.update.num_sequences for number in missing)
         with tqdm(total=total, desc="kernel", unit="sequence", disable=own.start != 0) as bar:
             for number in missing:
-                with_update = own.start == 0 and not (self._folder / UPDATE_FILE).is_file()
-                save_tensors(self._block(blocks[number], with_update, bar), block_file(self._folder, number))
+                block = self._block(self._blocks[number], number == 0, bar)
+                save_tensors(block, self._folder / BLOCK_FILE.format(number), self._about)
 
     def _block(self, block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Returns the kernel's rows of a block of E, with what else is stored about them."""
         inputs, update, root = self._inputs, self._inputs.update, self._inputs.root
-        w, x = (root.new_empty(len(block), len(root), dtype=self.dtype) for _ in range(2))
+        w, x = (root.new_empty(len(block), len(root), dtype=self._dtype) for _ in range(2))
         found = self._hold(block, w, x, bar)
         kernel = [torch.empty(len(block), update.num_sequences, dtype=torch.float64) for _ in range(2)]
         total, side = torch.zeros_like(root, dtype=torch.float64), []
@@ -142,9 +155,8 @@ class _Calculation:
             bar.update(len(batch))
         prove_sum(self._rows, inputs, total)
         if with_update:
-            kept = _joined(side)
-            kept[GRADIENT_PART] = gradient_part(inputs, total)
-            save_tensors(kept, self._folder / UPDATE_FILE)
+            found |= {f"update_{key}": value for key, value in _joined(side).items()}
+            found[GRADIENT_PART] = gradient_part(inputs, total)
         return {**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}
 
     def _hold(self, block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
@@ -180,34 +192,34 @@ class _Calculation:
     def _store_gradients(self, name: str, **rows: Tensor) -> None:
         if self._settings.store_gradients:
             path = self._folder / f"gradients-{name}.safetensors"
-            save_tensors({key: part.to(self.dtype) for key, part in rows.items()}, path)
+            save_tensors({key: part.to(self._dtype) for key, part in rows.items()}, path)
 
-    def identity(self, blocks: Sequence[range]) -> dict[str, Any]:
-        """Returns what must be the same for two runs to be parts of one kernel."""
+    def _identity(self) -> dict[str, str]:
+        """Returns what must be the same for two runs to be parts of one kernel, as JSON."""
         settings = dataclasses.asdict(self._settings)
-        return {
+        content = {
             "evaluation": _hashes(self._inputs.evaluation),
             "update": _hashes(self._inputs.update),
             "advantages": self._inputs.update.advantages.tolist(),
             "max_length": self._inputs.max_length,
             "parameters": {name: list(p.shape) for name, p in self._rows.parameters.items()},
             "metric_norm": float(f"{float(self._inputs.root.double().square().sum()):.5g}"),  # P's: of this step
-            "rows_per_block": len(blocks[0]),
+            "rows_per_block": len(self._blocks[0]),
             **{key: value for key, value in settings.items() if key not in ("enabled", "memory_gb")},
         }
+        return {key: json.dumps(value) for key, value in content.items()}
 
-    def join(self, num_blocks: int, identity: Mapping[str, Any], about: Mapping[str, str]) -> None:
+    def join(self, about: Mapping[str, str]) -> None:
         """Writes the blocks as one file, with the sum over all pairs checked, and removes them."""
         inputs, step = self._inputs, self._inputs.step
-        files = [block_file(self._folder, number) for number in range(num_blocks)]
-        joined, update_side = _joined([load_file(path) for path in files]), load_file(self._folder / UPDATE_FILE)
-        by_rows = update_side.pop(GRADIENT_PART)
-        joined |= {f"update_{key}": value for key, value in update_side.items()}
+        files = [self._folder / BLOCK_FILE.format(number) for number in range(len(self._blocks))]
+        joined = _joined([load_file(path) for path in files])
+        by_rows = joined.pop(GRADIENT_PART)
         joined["advantages"] = inputs.update.advantages.double().cpu()
         by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), self._parts)[0].tolist()
         limit = min(self._rows.slack, MAX_SLACK_OF_PAIRS) * MAX_IDENTITY_ERROR[self._settings.dtype]
         metadata = {
-            **{key: json.dumps(value) for key, value in identity.items()},
+            **self._about,
             "metric_sha256": hashlib.sha256(inputs.root.cpu().numpy().tobytes()).hexdigest(),
             "clip_coefficient": repr(step.clip),
             **prove_identity(joined, inputs, by_rows, by_cause[CAUSES.index("gradient")], limit),
@@ -215,40 +227,21 @@ class _Calculation:
             **about,
         }
         save_tensors(joined, self._folder / KERNEL_FILE, metadata)
-        for path in (*files, self._folder / UPDATE_FILE):
+        for path in files:
             path.unlink()
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    common = set.intersection(*map(set, parts))  # blocks of earlier versions have more
-    return {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key in common}
+    """Returns the rows of these parts; what only the first one has, as it is."""
+    return {key: torch.cat([part[key] for part in parts if key in part]) for key in parts[0]}
 
 
 # --- its files --------------------------------------------------------------------------------------------------------
 
 
-def block_file(folder: Path, number: int) -> Path:
-    return folder / f"block-{number:05d}.safetensors"
-
-
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     content = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, dict(metadata or {}))
     write_atomically({path: content}, "make room; a finished block is not calculated again")
-
-
-def claim(folder: Path, identity: dict[str, Any]) -> None:
-    """Claims the folder for this kernel. Raises ValueError when it belongs to another one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = folder / PLAN_FILE
-    if plan.is_file():
-        other = json.loads(plan.read_text(encoding="utf-8"))
-        different = [key for key in identity if other.get(key) != identity[key]]
-        if different:
-            raise ValueError(
-                f"{folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this one"
-            )
-        return
-    write_atomically({plan: json.dumps(identity).encode()})
 
 
 def _hashes(rollout: Rollout) -> list[str]:

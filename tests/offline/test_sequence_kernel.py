@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import multiprocessing
 import os
@@ -34,7 +33,7 @@ from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.sketches import cosines
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
-from rl_training.offline.kernel import calculate_kernel, save_tensors
+from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_at_checkpoint import add_kernel
 from rl_training.offline.kernel_blocks import KernelInputs, KernelRows, prove_identity
 from rl_training.offline.probe import analyse
@@ -276,13 +275,16 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
     child.start()
     child.join(timeout=100)
     assert child.exitcode == -signal.SIGKILL
-    assert {path.name for path in folder.iterdir()} == {"plan.json", "block-00000.safetensors", "update.safetensors"}
-    marked = load_file(folder / "block-00000.safetensors")
-    of_before = {**marked, "entropy_sq_norms": torch.zeros(3)}  # as blocks of an earlier version have it
-    save_tensors(of_before, folder / "block-00000.safetensors")
-    calculated_again = calculated(case, folder, settings)
-    assert torch.equal(calculated_again["kernel"][:3], marked["kernel"])
-    assert {path.name for path in folder.iterdir()} == {"plan.json", "kernel.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {"block-00000.safetensors"}
+    longer = dataclasses.replace(case.inputs, max_length=25)
+    with pytest.raises(ValueError, match="holds a kernel with other max_length:"):
+        calculate_kernel(case.rows(), longer, settings, folder)
+    again = Killed(case.trainer, case.parameters, 3)
+    again.left = 8  # microbatches of U in the two other blocks
+    calculate_kernel(again, case.inputs, settings, folder)
+    assert again.left == 0
+    calculated_again = load_kernel(folder).tensors
+    assert {path.name for path in folder.iterdir()} == {"kernel.safetensors"}
     assert calculated_again.keys() == whole.keys()
     for key, value in whole.items():
         assert torch.equal(calculated_again[key], value), key
@@ -319,7 +321,7 @@ def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_pa
     assert [process.exitcode for process in both] == [0, 0]
     two = load_kernel(tmp_path / "two")
     assert float(two.about["identity_error"]) < 1e-5
-    assert json.loads((tmp_path / "two" / "plan.json").read_text())["rows_per_block"] == 4
+    assert two.about["rows_per_block"] == "4"
     for key, value in one.items():
         assert float((two.tensors[key] - value).double().norm()) <= 1e-5 * float(value.double().norm()), key
 
