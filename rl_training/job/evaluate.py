@@ -1,19 +1,19 @@
 """Evaluates every checkpoint in its own process; measures, writes, logs and shows the results.
 
-With several processes (accelerate launch, torchrun) all work on one checkpoint at a time, each on its share of the
-batches; the main one measures and writes. With one, `evaluation.jobs` checkpoints run in parallel.
+Several processes (accelerate launch, torchrun) all work on one checkpoint at a time, each on its share of the batches;
+the main one measures and writes. With one, `evaluation.jobs` checkpoints run in parallel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-import os
 import queue
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,64 @@ PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
 def evaluate(cfg: DictConfig) -> int:
     """Returns the exit code: 0, or 1 when a checkpoint or a metric failed. ValueError for what the user got wrong."""
     plan = read_plan(cfg)
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return _evaluate_together(plan)
-    with locked(plan.folder.parent):
-        plan.start()
-        return _Evaluation(plan).run_side_by_side()
+    state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
+    if plan.options.jobs > 1 and state.num_processes > 1:
+        raise ValueError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
+    evaluation, refusal = None, ""
+    with contextlib.ExitStack() as lock:
+        if state.is_main_process:
+            try:
+                lock.enter_context(locked(plan.folder.parent))
+                plan.start()
+                evaluation = _Evaluation(plan, state.num_processes)
+            except (ValueError, OSError) as error:
+                refusal = str(error)
+        pending, refusal = broadcast_object_list([evaluation and evaluation.pending, refusal])
+        if refusal:
+            raise ValueError(refusal)
+        _evaluate_all(plan, pending, evaluation)
+        code = evaluation.close() if evaluation else 0
+    return int(broadcast_object_list([code])[0])
+
+
+def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: _Evaluation | None) -> None:
+    """Evaluates what is pending, `jobs` at once. A collective; `evaluation` is the main process's."""
+    state, devices, stopped = PartialState(), queue.SimpleQueue[str](), threading.Event()
+    for job in range(plan.options.jobs):
+        devices.put(_device(state.local_process_index + job))
+
+    def received(num_responses: int) -> None:
+        if stopped.is_set():  # it was only starting when the others were killed
+            raise RuntimeError("stopped")
+        if evaluation:
+            evaluation.bar.update(num_responses)
+
+    def work(step: int) -> tuple[int, CheckpointResponses]:
+        device = devices.get()
+        own = ask(plan, pending[step], device, state.process_index, state.num_processes, received)
+        devices.put(device)
+        return step, join(gather_object([own]))
+
+    with ThreadPool(plan.options.jobs) as pool:
+        try:
+            for step, answers in pool.imap_unordered(work, pending):
+                if evaluation:
+                    evaluation.finish(step, answers)
+        except BaseException:  # Ctrl-C and the like: unfinished work is not waited for
+            stopped.set()
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+        finally:
+            if evaluation:
+                evaluation.bar.close()
 
 
 class _Evaluation:
     """The main process's part: progress, files, dashboards, table."""
 
-    def __init__(self, plan: EvaluationPlan, num_shares: int = 1) -> None:
-        self.plan, self.num_shares = plan, num_shares
+    def __init__(self, plan: EvaluationPlan, num_shares: int) -> None:
+        self.plan = plan
         self.task = plan.task()
         self.custom = plan.custom_metrics()
         self.pending = plan.pending()
@@ -77,39 +123,6 @@ class _Evaluation:
         every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two drawings
         self.bar = tqdm(total=len(self.pending) * share, unit="response", mininterval=every, maxinterval=every)
         self._show_finished()
-
-    def run_side_by_side(self) -> int:
-        """Evaluates what is pending, `jobs` at once, and returns the exit code."""
-        devices: queue.Queue[str] = queue.Queue()
-        stopped = threading.Event()
-        for job in range(self.plan.options.jobs):
-            devices.put(_device(job))
-
-        def received(num_responses: int) -> None:
-            if stopped.is_set():  # it was only starting when the others were killed
-                raise RuntimeError("stopped")
-            self.bar.update(num_responses)
-
-        def work(step: int) -> tuple[int, CheckpointResponses]:
-            device = devices.get()
-            try:
-                return step, ask(self.plan, self.pending[step], device, on_responses=received)
-            finally:
-                devices.put(device)
-
-        pool = ThreadPoolExecutor(self.plan.options.jobs)
-        try:
-            for future in as_completed([pool.submit(work, step) for step in self.pending]):
-                self.finish(*future.result())
-        except BaseException:  # Ctrl-C and the like: unfinished work is not waited for
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.kill()
-            self.bar.close()
-            raise
-        pool.shutdown()
-        return self.close()
 
     def finish(self, step: int, answers: CheckpointResponses) -> None:
         """Measures and writes a checkpoint's result; a failure here fails this checkpoint alone."""
@@ -171,7 +184,6 @@ class _Evaluation:
 
     def close(self) -> int:
         """Shows the table, closes the dashboards, makes the run's report anew, and returns the exit code."""
-        self.bar.close()
         print_table(self.plan.folder, self.problems)
         for dashboard in self.loggers or []:
             dashboard.finish(pictures=[])
@@ -179,34 +191,6 @@ class _Evaluation:
         if self.loggers is not None and run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file():
             print(f"Report: {write_report(run)}")
         return 1 if self.problems else 0
-
-
-def _evaluate_together(plan: EvaluationPlan) -> int:
-    """Evaluates with all processes of a launch, and returns the exit code."""
-    if plan.options.jobs > 1:
-        raise ValueError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
-    state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
-    rank, num_ranks = state.process_index, state.num_processes
-    evaluation, refusal = None, ""
-    lock = locked(plan.folder.parent)
-    if state.is_main_process:
-        try:
-            lock.__enter__()
-            plan.start()
-            evaluation = _Evaluation(plan, num_ranks)
-        except (ValueError, OSError) as error:
-            refusal = str(error)
-    pending, refusal = broadcast_object_list([evaluation and evaluation.pending, refusal])
-    if refusal:
-        raise ValueError(refusal)
-    for step, checkpoint in pending.items():
-        progress = evaluation.bar.update if evaluation else None
-        answers = ask(plan, checkpoint, _device(state.local_process_index), rank, num_ranks, progress)
-        parts: list[CheckpointResponses] = gather_object([answers])
-        if evaluation:
-            evaluation.finish(step, join(parts))
-    code = evaluation.close() if evaluation else 0
-    return int(broadcast_object_list([code])[0])
 
 
 def _device(number: int) -> str:

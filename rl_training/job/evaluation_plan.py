@@ -257,6 +257,8 @@ def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num
 
 def join(parts: list[CheckpointResponses]) -> CheckpointResponses:
     """Returns the merged results of all processes; times are those of the slowest."""
+    if len(parts) == 1:
+        return parts[0]
     reasons = [f"process {rank}: {part.reason}" for rank, part in enumerate(parts) if part.reason]
     names = {name for part in parts for name in part.seconds}
     seconds = {name: max(part.seconds.get(name, 0.0) for part in parts) for name in sorted(names)}
