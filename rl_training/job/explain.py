@@ -70,6 +70,15 @@ class Range(NamedTuple):
             raise ValueError(f"{key}={value} must be {'above' if self.open else 'at least'} {self.least:g}{most}{hint}")
 
 
+class Choice(tuple[Any, ...]):
+    """The values that a setting may have."""
+
+    def check(self, key: str, value: Any) -> None:
+        """Raises ValueError for another value."""
+        if value not in self:
+            raise ValueError(f"{key}={value}: choose from {', '.join(map(str, self))}")
+
+
 def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
     """Raises ValueError for a value of another kind than the standard one: text for a number, a number for a list.
 

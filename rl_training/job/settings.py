@@ -9,25 +9,19 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.extras import EXTRA_OF, how_to_install
-from rl_training.job.explain import GONE, Range, check_kind, did_you_mean, load_plain, quoted, refuse_other_kinds
+from rl_training.job.explain import GONE, Choice, Range, did_you_mean, flat, load_plain, quoted, refuse_other_kinds
 from rl_training.job.shipped import CONF
-from rl_training.offline.settings import LEVELS, Overlap, Settings, Source
+from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
 
 PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
-CHOICES = {
-    "logger.metrics": ("core", "all"), "evaluation.overlap": get_args(Overlap), "log.level": LEVELS,
-    "kernel.source": get_args(Source), "kernel.dtype": ("float32", "bfloat16"),
-    "kernel.sketch_buckets": tuple(2**bits for bits in range(21)),
-}  # fmt: skip
 SAME_AS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
@@ -38,9 +32,6 @@ UNFIT = re.compile(r"[^\w.,=+-]+")  # for the name of a folder
 
 def check_run(cfg: DictConfig) -> int:
     """Returns how many microbatches of each process make a step, after all checks that are possible by now."""
-    for group in ("batch", "rollouts", "alert"):  # which conf/train.yaml itself has
-        if not isinstance(cfg.get(group, {}), Mapping):
-            raise ValueError(f"{group}={cfg[group]} must be a group of settings: {group}.NAME=VALUE")
     refuse_unset(cfg)
     check_resume(cfg)
     for key in PATHS:  # a shell does not expand a `~` after a `=`
@@ -65,50 +56,39 @@ def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
-    for key in ranges("train"):  # a config.yaml may be older than a setting
-        value = OmegaConf.select(cfg, key)
-        if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
+    for key, value in flat(cfg).items():
+        if key in ranges("train") and isinstance(value, str) and value.isdecimal():  # ${oc.env:SLURM_ARRAY_TASK_ID}
             OmegaConf.update(cfg, key, int(value))
-    check_ranges(cfg, "train")
+    _check_probes(cfg.get("probes"))
+    check_values(cfg, "train")
     for key, instead in GONE.items():
         if OmegaConf.select(cfg, key) is not None:
             raise ValueError(f"{key}: this setting is gone: {instead}")
-    _check_probes(cfg.get("probes"))
     for key in ("data.path", "model.name"):
         value = OmegaConf.select(cfg, key)
         if not isinstance(value, str | None):
             raise ValueError(f"{key}={value} is not a path: quote it, {quoted(key, str(value))}")
-    _check_choices(cfg)
-    if "alert" in cfg:
-        check_kind("alert.stop", cfg.alert.stop, False)
-        if cfg.alert.stop and cfg.alert.below is None:
-            raise ValueError("alert.stop needs the alert, which is off: give alert.below=0.05")
+    if "alert" in cfg and cfg.alert.stop and cfg.alert.below is None:
+        raise ValueError("alert.stop needs the alert, which is off: give alert.below=0.05")
     if cfg.model.get("quantization") and not cfg.adapter:
         raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     _check_trainer(cfg)
 
 
 @functools.cache
-def ranges(command: str) -> dict[str, Range]:
-    """Returns the numbers that settings of a command may be, by key, or options of probes, by their last word."""
-    return {
-        key: Range.parse(text) for key, text in load_plain(Path(__file__).with_name("ranges.yaml"))[command].items()
-    }
+def ranges(command: str) -> dict[str, Range | Choice]:
+    """Returns what settings of a command may be, by key, or options of probes, by their last word."""
+    by_key = load_plain(Path(__file__).with_name("ranges.yaml"))[command]
+    return {key: Range.parse(text) if isinstance(text, str) else Choice(text) for key, text in by_key.items()}
 
 
-def check_ranges(cfg: DictConfig, command: str) -> None:
-    """Raises ValueError for a setting that is out of its range; one that is not there is not checked."""
-    for key, numbers in ranges(command).items():
+def check_values(cfg: DictConfig, command: str) -> None:
+    """Raises ValueError for a setting of another kind than in conf/, or out of its range; one not there may be."""
+    refuse_other_kinds(cfg, load_plain(CONF / f"{command}.yaml"))
+    for key, allowed in ranges(command).items():
         value = OmegaConf.select(cfg, key, default=...)
         if value is not ...:
-            numbers.check(key, value)
-
-
-def _check_choices(cfg: DictConfig) -> None:
-    for key, choices in CHOICES.items():
-        value = OmegaConf.select(cfg, key, default=choices[0])
-        if value not in choices:
-            raise ValueError(f"{key}={value}: choose from {', '.join(map(str, choices))}")
+            allowed.check(key, value)
 
 
 def _check_probes(probes: Any) -> None:
@@ -206,10 +186,8 @@ def check_analysis(cfg: DictConfig) -> Settings:
     """Returns what is asked of a checkpoint. Raises ValueError for values that are not set, or mean nothing."""
     refuse_unset(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    refuse_other_kinds(values, load_plain(CONF / "offline.yaml"))
+    check_values(cfg, "offline")
     name_of(str(values["name"]))
-    check_ranges(cfg, "offline")
-    _check_choices(cfg)
     source = values["evaluation"]["source"]
     if isinstance(source, str) and source not in ("train", "eval"):
         raise ValueError(f"evaluation.source={source}: choose train, eval, or a list of rows of the training set")
@@ -231,9 +209,8 @@ def name_of(name: str) -> str:
 def check_evaluation(cfg: DictConfig) -> None:
     """Raises ValueError for values that are not set, or mean nothing."""
     refuse_unset(cfg)
-    refuse_other_kinds(cfg, load_plain(CONF / "evaluate.yaml"))
+    check_values(cfg, "evaluate")
     options = cfg.evaluation
-    check_ranges(cfg, "evaluate")
     if options.k is not None and options.k > options.responses_per_prompt:
         raise ValueError(
             f"evaluation.k={options.k} is above evaluation.responses_per_prompt={options.responses_per_prompt}: pass@k "

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-Overlap = Literal["forbidden", "allowed", "wanted"]
-Source = Literal["own", "fixed"]
-Level = Literal["none", "minimal", "standard", "detailed", "debug"]
-LEVELS = get_args(Level)
+LEVELS = ("none", "minimal", "standard", "detailed", "debug")
 MIN_SIZE = 2  # units of E in a sweep, prompts or responses
 
 
@@ -23,7 +20,7 @@ class Evaluation:
     prompts: int = 256
     responses: int = 1
     source: Literal["train", "eval"] | Sequence[int] = "train"
-    overlap: Overlap = "allowed"
+    overlap: str = "allowed"  # forbidden | allowed | wanted
     seed: int = 0
 
     @property
@@ -67,7 +64,7 @@ class KernelSettings:
     memory_gb: float = 8.0  # for rows that are held and rows that stream by
     dtype: str = "float32"  # of the held rows; bfloat16 halves them, and costs 2e-4 of the kernel's norm
     microbatch_size: int = 32  # sequences in a forward; hooks keep as many fp32 gradients
-    source: Source = "own"  # of the kernel's E: the analysis's own, or texts that stay over checkpoints
+    source: str = "own"  # of the kernel's E: the analysis's own, or texts that stay over checkpoints
     store_gradients: bool = False
     sketch_buckets: int = 512
     sketch_repeats: int = 8
@@ -92,14 +89,14 @@ class SweepSettings:
 class LogSettings:
     """What an analysis writes down beside its results."""
 
-    level: Level = "standard"
+    level: str = "standard"
     sequences: bool = True  # texts, from detailed on
     tokens: bool = True  # at debug
     raw_tensors: bool = True  # at debug
     compress: bool = True
     directory: str | None = None  # instead of the folder of the results
 
-    def reaches(self, level: Level) -> bool:
+    def reaches(self, level: str) -> bool:
         return LEVELS.index(self.level) >= LEVELS.index(level)
 
 
