@@ -220,7 +220,6 @@ class _Calculation:
         limit = min(self._rows.slack, MAX_SLACK_OF_PAIRS) * MAX_IDENTITY_ERROR[self._settings.dtype]
         metadata = {
             **self._about,
-            "metric_sha256": hashlib.sha256(inputs.root.cpu().numpy().tobytes()).hexdigest(),
             "clip_coefficient": repr(step.clip),
             **prove_identity(joined, inputs, by_rows, by_cause[CAUSES.index("gradient")], limit),
             **{f"delta_h/part/{cause}": repr(value) for cause, value in zip(CAUSES, by_cause, strict=True)},

@@ -5,15 +5,15 @@ has: the module's input x and the derivative dy by its output, both (B, T, featu
 
     Linear      y = W x + b      ∂W_i = Σ_t dy_it ⊗ x_it,   ∂b_i = Σ_t dy_it
     Embedding   y = W[id]        ∂W_i = Σ_t onehot(id_it) ⊗ dy_it
-    norms       by the module's own vector-Jacobian product, sequence by sequence
+    all others  by the module's own vector-Jacobian product, sequence by sequence: norms, convolutions
 
 A LoRA adapter is two Linears. Uses of one parameter in several places (a head tied to the embedding) add up. `.grad` is
 not touched and no hook on a parameter fires, so neither DDP's reducer nor ZeRO notices: score the unwrapped model.
 
 What fails silently elsewhere is an error here, with the module's name: a parameter used without calling its module
-(a fused head, experts in one tensor, DoRA's magnitude), a module that sees tokens without their sequences, an output
-that gets no gradient. Hooks live only during the forward, so what non-reentrant checkpointing calls again in the
-backward is not counted twice. Checkpointing saves no memory here: the inputs are kept for the products.
+(a fused head), a module that sees tokens without their sequences (experts in one tensor) or has other inputs too
+(DoRA's magnitude), an output that gets no gradient. Hooks live only during the forward, so what non-reentrant
+checkpointing calls again in the backward is not counted twice. Checkpointing saves no memory here: the inputs are kept.
 
 Source: Goodfellow 2015, "Efficient per-example gradient computations"; Yousefpour et al. 2021, "Opacus", section 3.
 """
@@ -69,7 +69,6 @@ class SequenceGradients:
         for path, module in model.named_modules():
             own = {own: name_of[p] for own, p in module.named_parameters(recurse=False) if p in name_of}
             if own:
-                _refuse_unknown_kinds(path, module, own)
                 self._owners.append(_Owner(path, module, own))
         missing = set(parameters) - {name for owner in self._owners for name in owner.names.values()}
         if missing:
@@ -158,19 +157,6 @@ class Recording:
             raise ValueError(f"no gradient came back to {path}: its share of the gradients is missing")
 
 
-def _refuse_unknown_kinds(path: str, module: nn.Module, names: Mapping[str, str]) -> None:
-    name = next(iter(names.values()))
-    if "modules_to_save" in path.split("."):
-        raise ValueError(f"{name} is a copy of PEFT's modules_to_save, whose original TRL scores with. {ADVICE}")
-    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
-        raise ValueError(f"{path}: an embedding with max_norm, scale_grad_by_freq or sparse is not supported")
-    if not isinstance(module, nn.Linear | nn.Embedding) and "norm" not in type(module).__name__.lower():
-        raise ValueError(
-            f"{name} belongs to a {type(module).__name__} ({path}), whose gradient is not known sequence by sequence, "
-            f"only that of Linear, Embedding and norms: {ADVICE}"
-        )
-
-
 def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
     """Adds what this use of a module contributes to the gradients of its parameters, (B, entries) each by name."""
     module, kind, x = use.owner.module, type(use.owner.module).forward, use.x
@@ -203,4 +189,10 @@ def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
 
         return torch.func.vjp(forward, own)[1](dy)[0]
 
-    return torch.func.vmap(of_one)(use.x, dy)
+    try:
+        return torch.func.vmap(of_one)(use.x, dy)
+    except Exception as error:  # it takes other inputs too, or branches on numbers
+        raise ValueError(
+            f"{next(iter(use.owner.names.values()))} belongs to a {type(module).__name__} ({use.owner.path}), whose "
+            f"gradient is not known sequence by sequence: {ADVICE}"
+        ) from error

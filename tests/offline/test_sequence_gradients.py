@@ -127,12 +127,23 @@ def assert_equal(rows: Tensor, expected: Tensor, limit: float) -> None:
     assert float(error.max()) <= limit, error
 
 
+def gpt2() -> nn.Module:
+    return model_of(GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2))
+
+
+def without_positions(model: nn.Module) -> nn.Module:
+    model.get_submodule("transformer.wpe").requires_grad_(False)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied head": qwen,
     "head of its own": lambda: qwen(tie_word_embeddings=False),
     "adapter": lambda: lora(qwen()),
     "adapter with biases": lambda: lora(qwen(), lora_bias=True, target_modules="all-linear"),
     "norms of 1 + w, scaled embedding": lambda: model_of(Gemma2ForCausalLM, Gemma2Config(**SMALL)),
+    "adapter beside a head of its own": lambda: lora(qwen(), modules_to_save=["lm_head"]),
+    "linear maps of another class": lambda: without_positions(gpt2()),
 }
 
 
@@ -250,32 +261,28 @@ def test_a_module_that_no_gradient_comes_back_to_is_named(ids: Tensor) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "experts in one tensor": (
-        lambda: model_of(MixtralForCausalLM, MixtralConfig(**SMALL, num_local_experts=2)),
-        r"belongs to a Mixtral\w+ \(model.layers.0.mlp",
+        lambda: model_of(MixtralForCausalLM, MixtralConfig(**SMALL, num_local_experts=2)).float(),  # all they take
+        r"^model.layers.0.mlp\S* was given .* batch of",
     ),
-    "DoRA": (lambda: lora(qwen(), use_dora=True), r"lora_magnitude_vector.*belongs to a \w*Dora\w*"),
-    "modules_to_save": (lambda: lora(qwen(), modules_to_save=["lm_head"]), "modules_to_save"),
-    "adapter on the embedding": (lambda: lora(qwen(), target_modules=["embed_tokens"]), "lora_embedding_A.*belongs to"),
+    "DoRA": (lambda: lora(qwen(), use_dora=True), r"lora_A.default was given \(16, 16\)"),
+    "adapter on the embedding": (lambda: lora(qwen(), target_modules=["embed_tokens"]), "embedding_A was not called"),
     "convolution": (
         lambda: model_of(
             FalconMambaForCausalLM,
             FalconMambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4),
         ),
-        r"belongs to a \w*(Mixer|Conv)\w*",
+        r"^backbone.layers.0.mixer\S* was not called",
     ),
-    "linear maps that are none": (
-        lambda: model_of(GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2)),
-        r"belongs to a Conv1D \(transformer.h.0.attn.c_attn\)",
-    ),
+    "learned positions": (gpt2, "^transformer.wpe was given"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_assigned_to_sequences_is_refused_by_name(what: str) -> None:
+def test_what_cannot_be_assigned_to_sequences_is_refused_by_name(what: str, ids: Tensor) -> None:
     make, message = REFUSED[what]
     model = make()
     with pytest.raises(ValueError, match=message):
-        SequenceGradients(model, trained(model))
+        SequenceGradients(model, trained(model)).record(scorer(model, ids))
 
 
 class FlatHead(nn.Linear):
@@ -308,6 +315,25 @@ def test_modules_that_do_not_see_the_batch_are_refused_by_name(flat: bool, ids: 
         recorder.record(lambda: logps(model(ids), ids))
     with pytest.raises(ValueError, match="cannot be assigned to sequences"):  # as many tokens as sequences
         recorder.record(lambda: model(ids[:, :1] if flat else ids))
+
+
+class Scaled(nn.Module):
+    """A module of two inputs between an embedding and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        return x * self.weight * factor
+
+
+def test_a_module_with_other_inputs_too_is_refused_by_name(ids: Tensor) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, 6), "scaled": Scaled(), "head": nn.Linear(6, VOCABULARY)})
+    model.get_input_embeddings = lambda: model["embed"]  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"scaled.weight belongs to a Scaled \(scaled\), whose gradient is not known"):
+        by_hooks(model, lambda: logps(model["head"](model["scaled"](model["embed"](ids), ids[..., None])), ids),
+                 weights_of(ids))  # fmt: skip
 
 
 def test_a_parameter_of_another_model_is_named() -> None:
