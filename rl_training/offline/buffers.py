@@ -12,9 +12,8 @@ generates chunk c, so any number of processes holds the same sequences as one.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,7 @@ PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 class SampledBuffer(EvaluationBuffer):
     """E with the scores of all processes' sequences, and what it takes to draw it again."""
 
-    prompts: tuple[Any, ...] = ()  # (N,), as the data set has them; the responses to one follow one another
+    rows: tuple[dict[str, Any], ...] = ()  # (N,), of the data set; the responses to one follow one another
     seed: int = 0  # with which it was sampled
     chunk_size: int = 128  # sequences generated at once
 
@@ -133,16 +132,16 @@ def sample_evaluation(
 
     update  whose prompts E's may overlap with, or not
     """
-    prompts = tuple(p for p in _prompts_of_evaluation(restored, settings, update) for _ in range(settings.responses))
-    rollout, number = respond(restored, prompts, settings.seed, chunk_size, progress)
-    scores = gather_scores(restored, restored.policy.score_rollout(rollout), number, len(prompts))
+    rows = tuple(row for row in _rows_of_evaluation(restored, settings, update) for _ in range(settings.responses))
+    rollout, number = respond(restored, rows, settings.seed, chunk_size, progress)
+    scores = gather_scores(restored, restored.policy.score_rollout(rollout), number, len(rows))
     units = units_of(scores, settings.responses)
-    return SampledBuffer(rollout, number, scores, *units, prompts, settings.seed, chunk_size)
+    return SampledBuffer(rollout, number, scores, *units, rows, settings.seed, chunk_size)
 
 
 def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
     """Returns the scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
-    rollout, number = respond(restored, buffer.prompts, buffer.seed, buffer.chunk_size)
+    rollout, number = respond(restored, buffer.rows, buffer.seed, buffer.chunk_size)
     return gather_scores(restored, restored.policy.score_rollout(rollout), number, buffer.num_sequences)
 
 
@@ -164,7 +163,7 @@ def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, tot
 
 def gather_rollout(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
     """Returns the sequences of all processes, on each of them, in the order of `prompt_index`."""
-    parts = restored.gather(_on(rollout, torch.device("cpu")))
+    parts = restored.gather([_on(rollout, torch.device("cpu"))])
     rollout = _on(join_rollouts(parts), restored.device)
     return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
 
@@ -187,22 +186,15 @@ def text_of(restored: RestoredTrainer, rollout: Rollout, row: int) -> dict[str, 
     return {"prompt": prompt, "response": response}
 
 
-def rewards_of(restored: RestoredTrainer, prompts: Sequence[Any], rollout: Rollout) -> Tensor:
-    """Returns the rewards of E, (N_E,); nan for a prompt that no row of the training or evaluation set has."""
-    trainer, rewards = restored.trainer, torch.full((rollout.num_sequences,), math.nan)
-    place = {
-        json.dumps(prompt): (data, number)  # the first row with this prompt: it comes last here
-        for data in (trainer.eval_dataset, trainer.train_dataset)
-        for number, prompt in reversed([*enumerate(data["prompt"][:] if data is not None else ())])
-    }
-    known = {i: place[json.dumps(prompt)] for i, prompt in enumerate(prompts) if json.dumps(prompt) in place}
-    if known:
-        rows = [dict(data[number]) for data, number in known.values()]
-        rewards[list(known)] = trainer.rewards_of(rows, [tokens_of(rollout, i)[1] for i in known]).cpu().float()
-    return rewards
+def rewards_of(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollout: Rollout) -> Tensor:
+    """Returns the rewards of E, (N_E,), answers to these rows."""
+    completions = [tokens_of(rollout, number)[1] for number in range(rollout.num_sequences)]
+    return restored.trainer.rewards_of(list(rows), completions).cpu().float()
 
 
-def _prompts_of_evaluation(restored: RestoredTrainer, settings: Evaluation, update: UpdateBuffer | None) -> list[Any]:
+def _rows_of_evaluation(
+    restored: RestoredTrainer, settings: Evaluation, update: UpdateBuffer | None
+) -> list[dict[str, Any]]:
     trainer, source, overlap = restored.trainer, settings.source, settings.overlap
     data = trainer.eval_dataset if source == "eval" else trainer.train_dataset
     if data is None:
@@ -211,16 +203,15 @@ def _prompts_of_evaluation(restored: RestoredTrainer, settings: Evaluation, upda
         outside = [row for row in source if not 0 <= row < len(data)]
         if outside:
             raise ValueError(f"evaluation.source: row {outside[0]} is not in the training set of {len(data)} prompts")
-        return [data[int(row)]["prompt"] for row in source]
+        return [data[int(row)] for row in source]
     draw = np.random.default_rng([settings.seed, PROMPTS])
     if overlap == "allowed" or update is None:
-        return [data[int(row)]["prompt"] for row in draw.integers(len(data), size=settings.prompts)]
-    prompts = data["prompt"][:]
-    learned = _learned(restored, update, prompts)
+        return [data[int(row)] for row in draw.integers(len(data), size=settings.prompts)]
+    learned = _learned(restored, update, data["prompt"][:])
     rows = [row for row, is_learned in enumerate(learned) if is_learned == (overlap == "wanted")]
     if not rows:
         raise ValueError(f"evaluation.overlap={overlap}: no prompt of {source} is left to draw; use overlap=allowed")
-    return [prompts[rows[int(i)]] for i in draw.integers(len(rows), size=settings.prompts)]
+    return [data[rows[int(i)]] for i in draw.integers(len(rows), size=settings.prompts)]
 
 
 def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
@@ -233,10 +224,11 @@ def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[
 
 
 def respond(
-    restored: RestoredTrainer, prompts: Sequence[Any], seed: int, chunk_size: int, progress: Progress = silent
-) -> tuple[Rollout, Tensor]:
-    """Returns this process's share of the responses, one to each prompt, and which of them its rows are."""
-    total = len(prompts)
+    restored: RestoredTrainer, asked: Sequence[Mapping[str, Any]], seed: int, chunk_size: int,
+    progress: Progress = silent,
+) -> tuple[Rollout, Tensor]:  # fmt: skip
+    """Returns this process's share of the responses, one to each row's prompt, and which of them its rows are."""
+    total = len(asked)
     # Random numbers belong to a chunk, so one process and two must have the same chunks; more, if there are enough.
     chunk = max(1, min(chunk_size, -(-total // 2)))
     if -(-total // chunk) < restored.num_ranks:
@@ -244,7 +236,7 @@ def respond(
     prompt_ids, completion_ids, number = list[Tensor](), list[Tensor](), list[int]()
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
-        chosen = [prompts[i] for i in rows]
+        chosen = [asked[i]["prompt"] for i in rows]
         responses = policy.respond(restored.trainer, chosen, seed, RESPONSES, first // chunk)
         prompt_ids, completion_ids, number = prompt_ids + responses[0], completion_ids + responses[1], [*number, *rows]
         progress(min(len(rows) * restored.num_ranks, total))

@@ -46,9 +46,9 @@ def add_kernel(
     assert analysis.first_order is not None, "settings.py refuses a kernel without the entropy gradient"
     rows = KernelRows(restored.trainer, restored.parameters, settings.microbatch_size)
     evaluation, update = (gather_rollout(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
-    written_by, prompts = restored.step, analysis.evaluation.prompts
+    written_by, data_rows = restored.step, analysis.evaluation.rows
     if settings.source == "fixed":
-        written_by, evaluation, prompts = _fixed(restored, folder.parents[1] / TEXTS_FILE, evaluation, prompts)
+        written_by, evaluation, data_rows = _fixed(restored, folder.parents[1] / TEXTS_FILE, evaluation, data_rows)
     own = written_by == restored.step
     scores = analysis.evaluation.scores if own else restored.policy.score_rollout(evaluation)
     weights = surrogate_weights(scores.entropies, scores.mask, evaluation.prompt_index, "token", "buffer")
@@ -65,7 +65,7 @@ def add_kernel(
         "texts_of_step": str(written_by + 1),
     }  # fmt: skip
     calculate_kernel(rows, inputs, settings, folder, about)
-    write_sequences(restored, prompts, analysis.update.delta, evaluation, update, folder)
+    write_sequences(restored, data_rows, analysis.update.delta, evaluation, update, folder)
     if restored.rank == 0:
         print(f"kernel: {write_report(folder)}")
     restored.trainer.accelerator.wait_for_everyone()
@@ -73,41 +73,44 @@ def add_kernel(
 
 
 def _fixed(
-    restored: RestoredTrainer, path: Path, evaluation: Rollout, prompts: Sequence[Any]
-) -> tuple[int, Rollout, tuple[Any, ...]]:
-    """Returns the step whose policy wrote the fixed texts, the texts, and their prompts as the data set has them.
+    restored: RestoredTrainer, path: Path, evaluation: Rollout, rows: tuple[dict[str, Any], ...]
+) -> tuple[int, Rollout, tuple[dict[str, Any], ...]]:
+    """Returns the step whose policy wrote the fixed texts, the texts, and the rows of the data set that they answer.
 
-    evaluation, prompts  what is written where there are none yet
+    evaluation, rows  what is written where there are none yet
     """
     if restored.rank == 0 and not path.is_file():
         content = {
-            "step": restored.step, "prompts": list(prompts),
+            "step": restored.step, "rows": rows,
             "tokens": [tokens_of(evaluation, row) for row in range(evaluation.num_sequences)],
         }  # fmt: skip
         write_atomically({path: json.dumps(content).encode()})
     restored.trainer.accelerator.wait_for_everyone()
     content = json.loads(path.read_text(encoding="utf-8"))
+    if "rows" not in content:
+        raise ValueError(f"{path} is an earlier version's: name another analysis, name=NAME")
     prompt_ids, completion_ids = (
         [torch.tensor(pair[side], device=restored.device) for pair in content["tokens"]] for side in (0, 1)
     )
     rollout = as_rollout(prompt_ids, completion_ids, range(len(prompt_ids)), restored.trainer._tokenizer.pad_token_id)
-    return content["step"], rollout, tuple(content["prompts"])
+    return content["step"], rollout, tuple(content["rows"])
 
 
 # --- its sequences ----------------------------------------------------------------------------------------------------
 
 
 def write_sequences(
-    restored: RestoredTrainer, prompts: Sequence[Any], delta: Tensor, evaluation: Rollout, update: Rollout, folder: Path
-) -> None:
+    restored: RestoredTrainer, data_rows: Sequence[dict[str, Any]], delta: Tensor, evaluation: Rollout,
+    update: Rollout, folder: Path,
+) -> None:  # fmt: skip
     """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
     the change of its log-probability by the step delta, (P,).
 
-    Every process calls it, one writes. E's rewards use the data set's row with the same prompt.
+    Every process calls it, one writes.
 
-    prompts  (N_E,) of E, as the data set has them
+    data_rows  (N_E,), those that E answers
     """
-    rewards = rewards_of(restored, prompts, evaluation)
+    rewards = rewards_of(restored, data_rows, evaluation)
     if restored.rank != 0:
         return
     assert update.rewards is not None

@@ -103,7 +103,7 @@ def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, up
     sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
     reward, length, idle = (float(restored.reduce(x)) / u.num_sequences for x in sums)
     numbers = {
-        "B_E": float(len(e.prompts)),
+        "B_E": float(len(e.rows)),
         "B_U": float(u.num_prompts),
         "G": float(u.responses_per_prompt),
         "avg_generation_length": float(e.scores.mask.double().sum()) / e.num_sequences,

@@ -15,7 +15,7 @@ checks most mistakes show after minutes of sampling ("element 0 of tensors does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,12 +72,12 @@ class RestoredTrainer:
         """Returns the sum over the ranks: call it on all or on none."""
         return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
 
-    def gather(self, own: T) -> list[T]:
-        """Returns what each rank has, on each of them."""
+    def gather(self, own: Sequence[T]) -> list[T]:
+        """Returns what the ranks have, one after another, on each of them."""
         parts = [own] * self.num_ranks
         if self.num_ranks > 1:
             torch.distributed.all_gather_object(parts, own)
-        return parts
+        return [each for part in parts for each in part]
 
 
 def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:

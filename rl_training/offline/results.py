@@ -146,7 +146,7 @@ def write_log(
             "_summary.json": json.dumps(to_json(summary), indent=1).encode(),
         }
         write_atomically({place / f"{stem}{end}": data for end, data in files.items()})
-    return place / f"{restored.gather(stem)[0]}{ending}"
+    return place / f"{restored.gather([stem])[0]}{ending}"
 
 
 def _contents(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -181,8 +181,8 @@ def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, with_texts: 
         change = analysis.truth.whole_step.ahead
         after = sequence_totals(change.after)
         columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": change.log_ratios.exp()}
-    own = dict(zip(e.number.tolist(), _texts(restored, e.rollout, with_texts), strict=True))
-    texts = {number: text for part in restored.gather(own) for number, text in part.items()}
+    own = [*zip(e.number.tolist(), _texts(restored, e.rollout, with_texts), strict=True)]
+    texts = dict(restored.gather(own))
     numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [{"sequence": i, **texts[i], **dict(zip(columns, row, strict=True))} for i, row in enumerate(numbers)]
 
@@ -199,7 +199,7 @@ def _update_rows(restored: RestoredTrainer, analysis: Analysis, with_texts: bool
         {**dict(zip(columns, row, strict=True)), **text}
         for row, text in zip(numbers, _texts(restored, rollout, with_texts), strict=True)
     ]
-    return sorted((row for part in restored.gather(own) for row in part), key=lambda row: row["prompt_index"])
+    return sorted(restored.gather(own), key=lambda row: row["prompt_index"])
 
 
 def _texts(restored: RestoredTrainer, rollout: Rollout, wanted: bool) -> list[dict[str, str]]:

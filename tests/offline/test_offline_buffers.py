@@ -10,9 +10,8 @@ import torch
 from datasets import Dataset
 from ranks_in_threads import on_two_ranks
 
-from rl_training.engine.batch import Rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.offline.buffers import _filter_of, _learned, rewards_of, sample_evaluation, sample_update
+from rl_training.offline.buffers import _filter_of, _learned, sample_evaluation, sample_update
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, UpdateConfig
 
@@ -58,21 +57,6 @@ def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:
     return generator.get_state()
 
 
-def test_a_prompt_that_stands_twice_is_rewarded_by_its_first_row() -> None:
-    """The rows of "a" have the answers 1 and 2; the evaluation split comes after the training set."""
-    train = Dataset.from_dict({"prompt": ["a", "a", "b"], "answer": [1, 2, 3]})
-    held_out = Dataset.from_dict({"prompt": ["c", "b"], "answer": [4, 5]})
-    trainer = SimpleNamespace(
-        train_dataset=train, eval_dataset=held_out,
-        rewards_of=lambda rows, completions: torch.tensor([float(row["answer"]) for row in rows]),
-    )  # fmt: skip
-    ids = torch.ones(4, 1, dtype=torch.long)
-    rollout = Rollout(ids, ids, ids, ids, torch.zeros(4), None, torch.arange(4))
-    found = rewards_of(SimpleNamespace(trainer=trainer), ["b", "a", "c", "d"], rollout)  # type: ignore[arg-type]
-    assert found[:3].tolist() == [3.0, 1.0, 4.0]
-    assert found[3].isnan()
-
-
 # --- the buffers ------------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +64,7 @@ def test_a_prompt_that_stands_twice_is_rewarded_by_its_first_row() -> None:
 def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(restored, analysed, overlap: str) -> None:
     update, total = analysed.update_buffer, len(restored.trainer.train_dataset)
     evaluation = sample_evaluation(restored, Evaluation(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
-    ids = restored.trainer._tokenize_prompts(list(evaluation.prompts))[0]
+    ids = restored.trainer._tokenize_prompts([row["prompt"] for row in evaluation.rows])[0]
     rollout = update.rollout
     learned = {tuple(i[m.bool()].tolist()) for i, m in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
     assert {tuple(i) in learned for i in ids} == {overlap == "wanted"}
@@ -90,9 +74,9 @@ def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(restored, analysed, overl
 def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:
     data = restored.trainer.train_dataset
     given = sample_evaluation(restored, Evaluation(responses=2, source=[5, 7]), None, 64)
-    assert given.prompts == (data[5]["prompt"], data[5]["prompt"], data[7]["prompt"], data[7]["prompt"])
+    assert given.rows == (data[5], data[5], data[7], data[7])  # the reward reads their other columns
     held_out = sample_evaluation(restored, Evaluation(4, source="eval"), None, 64)
-    assert set(held_out.prompts) <= set(restored.trainer.eval_dataset["prompt"])
+    assert {row["prompt"] for row in held_out.rows} <= set(restored.trainer.eval_dataset["prompt"])
     with pytest.raises(ValueError, match="row 99999 is not in the training set"):
         sample_evaluation(restored, Evaluation(source=[99999]), None, 64)
 
