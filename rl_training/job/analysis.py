@@ -6,7 +6,6 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,41 +31,27 @@ from rl_training.records.report.checkpoint_analyses import core_numbers, describ
 from rl_training.records.report.series import read_run
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Checkpoints, what is asked of each, and everything that conf/offline.yaml has."""
-
-    values: Mapping[str, Any]  # of conf/offline.yaml, as given
-    results: Mapping[Path, Path]  # by checkpoint, the file that its numbers go to
-    settings: Settings
-
-
 def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     """Analyses each checkpoint that `cfg` names, prints a table of each, and returns the files with the results.
 
     Their page and the report of a run are rewritten if asked for. Raises ValueError for whatever the user got wrong,
     before anything is sampled where the checkpoints reveal it.
     """
-    plan = read_plan(cfg)
-    for checkpoint in plan.results:
-        _analyse(checkpoint, plan)
-    if PartialState().is_main_process:
-        if plan.values["report"]:
-            _write_pages(plan.results)
-        if plan.values["dashboards"]:
-            _tell_dashboards(plan.results)
-    PartialState().wait_for_everyone()
-    return list(plan.results.values())
-
-
-def read_plan(cfg: DictConfig) -> Plan:
-    """Returns the plan that the configuration describes. Raises ValueError for whatever the user got wrong in it."""
     settings = check_analysis(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    return Plan(values, _result_files(values), settings)
+    results = result_files(values)
+    for checkpoint, path in results.items():
+        _analyse(checkpoint, path, settings, values)
+    if PartialState().is_main_process:
+        if values["report"]:
+            _write_pages(results)
+        if values["dashboards"]:
+            _tell_dashboards(results)
+    PartialState().wait_for_everyone()
+    return list(results.values())
 
 
-def _result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
+def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
     """Returns by checkpoint the file of its results: in RUN/offline, or in `offline` beside one that lies in no run."""
     named = values["checkpoint"]
     checkpoints = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
@@ -86,21 +71,20 @@ def _run_of(checkpoint: Path) -> Path | None:
     return run if (run / CONFIG_FILE).is_file() else None
 
 
-def _analyse(checkpoint: Path, plan: Plan) -> None:
+def _analyse(checkpoint: Path, path: Path, settings: Settings, asked: Mapping[str, Any]) -> None:
     """Analyses one checkpoint; the log is written first, then the results, so results imply a complete analysis."""
     start = time.perf_counter()
-    run, settings = run_settings(checkpoint, plan.values["run"]), plan.settings
-    restored = build_restored(run, checkpoint, plan.values["learning_rate"])
+    run = run_settings(checkpoint, asked["run"])
+    restored = build_restored(run, checkpoint, asked["learning_rate"])
     seconds = {"load": time.perf_counter() - start}
     analysis = probe.analyse(restored, settings)
-    path = plan.results[checkpoint]
     if settings.kernel.enabled:
         with short_memory_says_what_to_lower("kernel"):
             analysis.results.update(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
     with short_memory_says_what_to_lower("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, settings))
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
-    values = {"offline": plan.values, "run": OmegaConf.to_container(run, resolve=True)}
+    values = {"offline": asked, "run": OmegaConf.to_container(run, resolve=True)}
     log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, settings.log, values)
     if restored.rank == 0:
         write_result(path, restored, analysis, values, log)

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException, OverrideParseException
@@ -31,52 +31,29 @@ GONE = {  # settings, and what to do instead
 INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # of ranges.yaml
 
 
-class Range(NamedTuple):
-    """The numbers that mean something: from `least`, which is left out if `open`, to `most`; with what is said of them.
+def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
+    """Raises ValueError, with the hint, for a value that is none of these, or not in this interval of ranges.yaml.
 
-    >>> Range.parse("float (0, 1] or null for the run's").check("top_p", 2.0)
+    >>> check_allowed("top_p", 2.0, "float (0, 1] or null for the run's")
     Traceback (most recent call last):
     ValueError: top_p=2.0 must be above 0 and at most 1, or null for the run's
     """
-
-    kind: type
-    least: float
-    most: float = math.inf
-    open: bool = False
-    or_none: bool = False
-    in_list: bool = False
-    hint: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> Range:
-        found = INTERVAL.fullmatch(text)
-        assert found, text
-        in_list, kind, end, least, most, or_none, hint = found.groups()
-        return cls({"int": int, "float": float}[kind], float(least), float(most), end == "(", bool(or_none),
-                   bool(in_list), hint)  # fmt: skip
-
-    def check(self, key: str, value: Any) -> None:
-        """Raises ValueError, with the hint, for another value, or for one in a list of them."""
-        for number in value if self.in_list else (value,):
-            self._check(key, number)
-
-    def _check(self, key: str, value: Any) -> None:
-        if value is None and self.or_none:
-            return
-        hint = f"{', or null' * self.or_none}{self.hint}"
-        check_kind(key, value, self.kind(0), hint)
-        if not (self.least < value if self.open else self.least <= value) or value > self.most:
-            most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
-            raise ValueError(f"{key}={value} must be {'above' if self.open else 'at least'} {self.least:g}{most}{hint}")
-
-
-class Choice(tuple[Any, ...]):
-    """The values that a setting may have."""
-
-    def check(self, key: str, value: Any) -> None:
-        """Raises ValueError for another value."""
-        if value not in self:
-            raise ValueError(f"{key}={value}: choose from {', '.join(map(str, self))}")
+    if not isinstance(allowed, str):
+        if value not in allowed:
+            raise ValueError(f"{key}={value}: choose from {', '.join(map(str, allowed))}")
+        return
+    interval = INTERVAL.fullmatch(allowed)
+    assert interval, allowed
+    in_list, kind, end, least, most, or_null, hint = interval.groups()
+    hint = ", or null" * bool(or_null) + hint
+    for number in value if in_list else (value,):
+        if number is None and or_null:
+            continue
+        check_kind(key, number, 0 if kind == "int" else 0.0, hint)
+        if not (float(least) < number if end == "(" else float(least) <= number) or number > float(most):
+            at_most = "" if most == "inf" else f" and at most {float(most):.10g}"
+            above = "above" if end == "(" else "at least"
+            raise ValueError(f"{key}={number} must be {above} {float(least):g}{at_most}{hint}")
 
 
 def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.extras import EXTRA_OF, how_to_install
-from rl_training.job.explain import GONE, Choice, Range, did_you_mean, flat, load_plain, quoted, refuse_other_kinds
+from rl_training.job.explain import GONE, check_allowed, did_you_mean, load_plain, quoted, refuse_other_kinds
 from rl_training.job.shipped import CONF
 from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
@@ -56,8 +56,10 @@ def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
-    for key, value in flat(cfg).items():
-        if key in ranges("train") and isinstance(value, str) and value.isdecimal():  # ${oc.env:SLURM_ARRAY_TASK_ID}
+    refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "alert": {}, "logger": {}})  # what is in them comes later
+    for key in ranges("train"):  # a config.yaml may be older than a setting
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
             OmegaConf.update(cfg, key, int(value))
     _check_probes(cfg.get("probes"))
     check_values(cfg, "train")
@@ -76,10 +78,9 @@ def check_settings(cfg: DictConfig) -> None:
 
 
 @functools.cache
-def ranges(command: str) -> dict[str, Range | Choice]:
+def ranges(command: str) -> dict[str, Any]:
     """Returns what settings of a command may be, by key, or options of probes, by their last word."""
-    by_key = load_plain(Path(__file__).with_name("ranges.yaml"))[command]
-    return {key: Range.parse(text) if isinstance(text, str) else Choice(text) for key, text in by_key.items()}
+    return load_plain(Path(__file__).with_name("ranges.yaml"))[command]
 
 
 def check_values(cfg: DictConfig, command: str) -> None:
@@ -88,7 +89,7 @@ def check_values(cfg: DictConfig, command: str) -> None:
     for key, allowed in ranges(command).items():
         value = OmegaConf.select(cfg, key, default=...)
         if value is not ...:
-            allowed.check(key, value)
+            check_allowed(key, value, allowed)
 
 
 def _check_probes(probes: Any) -> None:
@@ -101,7 +102,7 @@ def _check_probes(probes: Any) -> None:
         if file.is_file():
             refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
         for name in ranges("probes").keys() & probes[probe].keys():
-            ranges("probes")[name].check(f"probes.{probe}.{name}", probes[probe][name])
+            check_allowed(f"probes.{probe}.{name}", probes[probe][name], ranges("probes")[name])
 
 
 def _check_trainer(cfg: DictConfig) -> None:

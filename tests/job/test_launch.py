@@ -20,9 +20,9 @@ print(f"launcher: exit {code}", file=sys.stderr)
 SCRIPT = """
 import sys
 from rl_training.job.command_line import Launch, run_command
-from rl_training.job.explain import Range
+from rl_training.job.explain import check_allowed
 def main():
-    Range(int, 1).check(Launch.of_this_process().typed, 0)
+    check_allowed(Launch.of_this_process().typed, 0, "int [1, inf)")
 run_command(main)
 """
 

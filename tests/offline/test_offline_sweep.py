@@ -15,9 +15,10 @@ import pytest
 from analysed_runs import checkpoint, results_of
 from configs import composed, composing
 from hydra import compose
+from omegaconf import OmegaConf
 from recorded_runs import record_run
 
-from rl_training.job.analysis import analyse_checkpoints, read_plan
+from rl_training.job.analysis import analyse_checkpoints, result_files
 from rl_training.records import analysis_results
 from rl_training.records.frames import ANALYSIS_COLUMNS, read_analysis
 from rl_training.records.report import write_report
@@ -147,4 +148,4 @@ def test_checkpoints_whose_results_would_lie_in_one_folder_are_refused(run: Path
     both = f"checkpoint=[{checkpoint(run, 1)},{other / 'checkpoint-1'}]"
     cfg = composed("offline", both, f"output={tmp_path}")
     with pytest.raises(ValueError, match=r"2 checkpoints would write their results to .*/default/checkpoint-1"):
-        read_plan(cfg)
+        result_files(OmegaConf.to_container(cfg, resolve=True))
