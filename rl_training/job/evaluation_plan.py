@@ -211,20 +211,17 @@ def ask(
     plan: EvaluationPlan,
     checkpoint: Path,
     device: str,
-    share: int = 0,
-    num_shares: int = 1,
-    on_responses: Callable[[int], object] | None = None,
+    share: int,
+    num_shares: int,
+    on_responses: Callable[[int], object],
 ) -> CheckpointResponses:
     """Returns the result of one checkpoint, from its own process."""
     answers = CheckpointResponses()
 
-    def receive(content: list[Response] | dict[str, float]) -> None:
-        if isinstance(content, dict):
-            answers.seconds = content
-        else:
-            answers.responses += content
-            if on_responses:
-                on_responses(len(content))
+    def receive(sent: tuple[list[Response], dict[str, float]]) -> None:
+        responses, answers.seconds = sent
+        answers.responses += responses
+        on_responses(len(responses))
 
     start = time.perf_counter()
     work = functools.partial(_answer, plan, checkpoint, device, share, num_shares)
@@ -234,7 +231,7 @@ def ask(
 
 
 def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send) -> None:
-    """Sends the responses of this checkpoint, batch by batch, and then the seconds that it all took."""
+    """Sends the responses of this checkpoint, batch by batch, and the seconds that all took so far."""
     logging.disable_progress_bar()
     start = time.perf_counter()
     model = plan.config.get("model") or {}
@@ -251,8 +248,7 @@ def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num
     task = plan.task()
     seconds = {"load": time.perf_counter() - start}
     for responses in generate_responses(policy, task, plan.batches(share, num_shares), plan.options.seed, seconds):
-        send(responses)
-    send(seconds)
+        send((responses, seconds))
 
 
 def join(parts: list[CheckpointResponses]) -> CheckpointResponses:
