@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import pandas as pd
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -60,7 +60,6 @@ CORE = (
     "deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "H_orig", "H_upd", "bars_dot",
     "learning_rate", "ESS", "w_max", "w_min", "B_E", "B_U", "G", "avg_generation_length", "avg_reward",
 )  # fmt: skip
-QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 
 
 def write_result(
@@ -206,22 +205,15 @@ def _texts(restored: RestoredTrainer, rollout: Rollout, wanted: bool) -> list[di
     return [text_of(restored, rollout, row) if wanted else {} for row in range(rollout.num_sequences)]
 
 
-def _statistics(
-    evaluation: Sequence[Mapping[str, Any]], update: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, float]]:
+def _statistics(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any, Any]:
     """Returns mean, standard deviation and quantiles over the sequences of all processes."""
+    e, u = pd.DataFrame(evaluation), pd.DataFrame(update)
     columns = {
-        "generation_length": (evaluation, "length"), "sequence_entropy": (evaluation, "entropy"),
-        "reward": (update, "reward"), "advantage": (update, "advantage"), "update_length": (update, "length"),
-        "importance_weight": (evaluation, "weight"),
+        "generation_length": (e, "length"), "sequence_entropy": (e, "entropy"), "reward": (u, "reward"),
+        "advantage": (u, "advantage"), "update_length": (u, "length"), "importance_weight": (e, "weight"),
     }  # fmt: skip
-    found = {}
-    for name, (rows, key) in columns.items():
-        if key in rows[0]:
-            values = torch.tensor([row[key] for row in rows], dtype=torch.float64)
-            spread = {label: float(values.quantile(q)) for label, q in QUANTILES.items()}
-            found[name] = {"mean": float(values.mean()), "sd": float(values.std()), **spread}
-    return found
+    table = pd.DataFrame({name: rows[key] for name, (rows, key) in columns.items() if key in rows}).describe()
+    return table.drop("count").rename({"std": "sd", "25%": "q25", "50%": "median", "75%": "q75"}).to_dict()
 
 
 def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
