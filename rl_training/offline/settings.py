@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LEVELS = ("none", "minimal", "standard", "detailed", "debug")
-MIN_SIZE = 2  # units of E in a sweep, prompts or responses
 
 
 @dataclass(frozen=True)
@@ -127,12 +126,10 @@ class Settings:
                 "a sweep compares prediction with truth: set first_order.enabled and truth.enabled to true"
             )
         responses, total = self.evaluation.responses, self.evaluation.num_sequences
-        least = MIN_SIZE * responses if total > responses else MIN_SIZE  # of one prompt alone, responses are the units
+        unit = responses if total > responses else 1  # of one prompt alone, responses are the units
         for size in sweep.evaluation_sizes:
-            if size > total:
-                raise ValueError(f"sweep.evaluation_sizes: {size} is more than the {total} sequences of E")
-            if size < least or (total > responses and size % responses):
+            if size % unit or not 2 * unit <= size <= total:
                 raise ValueError(
-                    f"sweep.evaluation_sizes: {size} sequences are not two prompts or more with all their responses: "
-                    f"give multiples of evaluation.responses={responses}, from {least} on"
+                    f"sweep.evaluation_sizes: {size} sequences are not two or more of E's prompts with all their "
+                    f"responses: give multiples of {unit}, from {2 * unit} to {total}"
                 )
