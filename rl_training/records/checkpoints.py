@@ -61,7 +61,7 @@ def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str
     runs  a run, or a folder of runs, of which the one that has taken a step last counts: where none is named
     """
     path = Path(choice)
-    if choice in ("latest", "all"):
+    if choice == "latest" or (choice == "all" and setting == "checkpoint"):
         listed = [runs] if checkpoints_of(runs) else sorted(runs.glob("run_*"), key=_last_step_at, reverse=True)
     elif (path / TRAINING_STATE).is_dir() or checkpoints_in(path):
         runs, listed = path, [path]

@@ -35,6 +35,7 @@ ROLLOUTS_FILE = "rollouts.jsonl.gz"
 # Of a line of probes.jsonl: its facts by name, and what they must be; others are an estimate's `detail`.
 NEEDED = {"step": int, "about_step": int, "name": str, "value": object, "stderr": object, "num_samples": int,
           "reason": object}  # fmt: skip
+MOST_DIGITS = 300  # of a whole number: with more it is no float
 MAKE_ROOM = "the run's records cannot be written: make room, then go on with resume=latest"
 
 
@@ -111,13 +112,17 @@ def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 return
             try:
                 text = line.decode()
-                row = json.loads(text)
+                row = json.loads(text, parse_int=_whole_number)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
             for name, kind in needed.items():
                 if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
                     raise ValueError(f"{path}, line {number} has no `{name}`: mend or delete that line")
             yield text, row
+
+
+def _whole_number(digits: str) -> int | float:
+    return int(digits) if len(digits) < MOST_DIGITS else float(digits)
 
 
 def logs_of(run: str | Path) -> Path:

@@ -91,6 +91,11 @@ def test_an_estimate_that_lacks_a_fact_is_named_by_its_line(tmp_path: Path, name
         read_estimates(tmp_path)
 
 
+def test_a_number_of_four_hundred_digits_is_read_as_infinite(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text(f'{{"step": 1, "loss": {"9" * 400}, "reward": -{"9" * 5000}}}\n')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": math.inf, "reward": -math.inf}]
+
+
 def test_every_line_is_json_that_any_reader_takes(tmp_path: Path) -> None:
     records = Records(tmp_path)
     records.write_metrics(1, {"nan": math.nan, "inf": math.inf})
