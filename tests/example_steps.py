@@ -44,8 +44,9 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     """
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
-    (piece,) = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
-    return fold_means([mean], [rows], sizes).without(EVERY_FOLD, piece).view_as(folds)
+    pieces = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD})
+    means = fold_means([mean], [rows], sizes)
+    return torch.cat([means.without(EVERY_FOLD, piece) for piece in pieces], dim=1).view_as(folds)
 
 
 def step_of(
