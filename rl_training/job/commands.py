@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.command_line import Carried, importing
 from rl_training.job.explain import as_text, check_choices, load_plain
 from rl_training.job.run_settings import branched, key_of, parsed, settable, words_of_the_run
-from rl_training.job.settings import check_analysis, check_evaluation, check_run, refuse_unset
+from rl_training.job.settings import check_analysis, check_evaluation, check_run, check_values
 from rl_training.job.shipped import CONF, conf_folders
 
 
@@ -106,7 +106,7 @@ def _of_branches(word: str) -> bool:
 
 
 def _try(cfg: DictConfig, words: list[str]) -> None:
-    refuse_unset(cfg)
+    check_values(cfg, "try")  # here it waits for no import
     with importing():
         from rl_training.job.trial import decide, read_trial
 

@@ -32,7 +32,6 @@ UNFIT = re.compile(r"[^\w.,=+-]+")  # for the name of a folder
 
 def check_run(cfg: DictConfig) -> int:
     """Returns how many microbatches of each process make a step, after all checks that are possible by now."""
-    refuse_unset(cfg)
     check_resume(cfg)
     for key in PATHS:  # a shell does not expand a `~` after a `=`
         value = OmegaConf.select(cfg, key)
@@ -84,7 +83,13 @@ def ranges(command: str) -> dict[str, Any]:
 
 
 def check_values(cfg: DictConfig, command: str) -> None:
-    """Raises ValueError for a setting of another kind than in conf/, or out of its range; one not there may be."""
+    """Raises ValueError for a setting that is not set, of another kind than in conf/, or out of its range.
+
+    One that is not there is not checked: a config.yaml may be older than it.
+    """
+    unset = sorted(OmegaConf.missing_keys(cfg))
+    if unset:
+        raise ValueError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
     refuse_other_kinds(cfg, load_plain(CONF / f"{command}.yaml"))
     for key, allowed in ranges(command).items():
         value = OmegaConf.select(cfg, key, default=...)
@@ -134,13 +139,6 @@ def value_of(cfg: DictConfig, name: str) -> Any:
     return f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, SAME_AS[name])
 
 
-def refuse_unset(cfg: DictConfig) -> None:
-    """Raises ValueError where a value has to be given and is not."""
-    unset = sorted(OmegaConf.missing_keys(cfg))
-    if unset:
-        raise ValueError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
-
-
 def check_resume(cfg: DictConfig) -> None:
     """Raises ValueError where there is nothing to resume, or nothing that `additional_steps` could be added to."""
     as_written: Any = OmegaConf.to_container(cfg, resolve=False)
@@ -185,9 +183,8 @@ def accumulation_steps(
 
 def check_analysis(cfg: DictConfig) -> Settings:
     """Returns what is asked of a checkpoint. Raises ValueError for values that are not set, or mean nothing."""
-    refuse_unset(cfg)
-    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     check_values(cfg, "offline")
+    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     name_of(str(values["name"]))
     source = values["evaluation"]["source"]
     if isinstance(source, str) and source not in ("train", "eval"):
@@ -209,7 +206,6 @@ def name_of(name: str) -> str:
 
 def check_evaluation(cfg: DictConfig) -> None:
     """Raises ValueError for values that are not set, or mean nothing."""
-    refuse_unset(cfg)
     check_values(cfg, "evaluate")
     options = cfg.evaluation
     if options.k is not None and options.k > options.responses_per_prompt:

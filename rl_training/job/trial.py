@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 from rl_training.interventions.named import interventions_to_train
 from rl_training.job.run_settings import checkpoint_in_a_run, load_settings, with_changes
-from rl_training.job.settings import check_values
 from rl_training.job.trial_results import (
     PLAIN,
     Candidate,
@@ -155,7 +154,6 @@ class Branch:
 
 def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -> Trial:
     """Returns the trial that was asked for. ValueError for whatever the user got wrong."""
-    check_values(cfg, "try")
     checkpoint, given = checkpoint_in_a_run("run", cfg.run), cfg.interventions
     names = preferred(read_run(checkpoint.parents[1])) if given == "auto" else _listed(given)
     if not names:
