@@ -110,8 +110,8 @@ def sync(
             reason = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"
             tried = 0 if len(outcome.copied) > arrived else tried
             if tried == retries:
-                told = f"{shown(source)} failed {tried + 1} times ({reason}): what has arrived is kept"
-                raise ConnectionError(f"{told}; run the same command again for the rest") from error
+                message = f"{shown(source)} failed {tried + 1} times ({reason}): what has arrived is kept"
+                raise ConnectionError(f"{message}; run the same command again for the rest") from error
             tqdm.write(f"{reason}; trying again", file=sys.stderr)
             time.sleep(pause * 2**tried)
             tried += 1

@@ -259,8 +259,8 @@ def test_drawing_leaves_no_threads_that_a_fork_of_this_process_would_wait_for(pa
 
 def test_a_report_waits_for_no_torch() -> None:
     """Its import alone takes longer than the page."""
-    asked = "import sys, rl_training.records.report; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+    program = "import sys, rl_training.records.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:
