@@ -16,7 +16,8 @@ each step relative to the noise of earlier ones, or else the first and largest w
 it: products have long tails, a batch that misses rare prompts has a small v, and by its own v it would weigh most.
 
 Neighbouring steps share a batch, whose errors are nearly the same for both: the variances of the sums are doubled.
-Where the changes are lost in their errors there is no value, and the interval has a lower end alone.
+A sum of variances with long tails is too low as often as too high, and by factors: the interval is one of log P. Where
+the changes are lost in their errors there is no value, and the interval has a lower end alone.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ import math
 from collections.abc import Sequence
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.running_pairs import Pair, RunningPair, fieller_quadratic
+from rl_training.mathematics.running_pairs import Pair, RunningPair
 
 DECAY = 0.9  # weight of a step relative to the next
 SCALE_DECAY = 0.7  # the same in the mean of the noise before
 SHARED_BATCH = 2.0  # factor of variances: at worst the errors of two neighbouring steps are the same
-LONG_TAILS = 2.0  # variance of a variance, over that of normal numbers
+LONG_TAILS = 10.0  # variance of a variance, over that of normal numbers; of single batches 24 was measured
 FEWEST_STEPS = 5  # in the sums
 NONE_YET = f"fewer than {FEWEST_STEPS} steps with error bars are in the sums, after two that these are relative to"
 NO_BAR = "no error bar: delta_h/needed_prompts has its interval"
@@ -94,19 +96,24 @@ class NeededPrompts:
         """Returns P with its interval. Example: Δ² = 1 and σ² = 6, without error, take 24 prompts."""
         if self._mean.steps < FEWEST_STEPS:
             return Estimate.missing(NONE_YET)
-        mean = self._mean.mean()
-        found = mean.minus_ratio(LOST)
-        return found if found.value > 0 else Estimate(math.nan, reason=LOST, interval=(least(mean), math.inf))
+        return on_log_scale(self._mean.mean())
 
 
-def least(mean: Pair) -> float:
-    """Returns the lower end of the interval of P that has no upper one; 0 where σ² is lost in its error, too."""
-    signs = mean.values.new_tensor([-1.0, 1.0])
-    covariance = signs.unsqueeze(1) * mean.covariance * signs
-    square, linear, constant = fieller_quadratic(signs * mean.values, covariance, mean.degrees)
-    if not constant > 0 > square:
-        return 0.0
-    return (linear - math.sqrt(linear**2 - square * constant)) / square
+def on_log_scale(mean: Pair) -> Estimate:
+    """Returns P of the means of −Δ² and 4σ², with the interval P e^(± q se(log P)), q Student's quantile.
+
+    Where Δ² may be 0, no value and the least P, of the largest Δ² and the smallest 4σ².
+    Example, Δ² = 4 ± 1 and 4σ² = 24 without error, from many degrees: 6, from 6 e^(−.49) = 3.7 to 6 e^.49 = 9.8.
+    """
+    square, variance = -float(mean.values[0]), float(mean.values[1])
+    quantile, own = float(stdtrit(mean.degrees, 0.975)), mean.covariance.diag().sqrt().tolist()
+    if square <= quantile * own[0]:
+        largest, smallest = max(square, 0.0) + quantile * own[0], variance * math.exp(-quantile * own[1] / variance)
+        return Estimate(math.nan, reason=LOST, interval=(smallest / largest, math.inf))
+    along = mean.values.new_tensor([1.0 / square, 1.0 / variance])
+    relative = math.sqrt(max(float(along @ mean.covariance @ along), 0.0))
+    needed, factor = variance / square, math.exp(quantile * relative)
+    return Estimate(needed, needed * relative, int(mean.degrees) + 1, interval=(needed / factor, needed * factor))
 
 
 def relative_error(needed: Estimate, prompts: float) -> Estimate:

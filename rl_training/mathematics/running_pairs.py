@@ -34,22 +34,15 @@ def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage
 
     Source: Fieller 1954, "Some problems in interval estimation".
     """
-    square, linear, constant = fieller_quadratic(means, covariance, degrees, coverage)
+    quantile = float(stdtrit(degrees, 0.5 + 0.5 * coverage))
+    denominator, numerator = means.tolist()
+    (denominator_variance, mixed), (_, numerator_variance) = (quantile**2 * covariance).tolist()
+    square = denominator**2 - denominator_variance
+    linear, constant = denominator * numerator - mixed, numerator**2 - numerator_variance
     if not square > 0:
         return -math.inf, math.inf
     half = math.sqrt(max(linear**2 - square * constant, 0.0))  # below 0 by rounding only: S/T is always inside
     return (linear - half) / square, (linear + half) / square
-
-
-def fieller_quadratic(
-    means: Tensor, covariance: Tensor, degrees: float, coverage: float = 0.95
-) -> tuple[float, float, float]:
-    """Returns a, b, c: the data do not reject ρ where a ρ² − 2 b ρ + c ≤ 0."""
-    quantile = float(stdtrit(degrees, 0.5 + 0.5 * coverage))
-    denominator, numerator = means.tolist()
-    (denominator_variance, mixed), (_, numerator_variance) = (quantile**2 * covariance).tolist()
-    linear, constant = denominator * numerator - mixed, numerator**2 - numerator_variance
-    return denominator**2 - denominator_variance, linear, constant
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from rl_training.mathematics.needed_prompts import LOST, NONE_YET, NeededPrompts, change_and_noise, least
+from rl_training.mathematics.needed_prompts import LOST, NONE_YET, NeededPrompts, change_and_noise, on_log_scale
 from rl_training.mathematics.running_pairs import Pair
 
 NONE = math.nan
@@ -34,10 +34,10 @@ def test_sums_over_steps_by_hand(monkeypatch) -> None:
 
 
 def test_the_covariance_by_hand() -> None:
-    """Δ² = 16 with a variance of 9: twice 2·9² + 4·16·9 and twice 2·9²/8, which 4σ² = 8·2·9 has 16-fold."""
+    """Δ² = 16 with a variance of 9: twice 2·9² + 4·16·9 and twice 10·9²/8, which 4σ² = 8·2·9 has 16-fold."""
     pair = change_and_noise(5.0, 9.0, 2, 8)
     assert pair.values.tolist() == [-16.0, 144.0]
-    spread, noise = 2 * 81 + 4 * 16 * 9, 2 * 81 / 8
+    spread, noise = 2 * 81 + 4 * 16 * 9, 10 * 81 / 8
     assert pair.covariance.flatten().tolist() == pytest.approx(
         [2 * (spread + noise), 2 * 16 * noise, 2 * 16 * noise, 2 * 256 * noise]
     )
@@ -61,11 +61,15 @@ def test_changes_that_are_lost_in_their_errors_say_so() -> None:
     assert found == [NONE_YET] * 7 + [LOST]  # of the first batch none is closed, and two are the first scale
 
 
-def test_where_the_change_may_be_none_the_interval_has_a_lower_end_alone() -> None:
-    """4σ² = 10 without error and Δ² = 0 ± 1, from many degrees: Δ² is below 1.96."""
-    covariance = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    assert least(Pair(torch.tensor([0.0, 10.0], dtype=torch.float64), covariance, 1e9)) == pytest.approx(10 / 1.959964)
-    assert least(Pair(torch.tensor([0.0, 10.0], dtype=torch.float64), covariance + 100.0, 1e9)) == 0.0
+def test_the_interval_is_of_the_logarithm_and_has_a_lower_end_alone_where_the_change_may_be_none() -> None:
+    """4σ² = 24 ± 3 and Δ² = 4 ± 1, 1/4 and 1/8 of them: 5/64 together. Then Δ² = 1 ± 1: at most 2.96."""
+    covariance = torch.tensor([[1.0, 0.0], [0.0, 9.0]], dtype=torch.float64)
+    found = on_log_scale(Pair(torch.tensor([-4.0, 24.0], dtype=torch.float64), covariance, 1e9))
+    factor = math.exp(1.959964 * math.sqrt(5) / 8)
+    assert (found.value, *found.ends()) == pytest.approx((6.0, 6.0 / factor, 6.0 * factor))
+    found = on_log_scale(Pair(torch.tensor([-1.0, 24.0], dtype=torch.float64), covariance, 1e9))
+    assert found.reason == LOST
+    assert found.ends() == pytest.approx((24.0 * math.exp(-1.959964 / 8) / 2.959964, math.inf))
     needed = NeededPrompts()
     for sign in [1.0, -1.0] * 10:
         found = needed.add((sign, sign), (1.0, 1.0), 8, 7)
