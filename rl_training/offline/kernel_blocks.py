@@ -51,21 +51,17 @@ class KernelInputs:
 
     @cached_property
     def root(self) -> Tensor:
-        return metric_root(self.step)
+        """√M, (P,), of the metric M in which the step takes its own gradient."""
+        root = torch.empty_like(self.step.gradient)
+        for piece in self.step.pieces:
+            factor = piece.state.gradient_factor(piece.param, self.step.clip * self.step.gradient[piece.flat])
+            root[piece.flat] = (-factor).sqrt()
+        return root
 
     @property
     def scale(self) -> float:
         """c /(N_U L)."""
         return self.step.clip / (self.update.num_sequences * self.max_length)
-
-
-def metric_root(step: Update) -> Tensor:
-    """Returns √M, (P,), of the metric M in which the step takes its own gradient."""
-    root = torch.empty_like(step.gradient)
-    for piece in step.pieces:
-        factor = piece.state.gradient_factor(piece.param, step.clip * step.gradient[piece.flat])
-        root[piece.flat] = (-factor).sqrt()
-    return root
 
 
 def row_products(rows: Tensor, others: Tensor) -> Tensor:
