@@ -24,13 +24,9 @@ def default_trainer(
     learning_rate: float = 3e-4,
     seed: int = 0,
     records: Records | None = None,
-    buffer: Any = None,
-    train_dataset: Any = None,
-    eval_dataset: Any = None,
     peft_config: Any = None,
     task: Task | None = None,
     model_folder: Path = TINY_PATH,
-    interventions: Sequence[str] = (),
     sampler_lag: int = 0,
     **settings: Any,
 ) -> DrGRPOTrainer:
@@ -42,31 +38,15 @@ def default_trainer(
     model, tokenizer = load_causal_lm(model_folder)
     task = task or arithmetic()
     defaults: dict[str, Any] = {
-        "per_device_train_batch_size": 32,
-        "gradient_accumulation_steps": 8,
-        "num_generations": 8,
-        "max_completion_length": 36,
-        "adam_beta2": 0.99,
-        "lr_scheduler_type": "constant",
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+        "per_device_train_batch_size": 32, "gradient_accumulation_steps": 8, "num_generations": 8,
+        "max_completion_length": 36, "adam_beta2": 0.99, "lr_scheduler_type": "constant", "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
     args = DrGRPOConfig(str(folder), max_steps=max_steps, learning_rate=learning_rate, seed=seed, **defaults | settings)
     trainer = DrGRPOTrainer(
-        model,
-        task.reward,
-        args,
-        train_dataset=train_dataset or task.train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-        probes=probes,
-        records=records,
-        buffer=buffer,
-        interventions=interventions,
-        sampler_lag=sampler_lag,
-    )
+        model, task.reward, args, train_dataset=task.train_dataset, processing_class=tokenizer, peft_config=peft_config,
+        probes=probes, records=records, sampler_lag=sampler_lag,
+    )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # a log line per step
     return trainer
 
