@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ def train(
     clip: float | None = CLIP,
     zero_grad: bool = True,
     forward: Callable[[Any, Rollout], tuple[Tensor, Tensor]] = scores_of,
+    sampler: Callable[[Tensor, Tensor], Tensor] | None = None,  # its log-probabilities, of the policy's and the tokens
     backward: Callable[[Tensor], object] = Tensor.backward,
     between: Action = nothing,  # two microbatches
     ready: Action = nothing,  # after the last backward, before the probes see the gradient
@@ -75,6 +77,8 @@ def train(
             with measured.step(number) as metrics:
                 for part in (parts := microbatches(number, size)):
                     logps, of_model = forward(model, part)
+                    if sampler is not None:
+                        part = dataclasses.replace(part, sampling_logps=sampler(logps.detach(), part.completion_ids))
                     measured.microbatch(part, logps, of_model.detach() if entropies else None)
                     backward(loss_of(logps, part, len(parts)))
                     between(model, optimizer)

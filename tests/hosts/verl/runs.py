@@ -26,7 +26,7 @@ os.environ |= {
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
+from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout, of_another_sampler
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.config import CheckpointConfig
@@ -53,6 +53,7 @@ INTERVENTIONS = ["bonus:0.5", "nsr", "lr:0.5"]
 PROBES: dict[str, dict[str, Any]] = {
     "simple": {"_target_": "rl_training.probes.SimpleEntropyProbe", "per_sequence": True},
     "measured": {"_target_": "rl_training.probes.MeasuredStepProbe"},
+    "sampler": {"_target_": "rl_training.probes.SamplerProbe"},
     "gns": {"_target_": "rl_training.probes.GradientNoiseScaleProbe", "split_prompts": PROMPTS},
     "ess": {"_target_": "rl_training.probes.EffectiveSampleSizeProbe"},
     "covariance": {"_target_": "rl_training.probes.CovariancePredictorProbe"},
@@ -63,6 +64,7 @@ FEW = {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}, **{n: PR
 # What differs from: microbatches of 8 sequences, fp32, padded, one step a rollout.
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {"probes": PROBES},
+    "sampled": {"probes": PROBES, "other_sampler": True},
     "checkpointing": {"checkpointing": True},
     "packed": {"packed": True, "probes": PROBES},
     "dynamic": {"dynamic": 200},
@@ -185,7 +187,11 @@ def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], abo
     tensordict_utils.assign_non_tensor(scored, compute_loss=False, global_token_num=None)
     logps = no_padding_2_padding(tensordict_utils.get(worker.infer_batch(scored), "log_probs"), data).detach()
     lengths = data["responses"].offsets().diff()
-    data["old_log_probs"] = nested(logps, torch.arange(logps.shape[1]) < lengths.unsqueeze(1))
+    mask = torch.arange(logps.shape[1]) < lengths.unsqueeze(1)
+    data["old_log_probs"] = nested(logps, mask)
+    if run.get("other_sampler"):
+        ids = data["responses"].to_padded_tensor(0)
+        data["rollout_log_probs"] = nested(of_another_sampler(logps, ids), mask)
     size = PROMPTS * G // run.get("minis", 1)
     tensordict_utils.assign_non_tensor(
         data, global_batch_size=size, mini_batch_size=size, epochs=run.get("epochs", 1), seed=1,

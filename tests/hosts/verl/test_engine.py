@@ -16,7 +16,7 @@ pytest.importorskip("verl.workers")
 import torch
 from plain_loop import CLIP, train
 from same_estimates import OF_TRL_ALONE, differences, of_records, too_far
-from shared_rollouts import MICROBATCH, PROMPTS, STEPS, G
+from shared_rollouts import MICROBATCH, PROMPTS, STEPS, G, of_another_sampler
 
 from rl_training.engine.batch import Rollout
 from rl_training.hosts.loop import measured_loop
@@ -26,13 +26,15 @@ from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
     MeasuredStepProbe,
+    SamplerProbe,
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_tiny
 
 RUNS_FILE = Path(__file__).with_name("runs.py")
-COMPARED = ["plain", "checkpointing", "packed", "groups", "bf16", "two_steps", "all_at_once"]  # with and without probes
+# with and without probes
+COMPARED = ["plain", "sampled", "checkpointing", "packed", "groups", "bf16", "two_steps", "all_at_once"]
 ALONE = [*COMPARED, "dynamic", "two_epochs", "entropies", "bonus", "lora", "ended", "resumed", "skipped"]
 TOGETHER = ["plain", "sync_each", "all_at_once"]
 
@@ -95,7 +97,7 @@ def test_prompts_of_different_processes_have_different_numbers(ranks: Callable[.
         assert len({*first["prompts"], *second["prompts"]}) == PROMPTS
 
 
-def estimates_of_a_plain_loop(folder: Path) -> list[dict[str, Any]]:
+def estimates_of_a_plain_loop(other_sampler: bool) -> list[dict[str, Any]]:
     """Returns the estimates of the same steps in a plain loop: the same weights, rollouts and optimizer."""
     model, _ = load_tiny()
     model.train()
@@ -103,6 +105,7 @@ def estimates_of_a_plain_loop(folder: Path) -> list[dict[str, Any]]:
     probes = [
         SimpleEntropyProbe(per_sequence=True),
         MeasuredStepProbe(),
+        SamplerProbe(),
         GradientNoiseScaleProbe(split_prompts=PROMPTS),
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),
@@ -115,18 +118,19 @@ def estimates_of_a_plain_loop(folder: Path) -> list[dict[str, Any]]:
         missing = (0, part.completion_mask.shape[1] - scores.logps.shape[1])
         return tuple(torch.nn.functional.pad(values, missing) for values in (scores.logps, scores.entropies))
 
-    return train(model, optimizer, measured, STEPS, forward=forward)
+    sampler = of_another_sampler if other_sampler else None
+    return train(model, optimizer, measured, STEPS, forward=forward, sampler=sampler)
 
 
-@pytest.mark.parametrize("name", ["plain_1", "plain_2", "packed_1"])
+@pytest.mark.parametrize("name", ["plain_1", "plain_2", "packed_1", "sampled_1"])
 def test_what_is_measured_is_what_a_plain_loop_measures(name: str, folder: Path) -> None:
     """To 1e-5 of the value, or of its error bar where that is larger, at every step."""
-    plain = enumerate(estimates_of_a_plain_loop(folder), start=1)
+    plain = enumerate(estimates_of_a_plain_loop(name.startswith("sampled")), start=1)
     expected = {
         (step, metric): (e.value, e.stderr)
         for step, answers in plain
         for metric, e in answers.items()
-        if metric not in OF_TRL_ALONE
+        if metric not in {*OF_TRL_ALONE, "sampler/corrected_share"}  # a plain loop's loss is not known
     }
     written = of_records(folder / name / "logs")
     off = differences(expected, {key: written[key] for key in expected}, fields=1)
