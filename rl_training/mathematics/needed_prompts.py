@@ -37,7 +37,7 @@ SCALE_DECAY = 0.7  # the same in the mean of the noise before
 SHARED_BATCH = 2.0  # factor of variances: at worst the errors of two neighbouring steps are the same
 LONG_TAILS = 10.0  # variance of a variance, over that of normal numbers; of single batches 24 was measured
 FEWEST_STEPS = 5  # in the sums
-NONE_YET = f"fewer than {FEWEST_STEPS} steps with error bars are in the sums, after two that these are relative to"
+NONE_YET = f"it averages over steps: it begins with batch {FEWEST_STEPS + 3} of those with an error bar"
 NO_BAR = "no error bar: delta_h/needed_prompts has its interval"
 LOST = "the changes of the last steps are lost in their errors: it takes more prompts than can be told"
 

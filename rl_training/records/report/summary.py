@@ -50,7 +50,7 @@ def opening(run: Run) -> list[str]:
         levels=[mean for mean, _, _ in ends_of(run.token_entropy())],
         rate=findings.present_rate(run),
         one_step=(error, needed) if error and needed and error.value > UNCERTAIN else None,
-        more_prompts_than=next(iter(prompts.loc[prompts["value"].isna(), "low"].dropna()), None),
+        least_prompts=next(iter(prompts.loc[prompts["value"].isna(), "low"].dropna()), None),
         sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
         lost=1 - share if share < SURVIVING else None,
     )
