@@ -40,6 +40,10 @@ PROCESSES, STEPS, G, PROMPT, COMPLETION = 4, 3, 4, 4, 8
 SHAPE = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7,
          "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}  # fmt: skip
 
+# glibc raises this threshold to the largest block freed so far. Smaller blocks are then cut out of a heap, where freed
+# ones leave holes: up to 100 MB of a peak, more or less with the order of requests. At a fixed one tensors are counted.
+LIBC, M_MMAP_THRESHOLD = ctypes.CDLL("libc.so.6"), -3
+
 
 class Collectives(TorchDispatchMode):
     """Counts the bytes of the largest tensor, or list of tensors, that each collective gets."""
@@ -69,7 +73,7 @@ def peak() -> int:
 
 def forget_peak() -> None:
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    LIBC.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -96,6 +100,7 @@ def work(rank: int, port: int, layout: str, folds: int, probes: bool, folder: st
     """Trains as one of the processes, and writes the peak of each step and the last one's bytes by collective."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 18)
     dist.init_process_group("gloo", rank=rank, world_size=PROCESSES)
     torch.manual_seed(0)
     bare = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).train()

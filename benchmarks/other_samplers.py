@@ -85,30 +85,31 @@ class OtherSampler(LaggingSampler):
 
 
 class Frozen(TrainerCallback):
-    """Keeps the weights of every step and the last optimizer state; or puts a state back before each step."""
+    """Keeps the weights and the optimizer's state before every step; or puts a state back before each step."""
 
     def __init__(self, state: tuple[Named, dict[str, Any]] | None = None) -> None:
         self.state = state
         self.weights: list[Named] = []
-        self.moments: dict[str, dict[str, Tensor]] = {}
+        self.optimizers: list[dict[str, Any]] = []
+        self.moments: list[dict[str, dict[str, Tensor]]] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if self.state is None:
             self.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
-            self.optimizer = copy.deepcopy(optimizer.state_dict())
-            self.moments = {name: copy.deepcopy(optimizer.state[p]) for name, p in model.named_parameters()
-                            if p in optimizer.state}  # fmt: skip
+            self.optimizers.append(copy.deepcopy(optimizer.state_dict()))
+            self.moments.append({name: copy.deepcopy(optimizer.state[p]) for name, p in model.named_parameters()
+                                 if p in optimizer.state})  # fmt: skip
             return
         for name, p in model.named_parameters():
             p.data.copy_(self.state[0][name])
         optimizer.load_state_dict(copy.deepcopy(self.state[1]))
 
-    def step(self, gradient: Named) -> Named:
-        """Returns the step that AdamW would make of a gradient from the last moments, clipped at a norm of 1."""
+    def step(self, gradient: Named, state: int = -1) -> Named:
+        """Returns the step that AdamW would make of a gradient at a kept state, clipped at a norm of 1."""
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
         clip, made = min(1.0, 1.0 / (norm + 1e-6)), {}
-        for name, moments in self.moments.items():
+        for name, moments in self.moments[state].items():
             number, g = float(moments["step"]) + 1, clip * gradient[name]
             first = (BETAS[0] * moments["exp_avg"] + (1 - BETAS[0]) * g) / (1 - BETAS[0] ** number)
             second = (BETAS[1] * moments["exp_avg_sq"] + (1 - BETAS[1]) * g.square()) / (1 - BETAS[1] ** number)

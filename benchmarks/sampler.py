@@ -50,7 +50,7 @@ SAMPLERS = {
     "corrections": ["int5", "noise-.6", "stale-2", "stale-4", "stale-8"],
     "divergences": ["itself", "bf16", "int8", "int5", "stale-8", "noise-.6", "int4", "top-p-.95"],
 }
-CORRECTIONS = ["none", "tis:2", "mis:0.5,2", "seq_mask:3", "ppo_clip:0.2", "exact"]
+CORRECTIONS = ["tis:2", "mis:0.5,2", "seq_mask:3", "ppo_clip:0.2", "exact"]
 DIRECTIONS = ("the momentum's step", "X itself", "the reward's step")
 PART = 512  # responses of a part of the truth
 MIN_ESS = 0.7  # for the scatter of X with ratios
@@ -141,12 +141,12 @@ class Forward(Divergence):
 
 
 class Corrections(InterventionsProbe):
-    """Holds what each correction would change against the steps that the optimizer makes, times the truth."""
+    """Holds what each intervention would change against the steps that the optimizer makes, times the truth."""
 
-    def __init__(self, run: Frozen, truth: Truth) -> None:
-        super().__init__(CORRECTIONS, every=1, num_folds=8)
-        self.run, self.truth = run, truth
-        self.cases: list[tuple[str, str, Estimate, float, float]] = []  # correction, quantity, said, truth, its error
+    def __init__(self, run: Frozen, truth: Truth, names: Sequence[str] = CORRECTIONS, state: int = -1) -> None:
+        super().__init__(["none", *names], every=1, num_folds=8)
+        self.run, self.truth, self.state = run, truth, state
+        self.cases: list[tuple[str, str, Estimate, float, float]] = []  # name, quantity, said, truth, its error
         self.batches = 0
 
     def prepare(self, step: Step) -> None:
@@ -156,9 +156,10 @@ class Corrections(InterventionsProbe):
             return
         (loss,) = loss_inputs(dataclasses.replace(step.batch, microbatch_rows=(range(len(step.batch.scores.mask)),)),
                               step.ranks.reduce)  # fmt: skip
-        weights = [[each.weights(loss).logps, None] for each in self.which]
-        gradients = gradients_of(step.policy, step.batch.rollout, weights)
-        made, *changed = (self.run.step(gradient) for gradient in gradients)
+        weights = [each.weights(loss) for each in self.which]
+        pairs = [[each.logps, each.entropies] for each in weights]
+        gradients = gradients_of(step.policy, step.batch.rollout, pairs)
+        made, *changed = (self.run.step(gradient, self.state) for gradient in gradients)
         for each, other in zip(self.which[1:], changed, strict=True):
             difference = {name: other[name] - made[name] for name in made}
             for quantity, parts in (("delta_h", self.truth.entropy), ("delta_reward", self.truth.reward)):
@@ -168,9 +169,9 @@ class Corrections(InterventionsProbe):
                 self.cases.append((each.name, quantity, said, statistics.fmean(along), error))
 
     def report_truth(self) -> None:
-        print(f"  {len(self.cases) // 2 // (len(CORRECTIONS) - 1)} of {self.batches} batches")
-        for name in CORRECTIONS[1:]:
-            print_cases(name, [case for case in self.cases if case[0] == name])
+        print(f"  {len(self.cases) // 2 // (len(self.which) - 1)} of {self.batches} batches")
+        for each in self.which[1:]:
+            print_cases(each.name, [case for case in self.cases if case[0] == each.name])
 
 
 def print_cases(name: str, cases: Sequence[tuple[str, str, Estimate, float, float]]) -> None:
@@ -220,20 +221,20 @@ def gradients_of(policy: Any, rollout: Any, weights: Sequence[Sequence[Tensor | 
     return found
 
 
-def large_sample(trainer: DrGRPOTrainer, count: int, seed: int) -> Truth:
+def large_sample(trainer: DrGRPOTrainer, count: int, seed: int, part_size: int = PART) -> Truth:
     """Returns the truth from so many fresh responses, one to a prompt, baselines over each part."""
     policy, truth = TrainerPolicy(trainer), Truth([], [])
     by_prompt = {row["prompt"]: row for row in trainer.train_dataset}
-    for part in range(count // PART):
-        rollout = policy.sample(PART, seed + part)
+    for part in range(count // part_size):
+        rollout = policy.sample(part_size, seed + part)
         scores = policy.score_rollout(rollout)
         prompts = [policy.decode(ids[mask.bool()]) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]  # noqa: B905
         said = [ids[mask.bool()].tolist() for ids, mask in zip(rollout.completion_ids, rollout.completion_mask)]  # noqa: B905
         rewards = trainer.rewards_of([by_prompt[prompt] for prompt in prompts], said)
-        advantages = (rewards - rewards.mean()) * PART / (PART - 1)
-        of_reward = advantages.unsqueeze(1) * scores.mask / PART
+        advantages = (rewards - rewards.mean()) * part_size / (part_size - 1)
+        of_reward = advantages.unsqueeze(1) * scores.mask / part_size
         of_entropy = surrogate_weights(scores.entropies, scores.mask, rollout.prompt_index, "token", "buffer")
-        entropy, reward = gradients_of(policy, rollout, [[w / PART for w in of_entropy], [of_reward, None]])
+        entropy, reward = gradients_of(policy, rollout, [[w / part_size for w in of_entropy], [of_reward, None]])
         truth.entropy.append(entropy)
         truth.reward.append(reward)
     return truth
@@ -280,7 +281,7 @@ def main() -> None:
             again = trainer_of(
                 folder, probes, options.batches, sampler, run.weights[options.state - lag], seed=1, **more
             )
-            again.add_callback(Frozen((weights, run.optimizer)))
+            again.add_callback(Frozen((weights, run.optimizers[-1])))
             again.train()
             if options.what == "divergences":
                 probe.report()

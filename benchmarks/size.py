@@ -3,12 +3,15 @@
     OMP_NUM_THREADS=1 python benchmarks/size.py train --size 1m            trains a base model, then 40 GRPO steps
     OMP_NUM_THREADS=1 python benchmarks/size.py train --size 10m --lora
     OMP_NUM_THREADS=1 python benchmarks/size.py table                      of all runs there
+    OMP_NUM_THREADS=1 python benchmarks/size.py interventions --size 1m    at the states 10, 20, 30 and 40 of a run
 
 A response is a chain of sums modulo 10 that the model chooses itself, 50 lines `+3=0` after the prompt `q7:`. It earns
 1 if every line is right. The base model, a Qwen2 of random weights, has learned from chains with errors, rare after +1,
 +2 and +3 and frequent after the others: so a third of the responses are right, and there is something to find.
 
-Beside each measured step stands the change of entropy on fresh responses (probes/ground_truth.py).
+Beside each measured step stands the change of entropy on fresh responses (probes/ground_truth.py). At a state, batches
+are drawn anew; what interventions would change is held against the steps from the state, times gradients of entropy and
+of reward from `--sequences` fresh responses.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ import rl_training.job.silence  # noqa: F401
 import torch
 from datasets import Dataset
 from default_task import Progress, default_trainer
+from other_samplers import Frozen
 from peft import LoraConfig
+from sampler import Corrections, large_sample, print_cases
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rl_training import DrGRPOTrainer, Probe
 from rl_training.mathematics.calibration import interval_covers
-from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
+from rl_training.probes import GroundTruthProbe, MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
 from rl_training.tasks.task import Task
 from rl_training.tasks.tiny import build_tokenizer
@@ -40,6 +46,10 @@ LINES = 50  # of a response, 4 tokens each
 EASY, ERROR = (1, 2, 3), (0.002, 0.02)  # additions; how often a worked line with one of them, or another, is wrong
 # hidden size, layers, steps of the base model's training and their rate, prompts x responses of a GRPO step
 SIZES = {"1m": (128, 5, 300, 2e-3, 16, 8), "10m": (320, 8, 150, 1e-3, 8, 4)}
+
+STATES = (10, 20, 30, 40)
+INTERVENTIONS = ["bonus:0.1", "psr", "nsr", "w_reinforce", "std_norm", "length_norm", "clip_cov:0.02", "top_entropy",
+                 "steer"]  # fmt: skip
 
 
 def prompts(seed: int, number: int) -> list[str]:
@@ -104,29 +114,57 @@ def base_model(folder: Path, size: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences: int) -> None:
-    """Trains one run and records every prediction, and the truth of each `every`-th step."""
-    base, folder = output / f"base_{size}", output / f"{size}{'_lora' if lora else ''}"
+def trainer_of(
+    output: Path, size: str, lora: bool, probes: list[Probe], steps: int, scratch: str, records: Records | None = None
+) -> DrGRPOTrainer:
+    """Returns a trainer that starts from the base model of this size, which is trained where it is not there."""
+    base = output / f"base_{size}"
     if not base.is_dir():
         base_model(base, size)
     num_prompts, responses = SIZES[size][-2:]
     train_dataset, eval_dataset = (Dataset.from_dict({"prompt": prompts(seed, 4096)}) for seed in (-1, -2))
     settings = {"peft_config": LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")} if lora else {}
-    probes = [SimpleEntropyProbe(), GroundTruthProbe(every, sequences)]
+    return default_trainer(
+        scratch, probes, steps, 2e-3 if lora else 3e-4, records=records, model_folder=base,
+        task=Task(train_dataset, eval_dataset, all_lines_right), num_generations=responses,
+        per_device_train_batch_size=num_prompts * responses // 8, max_completion_length=4 * LINES, **settings,
+    )  # fmt: skip
+
+
+def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences: int) -> None:
+    """Trains one run and records every prediction, and the truth of each `every`-th step."""
+    folder = output / f"{size}{'_lora' if lora else ''}"
+    probes = [SimpleEntropyProbe(), MeasuredStepProbe(), GroundTruthProbe(every, sequences)]
     began = time.time()
     with tempfile.TemporaryDirectory() as scratch, tqdm(total=steps, desc=folder.name, unit="step") as bar:
-        trainer = default_trainer(
-            scratch, probes, steps, 2e-3 if lora else 3e-4, records=Records(folder), model_folder=base,
-            task=Task(train_dataset, eval_dataset, all_lines_right), num_generations=responses,
-            per_device_train_batch_size=num_prompts * responses // 8, max_completion_length=4 * LINES, **settings,
-        )  # fmt: skip
+        trainer = trainer_of(output, size, lora, probes, steps, scratch, Records(folder))
         trainer.add_callback(Progress(bar))
         trainer.train()
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    facts = {"parameters": parameters, "prompts": num_prompts, "seconds": time.time() - began}
-    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-    facts["rewards"] = rewards
+    facts = {"parameters": parameters, "prompts": SIZES[size][-2], "seconds": time.time() - began}
+    facts["rewards"] = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def interventions(output: Path, size: str, batches: int, sequences: int) -> None:
+    """Prints how many intervals of INTERVENTIONS hold what they change, at each of STATES and over all."""
+    cases = []
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Frozen()
+        first = trainer_of(output, size, False, [], STATES[-1] + 1, scratch)
+        first.add_callback(run)
+        first.train()
+        for state in STATES:
+            first.model.load_state_dict(run.weights[state], strict=False)
+            truth = large_sample(first, sequences, seed=77, part_size=sequences // 8)
+            probe = Corrections(run, truth, INTERVENTIONS, state)
+            again = trainer_of(output, size, False, [SimpleEntropyProbe(num_folds=8), probe], batches, scratch)
+            again.add_callback(Frozen((run.weights[state], run.optimizers[state])))
+            print(f"state {state}:", flush=True)
+            again.train()
+            probe.report_truth()
+            cases += probe.cases
+    print_cases("all", cases)
 
 
 def row_of(folder: Path) -> str:
@@ -166,16 +204,20 @@ def row_of(folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["train", "table"])
+    parser.add_argument("part", choices=["train", "table", "interventions"])
     parser.add_argument("--size", choices=SIZES, default="1m")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=2, help="steps between measurements on fresh responses")
     parser.add_argument("--sequences", type=int, default=512, help="fresh responses of each measurement")
+    parser.add_argument("--batches", type=int, default=8, help="at each state of `interventions`")
     parser.add_argument("--output", type=Path, default=Path("runs/size"))
     options = parser.parse_args()
     if options.part == "train":
         train(options.output, options.size, options.lora, options.steps, options.every, options.sequences)
+        return
+    if options.part == "interventions":
+        interventions(options.output, options.size, options.batches, options.sequences)
         return
     titles = ("run", "parameters", "reward", "forward", "backward", "trapezoid", "Σ trapezoid", "Σ true",
               "run: predicted", "measured", "error of forward / change", "prompts by it", "by the probe")  # fmt: skip

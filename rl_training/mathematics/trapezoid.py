@@ -55,14 +55,7 @@ class TrapezoidSum:
         half_step_stderr  of ½(forward + backward), which share this batch's noise
         """
         zero, one, nan = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
-        reasons = (backward.reason or forward.reason or HALF, HOLE_IN_SUM, "")
-
-        def terms(*numbers: tuple[Tensor, Tensor, Tensor]) -> TrapezoidTerms:
-            named = zip(SUMS, reasons, numbers, strict=True)
-            return TrapezoidTerms(
-                *(Quantity(name, value, error, step - 1, why, batches) for name, why, (value, error, batches) in named)
-            )
-
+        why_none = backward.reason or forward.reason or HALF
         now = {
             "step": torch.tensor(step),
             "forward": forward.value,
@@ -77,7 +70,7 @@ class TrapezoidSum:
                 **{name: zero.clone() for name in ("predicted", "variance", "squares")},
                 "half_step_variance": (0.5 * forward.stderr).square(),
             }
-            return terms((nan, nan, one), (zero, zero, one), (zero, zero, one))
+            return _terms(step - 1, why_none, (nan, nan, one), (zero, zero, one), (zero, zero, one))
         # A state of before numbers of batches were kept: one.
         ahead_batches, ahead_variance = last.get("forward_batches", one), last["forward_stderr"].square()
         trapezoid = 0.5 * ((last["forward"] if int(last["step"]) == step - 1 else nan) + backward.value)
@@ -93,7 +86,9 @@ class TrapezoidSum:
         # A new dictionary: the last one may still be read.
         self._state = last | now | sums | {"half_step_variance": half_step_stderr.square()}
         measured_stderr = torch.hypot(level.stderr, last["first_level_stderr"])
-        return terms(
+        return _terms(
+            step - 1,
+            why_none,
             (trapezoid, stderr, batches),
             (predicted, (variance + end).sqrt(), batches_of_sum),
             (level.value - last["first_level"], measured_stderr, one),
@@ -106,7 +101,15 @@ class TrapezoidSum:
         self._state = dict(state)
 
 
+def _terms(step: int, why_no_trapezoid: str, *numbers: tuple[Tensor, Tensor, Tensor]) -> TrapezoidTerms:
+    """Returns SUMS about `step`, from the value, its error and its batches of each."""
+    named = zip(SUMS, (why_no_trapezoid, HOLE_IN_SUM, ""), numbers, strict=True)
+    return TrapezoidTerms(
+        *(Quantity(name, value, error, step, why, batches) for name, why, (value, error, batches) in named)
+    )
+
+
 def _batches_of_sum(one: Tensor, one_batches: Tensor, other: Tensor, other_batches: Tensor) -> Tensor:
-    """Returns how many batches of equal variance would give one + other as precisely; each is worth `of_…` batches."""
+    """Returns how many batches of equal variance would give one + other as precisely as these two."""
     error = one / one_batches.sqrt() + other / other_batches.sqrt()
     return torch.where(error > 0, ((one + other) / error).square(), 1.0)
