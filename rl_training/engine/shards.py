@@ -148,16 +148,17 @@ class Shard:
 
         Those of a bucket of the layout are exchanged at once; of no more than that there is a whole copy.
         """
+        if self.num_ranks == 1:
+            for name, param in self.trained.items():
+                param.data.copy_(entries[name].view_as(param))
+            return
         for bucket in self.layout.buckets:
             widths = {name: self.width(name) for name in bucket.names}
             own = torch.cat(
                 [nn.functional.pad(entries[name], (0, w - len(entries[name]))) for name, w in widths.items()]
             )
             table = own.new_empty(self.num_ranks, len(own))
-            if self.num_ranks > 1:
-                dist.all_gather(list(table), own)
-            else:
-                table[0] = own
+            dist.all_gather(list(table), own)
             for name, columns in zip(widths, table.split([*widths.values()], dim=1), strict=True):
                 cuts = (self.cut(name, rank) for rank in range(self.num_ranks))
                 whole = torch.cat([row[: stop - start] for row, (start, stop) in zip(columns, cuts, strict=True)])
