@@ -71,6 +71,7 @@ class Outcome:
 
     listed: list[SourceFile] = field(default_factory=list)
     files: list[SourceFile] = field(default_factory=list)
+    fetched: set[SourceFile] = field(default_factory=set)  # with those that were the same by their checksum
     copied: dict[str, SourceFile] = field(default_factory=dict)  # by name
     vanished: int = 0  # deleted at the source since it was listed, as old checkpoints are
 
@@ -98,7 +99,7 @@ def sync(
     """
     outcome, tried = Outcome(), 0
     while True:
-        arrived = len(outcome.copied)
+        arrived = len(outcome.fetched)
         try:
             _one_pass(source, destination, checkpoints, checksum, outcome)
             return outcome
@@ -108,7 +109,7 @@ def sync(
             if isinstance(error, FileNotFoundError | PermissionError | ValueError):
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"
-            tried = 0 if len(outcome.copied) > arrived else tried
+            tried = 0 if len(outcome.fetched) > arrived else tried
             if tried == retries:
                 message = f"{shown(source)} failed {tried + 1} times ({reason}): what has arrived is kept"
                 raise ConnectionError(f"{message}; run the same command again for the rest") from error
@@ -126,17 +127,18 @@ def _way_out(error: BaseException | None) -> str:
 
 
 def _one_pass(source: str, destination: Path, checkpoints: Checkpoints, checksum: bool, outcome: Outcome) -> None:
-    """Copies what is wanted and not copied yet, over a new connection."""
+    """Copies what is wanted and not fetched yet, over a new connection."""
     filesystem, root = open_source(source)
     outcome.listed = list_files(filesystem, root)
     outcome.files, outcome.vanished = wanted(outcome.listed, checkpoints), 0
     targets = {file: target_of(file.relative, destination) for file in outcome.files}  # refused before anything is done
-    left = [file for file in outcome.files if outcome.copied.get(file.relative) != file]
+    left = [file for file in outcome.files if file not in outcome.fetched]
     due = [file for file in left if checksum or not _looks_the_same(file, targets[file])]
     for file in tqdm(due, unit="file", leave=False, file=sys.stderr, disable=not due):
         try:
             if _fetch(filesystem, file, targets[file], checksum):
                 outcome.copied[file.relative] = file
+            outcome.fetched.add(file)
         except FileNotFoundError:
             outcome.vanished += 1
 

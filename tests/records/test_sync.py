@@ -271,6 +271,23 @@ def test_a_connection_that_breaks_again_and_again_is_tried_as_long_as_files_arri
     assert len(brought(tmp_path / "home")) == len(RUN)
 
 
+def test_checksums_go_on_behind_a_connection_that_breaks_again_and_again(run_there, tmp_path, monkeypatch) -> None:
+    """Every second file breaks it; files that are the same are no more fetched again than those that arrived."""
+    sync(str(run_there), tmp_path / "home")
+    whole, fetched = LocalFileSystem.get_file, list[str]()
+
+    def get_file(self: LocalFileSystem, path: str, target: str) -> None:
+        fetched.append(path)
+        if len(fetched) % 2 == 0:
+            raise ConnectionError("lost")
+        whole(self, path, target)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+    outcome = sync(str(run_there), tmp_path / "home", checksum=True, retries=1, pause=0.0)
+    assert (outcome.copied, outcome.unchanged) == ({}, len(RUN))
+    assert len(fetched) == 2 * len(RUN) - 1
+
+
 def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(
     run_there, tmp_path, capsys, monkeypatch
 ) -> None:
