@@ -128,7 +128,8 @@ class _Calculation:
 
     def calculate(self, own: range) -> None:
         """Calculates those of these blocks that are missing; the first one has U's side too."""
-        missing = [number for number in own if not self.has(BLOCK_FILE.format(number))]
+        numbers = range(len(self._blocks))  # a block of another kernel is refused by all processes
+        missing = [number for number in numbers if not self.has(BLOCK_FILE.format(number)) and number in own]
         total = sum(len(self._blocks[number]) + self._inputs.update.num_sequences for number in missing)
         with tqdm(total=total, desc="kernel", unit="sequence", disable=own.start != 0) as bar:
             for number in missing:

@@ -33,7 +33,7 @@ from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.sketches import cosines
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
-from rl_training.offline.kernel import calculate_kernel
+from rl_training.offline.kernel import calculate_kernel, save_tensors
 from rl_training.offline.kernel_at_checkpoint import add_kernel
 from rl_training.offline.kernel_blocks import KernelInputs, KernelRows, prove_identity
 from rl_training.offline.probe import analyse
@@ -324,6 +324,27 @@ def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_pa
     assert two.about["rows_per_block"] == "4"
     for key, value in one.items():
         assert float((two.tensors[key] - value).double().norm()) <= 1e-5 * float(value.double().norm()), key
+
+
+def refused(rank: int, port: int, case: Case, folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    with pytest.raises(ValueError, match="holds a kernel with other"):
+        calculate_kernel(case.rows(), case.inputs, SETTINGS, folder)
+
+
+def test_a_block_of_another_kernel_is_refused_by_all_processes_before_one_calculates(
+    cases: Any, tmp_path: Path
+) -> None:
+    save_tensors({}, tmp_path / "block-00001.safetensors", {"max_length": "25"})
+    port = get_free_port()
+    both = [FORK.Process(target=refused, args=(rank, port, cases("adapter"), tmp_path)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=100)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["block-00001.safetensors"]
 
 
 # --- over training ----------------------------------------------------------------------------------------------------
