@@ -50,11 +50,15 @@ def short_memory_says_what_to_lower(phase: str) -> Iterator[None]:
     """A context in which running out of memory is a ValueError that names the setting to lower."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is the latter
-        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in FULL)
-        if not full:
+    except (MemoryError, RuntimeError) as error:
+        if not is_short_of_memory(error):
             raise
         raise ValueError(f"out of memory in phase {phase!r}: {LOWER[phase]}") from error
+
+
+def is_short_of_memory(error: Exception) -> bool:
+    """Returns whether an error says that memory has run out: torch.OutOfMemoryError is a RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in FULL)
 
 
 def silent(count: int) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.mathematics.vectors import Layout
+from rl_training.offline.phases import is_short_of_memory
 
 Scored = TypeVar("Scored")
 ADVICE = "freeze it (requires_grad_(False)), or train a LoRA adapter on linear layers"
@@ -192,6 +193,8 @@ def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
     try:
         return torch.func.vmap(of_one)(use.x, dy)
     except Exception as error:  # it takes other inputs too, or branches on numbers
+        if is_short_of_memory(error):
+            raise
         raise ValueError(
             f"{next(iter(use.owner.names.values()))} belongs to a {type(module).__name__} ({use.owner.path}), whose "
             f"gradient is not known sequence by sequence: {ADVICE}"

@@ -25,6 +25,7 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from rl_training.mathematics.vectors import Layout
+from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.sequence_gradients import Recording, SequenceGradients
 
 BATCH, LENGTH, VOCABULARY, PADDING = 4, 9, 23, 0
@@ -334,6 +335,26 @@ def test_a_module_with_other_inputs_too_is_refused_by_name(ids: Tensor) -> None:
     with pytest.raises(ValueError, match=r"scaled.weight belongs to a Scaled \(scaled\), whose gradient is not known"):
         by_hooks(model, lambda: logps(model["head"](model["scaled"](model["embed"](ids), ids[..., None])), ids),
                  weights_of(ids))  # fmt: skip
+
+
+class Full(Scaled):
+    """Finds no memory where it is called again, for its gradient."""
+
+    called = 0
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.called += 1
+        if self.called > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x * self.weight
+
+
+def test_short_memory_is_not_taken_for_an_unknown_gradient(ids: Tensor) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, 6), "full": Full(), "head": nn.Linear(6, VOCABULARY)})
+    model.get_input_embeddings = lambda: model["embed"]  # type: ignore[assignment]
+    said = pytest.raises(ValueError, match="out of memory in phase 'kernel': lower kernel")
+    with said, short_memory_says_what_to_lower("kernel"):
+        by_hooks(model, lambda: logps(model["head"](model["full"](model["embed"](ids))), ids), weights_of(ids))
 
 
 def test_a_parameter_of_another_model_is_named() -> None:
