@@ -164,7 +164,7 @@ def _contents(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -
     evaluation, update = _evaluation_rows(restored, analysis, with_texts), _update_rows(restored, analysis, with_texts)
     if log.reaches("standard"):
         content |= {"results": analysis.results, "reasons": analysis.reasons, "tables": analysis.tables}
-        content["statistics"] = _statistics(evaluation, update)
+        content["statistics"] = statistics_of(evaluation, update)
     if log.reaches("detailed"):
         content |= {"evaluation": evaluation, "update": update}
     if log.reaches("debug") and log.tokens:
@@ -205,14 +205,18 @@ def _texts(restored: RestoredTrainer, rollout: Rollout, wanted: bool) -> list[di
     return [text_of(restored, rollout, row) if wanted else {} for row in range(rollout.num_sequences)]
 
 
-def _statistics(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any, Any]:
+def statistics_of(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any, Any]:
     """Returns mean, standard deviation and quantiles over the sequences of all processes."""
     e, u = pd.DataFrame(evaluation), pd.DataFrame(update)
     columns = {
         "generation_length": (e, "length"), "sequence_entropy": (e, "entropy"), "reward": (u, "reward"),
         "advantage": (u, "advantage"), "update_length": (u, "length"), "importance_weight": (e, "weight"),
     }  # fmt: skip
-    table = pd.DataFrame({name: rows[key] for name, (rows, key) in columns.items() if key in rows}).describe()
+    known = {name: rows[key] for name, (rows, key) in columns.items() if key in rows}
+    for name, values in known.items():
+        if values.isna().any():  # which describe() would leave out
+            known[name] = values * math.nan
+    table = pd.DataFrame(known).describe()
     return table.drop("count").rename({"std": "sd", "25%": "q25", "50%": "median", "75%": "q75"}).to_dict()
 
 

@@ -22,6 +22,7 @@ from rl_training.job.build import build_run
 from rl_training.job.explain import flat
 from rl_training.job.offline_probe import CHOICES, SETTINGS
 from rl_training.job.shipped import PROBE_CONFIGS
+from rl_training.offline.results import statistics_of
 from rl_training.records import probe_logs, read_probe_log
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.frames import read_analysis
@@ -163,6 +164,26 @@ def test_a_log_at_debug_holds_sequences_tokens_and_tensors_that_belong_together(
     assert tables["statistics"].loc["importance_weight", "max"] == pytest.approx(probed["diagnostics"]["w_max"])
     raw = load_file(probed["log"].replace(".json.gz", "_tensors.safetensors"))
     assert float(raw["direction"][1] @ raw["delta"]) == pytest.approx(probed["deltaH1"], rel=1e-4)
+
+
+def test_a_quantity_that_is_unknown_of_a_sequence_has_no_statistics() -> None:
+    """A mean over the others would be one of other sequences; E and U may have unlike numbers of them."""
+    e, u = (
+        [{"length": length} for length in (1.0, 2.0, 6.0)],
+        [{"reward": math.nan, "length": 4.0}, {"reward": 1.0, "length": 2.0}],
+    )
+    found = statistics_of(e, u)
+    assert found["generation_length"] == {
+        "mean": 3.0,
+        "sd": 7**0.5,
+        "min": 1.0,
+        "q25": 1.5,
+        "median": 2.0,
+        "q75": 4.0,
+        "max": 6.0,
+    }
+    assert found["update_length"]["mean"] == 3.0
+    assert all(map(math.isnan, found["reward"].values()))
 
 
 def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_path: Path) -> None:
