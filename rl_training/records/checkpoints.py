@@ -66,7 +66,7 @@ def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str
     elif (path / TRAINING_STATE).is_dir() or checkpoints_in(path):
         runs, listed = path, [path]
     elif not path.is_dir():
-        raise ValueError(f"{setting}={choice}: there is no such folder; give a run or a checkpoint-N folder, or latest")
+        raise ValueError(f"{setting}={choice}: there is no such folder; give a run or a checkpoint-N folder")
     elif flaw := flaw_of(path):
         raise ValueError(f"{setting}={choice} cannot be taken: {flaw}. Choose an earlier checkpoint-N folder")
     else:
