@@ -163,7 +163,7 @@ class TrainingRun:
             if not (self.run_dir / LOGS_FOLDER / METRICS_FILE).is_file():
                 logger.warning("no report: no step was logged (trainer.logging_steps, trainer.logging_strategy)")
                 return
-            page = write_report(self.run_dir)
+            page = write_report(self.run_dir, pictures="png" if self.loggers else "")
             for dashboard in self.loggers:
                 dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
             print_summary(self.run_dir)

@@ -47,7 +47,7 @@ from rl_training.records.evaluated import EVALUATIONS, locked, read_step
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
 from rl_training.records.report.interventions import as_list, preferred
-from rl_training.records.report.page import render
+from rl_training.records.report.page import write_page
 from rl_training.records.report.series import read_run
 
 PAGE, RESULT = "try.html", "result.json"
@@ -280,11 +280,10 @@ def conclude(trial: Trial, found: Sequence[Candidate], failed: Mapping[str, str]
             for each in found
         ],
     }  # fmt: skip
-    page = render("try.html", trial=trial, found=found, failed=failed, sentence=sentence, go_on=go_on,
-                  predicted=predicted, charts=[against_plain(found)] if found else [], in_words=in_words)  # fmt: skip
-    write_atomically(
-        {trial.folder / RESULT: json.dumps(content, indent=1).encode(), trial.folder / PAGE: page.encode()}
-    )
+    result = {RESULT: json.dumps(content, indent=1).encode()}
+    write_page(trial.folder / PAGE, "try.html", result, trial=trial, found=found, failed=failed, sentence=sentence,
+               go_on=go_on, predicted=predicted, charts=[against_plain(found)] if found else [],
+               in_words=in_words)  # fmt: skip
     lines = [f"{'against plain':14}" + "".join(f"{name:>13}" for name in (found[0].means if found else ()))]
     for each in found:  # 80 columns
         cells = "".join(f"{in_words(difference).replace(' ', ''):>13}" for difference in each.differences.values())

@@ -3,7 +3,8 @@
 FOLDER is RUN/offline/NAME/checkpoint-N/kernel:
 
     rl-training kernel FOLDER                             numbers; draws tables and page again
-    rl-training kernel FOLDER FOLDER … --out EVOLUTION    evolution.csv, and evolution.html with charts
+    rl-training kernel FOLDER FOLDER … --out EVOLUTION    evolution.csv, and evolution.html with charts;
+                                                          --pictures svg: each of them as a file, too
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ def main() -> None:
     )
     parser.add_argument("folders", nargs="+", type=Path, help="folders with kernel.safetensors")
     parser.add_argument("--out", type=Path, help="where to write the evolution over several folders")
+    parser.add_argument("--pictures", choices=["png", "svg"], default="", help="draw its charts as files too")
     args = parser.parse_args()
-    run(args.folders, args.out)
+    run(args.folders, args.out, args.pictures)
 
 
-def run(folders: list[Path], out: Path | None) -> None:
+def run(folders: list[Path], out: Path | None, pictures: str = "") -> None:
     """Prints a column of numbers for each kernel, and writes reports and, for several, the evolution."""
     # Here, because --help waits for no slow import.
     import pandas as pd
@@ -36,4 +38,4 @@ def run(folders: list[Path], out: Path | None) -> None:
         print(write_report(folder))
     print(pd.DataFrame(columns).set_index("step").T.to_string(float_format="{:.3g}".format))
     if out is not None:
-        write_evolution(structures, columns, out)
+        write_evolution(structures, columns, out, pictures)

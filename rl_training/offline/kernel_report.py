@@ -32,10 +32,10 @@ from rl_training.offline.structure import (
     sketched_cosines,
     top_pairs,
 )
-from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
 from rl_training.records.report.charts import BLUE, Chart, Series, diagonal, draw, heatmap
-from rl_training.records.report.page import pictures, render
+from rl_training.records.report.page import pictures as draw_pictures
+from rl_training.records.report.page import write_page
 
 PAGE, EVOLUTION = "kernel.html", "evolution.html"
 MOST_CELLS = 64  # of a side of a matrix that is drawn: of more, blocks are averaged
@@ -72,7 +72,6 @@ def write_report(folder: Path) -> Path:
         "prompt": lambda row: (row["prompt"], row["response"]),
         "cluster": lambda row: place.get(row["hash"], len(place)),
     }
-    write_atomically({folder / name: png for name, png in pictures([_log_probabilities(s)]).items()})
     data = {
         **{buffer: [{key: row[key] for key in SHOWN} for row in rows] for buffer, rows in buffers.items()},
         "cosine": s.cosines.tolist(),
@@ -83,9 +82,9 @@ def write_report(folder: Path) -> Path:
         "histograms": {name: torch.histc(_within_bins(s, name), BINS, -1, 1).long().tolist() for name in CLASSES},
     }
     rounded = json.loads(json.dumps(to_json(data)), parse_float=lambda text: float(f"{float(text):.3g}"))
-    page = render("kernel.html", script="kernel.js", about=_about(s, distinct), tables=tables, data=rounded)
-    write_atomically({folder / PAGE: page.encode()})
-    return folder / PAGE
+    picture = draw_pictures([_log_probabilities(s)], "png")  # the page draws its matrix itself, and has no charts
+    facts = {"about": _about(s, distinct), "tables": tables, "data": rounded}
+    return write_page(folder / PAGE, "kernel.html", picture, script="kernel.js", **facts)
 
 
 def _about(s: Structure, distinct: Distinct) -> str:
@@ -135,10 +134,11 @@ def _log_probabilities(s: Structure) -> Chart:
 # --- over training ----------------------------------------------------------------------------------------------------
 
 
-def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], folder: Path) -> None:
-    """Writes evolution.csv, and evolution.html with its charts, which lie beside it as PNG.
+def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], folder: Path, pictures: str = "") -> None:
+    """Writes evolution.csv, and evolution.html with its charts.
 
-    columns  a kernel's numbers, with its `step`, for each of the structures
+    columns   a kernel's numbers, with its `step`, for each of the structures
+    pictures  "png" or "svg": the charts lie beside the page as such files
     """
     folder.mkdir(parents=True, exist_ok=True)
     kernels = sorted(zip(columns, structures, strict=True), key=lambda kernel: kernel[0]["step"])
@@ -165,9 +165,8 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
     pd.DataFrame(rows).to_csv(folder / "evolution.csv", index=False)
     same_texts = all(own == texts[0] for own in texts)
     charts = [*_numbers_charts(rows), *_cosines_charts(rows, within, same_texts), _spectrum(rows, within)]
-    files = {folder / name: png for name, png in pictures(charts).items()}
-    page = render("evolution.html", steps=[row["step"] for row in rows], charts=charts)
-    write_atomically({**files, folder / EVOLUTION: page.encode()})
+    steps = [row["step"] for row in rows]
+    write_page(folder / EVOLUTION, "evolution.html", draw_pictures(charts, pictures), steps=steps, charts=charts)
 
 
 def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:

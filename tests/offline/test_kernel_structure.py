@@ -179,7 +179,7 @@ def asked(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     """What the command prints of this kernel, and where its evolution lies; its report is beside the kernel."""
     out, said = tmp_path_factory.mktemp("evolution"), io.StringIO()
     with contextlib.redirect_stdout(said):
-        run([folder], out)
+        run([folder], out, "png")
     return said.getvalue(), out
 
 

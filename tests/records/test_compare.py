@@ -379,10 +379,13 @@ def test_steps_that_fill_no_block_are_no_point(tmp_path: Path) -> None:
 def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     evaluate(record(tmp_path / "<i>a", name=HOSTILE), {4: (0.5, 0.5), 8: (0.3, 0.6)})
     record(tmp_path / "b", rate=0.2)
-    html = write_comparison([tmp_path], tmp_path)[0].read_text(encoding="utf-8")
+    page, _ = write_comparison([tmp_path], tmp_path, pictures="svg")
+    html = page.read_text(encoding="utf-8")
     own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # not what draws the charts
     assert not any(word in own for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>a"))
     assert html.count('<figure class="chart"') == 6  # reward, entropy, change, two evaluated metrics, the law
+    assert len(drawn := list(tmp_path.glob("comparison_*.svg"))) == 6
+    assert all(b"<i>a" not in path.read_bytes() for path in drawn)
     assert "The best checkpoint" in html
 
 

@@ -171,7 +171,7 @@ def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Pat
     scale, batch = drawn.series
     top = 1.5 * max(*scale.y, *batch.y)
     assert list(scale.high)[-1] == min(high, 2 * top)
-    assert pictures([drawn])["noise_scale.png"].startswith(b"\x89PNG")
+    assert pictures([drawn], "png")["noise_scale.png"].startswith(b"\x89PNG")
 
 
 def record_noise_scale(folder: Path, low: float, high: float) -> Path:
@@ -198,7 +198,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run of twelve steps."""
     folder = tmp_path_factory.mktemp("reported")
     (folder / "config.yaml").write_text("trainer:\n  learning_rate: 0.0003\n")
-    return write_report(record_run(folder, range(1, 13)))
+    return write_report(record_run(folder, range(1, 13)), pictures="png")
 
 
 def test_report_of_a_run_holds_page_and_pictures_and_the_numbers_of_the_terminal(page, capsys, monkeypatch) -> None:
@@ -407,14 +407,27 @@ def test_command_line_with_damaged_records_exits_with_2(tmp_path: Path, capsys: 
 def test_a_damaged_config_is_named_with_the_fix(tmp_path: Path) -> None:
     (record_run(tmp_path, [1]) / "config.yaml").write_text("trainer: [1")
     with pytest.raises(ValueError, match=r"config\.yaml cannot be read .*: repair or remove it"):
-        write_report(tmp_path, pictures=False)
+        write_report(tmp_path)
 
 
-def test_command_line_writes_the_report_and_prints_the_table(tmp_path, capsys) -> None:
+def test_command_line_writes_the_report_alone_and_prints_the_table(tmp_path, capsys) -> None:
     main([str(record_run(tmp_path, range(1, 4)))])
     printed = capsys.readouterr().out
     assert "-2.00 ± 0.47" in printed
     assert str(tmp_path / "report" / "report.html") in printed.replace("\n", "")
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["report.html"]
+
+
+def test_pictures_are_drawn_where_they_are_asked_for_those_of_interventions_too(tmp_path: Path) -> None:
+    records = Records(record_run(tmp_path, range(1, 4)) / "logs")
+    effect = {f"intervention/kl/mean_{name}": Estimate(0.1, 0.01, 8) for name in ("delta_h", "delta_reward")}
+    records.write_estimates(3, 1, "interventions", effect)
+    main([str(tmp_path), "--pictures", "svg"])
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "report").glob("*.svg")}
+    assert {*drawn} == {"reward.svg", "entropy.svg", "delta_h.svg", "interventions.svg"}
+    assert all(svg.startswith("<svg") for svg in drawn.values())
+    with pytest.raises(ValueError, match="pictures='pdf': give 'png' or 'svg'"):
+        write_report(tmp_path, pictures="pdf")
 
 
 def test_watching_draws_the_page_again_as_the_run_goes_on_and_leaves_one_that_stays(tmp_path, monkeypatch) -> None:
@@ -557,7 +570,6 @@ def test_the_report_has_the_calibration_where_the_truth_was_measured_and_says_wh
     records.write_estimates(3, 1, "simple", {"delta_h/true": Estimate(-0.8, 0.01, 512)})
     (tmp_path / "config.yaml").write_text("provenance: {commit: abc123, host: here}\n")
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
-    assert (tmp_path / "report" / "calibration.png").is_file()
     assert "Predictions against the truth" in page.text
     assert "abc123" in page.text.split("Where this comes from")[-1]
 
@@ -601,7 +613,7 @@ def test_the_sampler_s_distance_says_how_long_responses_may_be(tmp_path: Path, k
     records = Records(record_run(tmp_path, [1]) / "logs")
     told = {"sampler/kl": Estimate(kl, 1e-5, 8), "sampler/mean_ratio": Estimate(0.9, 0.003, 8, "below 1: top-p")}
     records.write_estimates(1, 1, "sampler", told)
-    text = Page(write_report(tmp_path, pictures=False).read_text(encoding="utf-8")).text
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert words in text.split("Sampler and trainer")[-1]
     assert ("The mean ratio is 0.9000 ± 0.0071, and not 1: top-p." in text) is (kl > 0)
 

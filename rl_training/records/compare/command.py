@@ -1,8 +1,7 @@
 """Makes the report of a run from its records, and prints its summary; or compares several runs on one page.
 
-Any run will do: finished, killed or still going. Of one run it writes RUN/report/: report.html, one self-contained
-page, and its charts as PNG. Of several, one self-contained page: what differs, curves in one chart, runs trained alike
-but for seeds pooled.
+Any run will do: finished, killed or still going. Of one run it writes RUN/report/report.html, one self-contained page.
+Of several, one self-contained page: what differs, curves in one chart, runs trained alike but for seeds pooled.
 """
 
 from __future__ import annotations
@@ -31,13 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--watch", metavar="SECONDS", type=float,
         help="draw a run's page again whenever it has logged more, until Ctrl-C; an open page reloads itself",
     )  # fmt: skip
+    parser.add_argument(
+        "--pictures", choices=["png", "svg"], default="",
+        help="draw each chart of the page as a file beside it too, for papers and slides",
+    )  # fmt: skip
     chosen = parser.parse_args(arguments)
     if chosen.watch is not None and not 1 <= chosen.watch < math.inf:
         parser.error("--watch takes seconds, 1 or more")
     try:
         # Here, because --help waits for no slow import.
-        from rl_training.records.compare.page import write_comparison
         from rl_training.records.report import print_summary, write_report
+        from rl_training.records.report.series import read_run
 
         first = Path(chosen.runs[0])
         holds_runs = not (first / LOGS_FOLDER).is_dir() and any(first.rglob(LOGS_FOLDER))
@@ -46,12 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise ValueError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
             if chosen.watch:
                 _watch(first, chosen.watch)
-            write_report(first)
-            print_summary(first)
+            run = read_run(first)
+            write_report(run, chosen.pictures)
+            print_summary(run)
         elif chosen.watch:
             raise ValueError("--watch is for the report of one run")
         else:
-            page, findings = write_comparison(chosen.runs, chosen.out or COMPARISON_FILE)
+            from rl_training.records.compare.page import write_comparison  # imports torch, half of a report's time
+
+            page, findings = write_comparison(chosen.runs, chosen.out or COMPARISON_FILE, chosen.pictures)
             print(*findings, f"Comparison: {page}", sep="\n")
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
@@ -66,7 +72,7 @@ def _watch(run: Path, seconds: float) -> None:
         while True:
             size = log.stat().st_size if log.is_file() else 0
             if size != drawn:
-                page = write_report(run, pictures=False, reload=math.ceil(seconds))
+                page = write_report(run, reload=math.ceil(seconds))
                 print(f"Report: {page}" if drawn < 0 else ".", end="\n" if drawn < 0 else "", flush=True)
             drawn = size
             time.sleep(seconds)

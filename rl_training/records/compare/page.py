@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pandas as pd
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
-from rl_training.records.atomic_write import write_atomically
 from rl_training.records.compare import final
 from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
@@ -19,7 +19,8 @@ from rl_training.records.folder import COMPARISON_FILE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report.charts import GREY, TEXT, Chart, Series, draw, framed
 from rl_training.records.report.figures import running_window
-from rl_training.records.report.page import render
+from rl_training.records.report.page import pictures as draw_pictures
+from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run, finite, to_estimates, to_rows
 from rl_training.records.report.words import sentences
 
@@ -37,8 +38,10 @@ Quantity = Callable[[Run], pd.DataFrame]
 Mean = Callable[[Sequence[Estimate]], Estimate]
 
 
-def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Path, list[str]]:
+def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: str = "") -> tuple[Path, list[str]]:
     """Returns the path of the page it wrote, and its findings. The page is `out`, or comparison.html in that folder.
+
+    pictures  "png" or "svg": the page's charts lie beside it as such files, whose names begin as the page's
 
     Runs may be finished, running or killed; a folder stands for all runs in it. What comes from them is escaped.
     Raises FileNotFoundError where there is no run, and ValueError for what cannot be read or compared.
@@ -55,8 +58,13 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Pa
     findings = sentences("comparison", pairs=pairs, seeds=[member.seed for member in groups[0].members])
     laws = [final.fit_law(group) for group in groups]
     page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
-    html = render(
+    charts = [
+        replace(chart, name=f"{page.stem}_{chart.name}") for chart in (*draw_overlays(groups), draw_law(groups, laws))
+    ]
+    write_page(
+        page,
         "comparison.html",
+        draw_pictures(charts, pictures),
         title=f"{num_runs} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
         sentences=findings,
         ends=ends,
@@ -68,10 +76,9 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Pa
         pair_figures=_by_label([pair.figures for pair in pairs]),
         branched=bool(branching_steps(groups)),
         best=[row for group in groups for member in group.members for row in _best_rows(member)],
-        charts=[*draw_overlays(groups), draw_law(groups, laws)],
+        charts=charts,
         laws=laws,
     )
-    write_atomically({page: html.encode()})
     return page, findings
 
 

@@ -11,14 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report import findings
 from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.page import pictures as draw_pictures
-from rl_training.records.report.page import render
-from rl_training.records.report.series import read_run
+from rl_training.records.report.page import write_page
+from rl_training.records.report.series import Run, read_run
 from rl_training.records.report.summary import opening, sampler_sentences, step_numbers, summarize
 
 REPORT_FOLDER = "report"
@@ -26,24 +25,26 @@ PAGE_FILE = "report.html"
 OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after interventions
 
 
-def write_report(run_dir: str | Path, pictures: bool = True, reload: int = 0) -> Path:
-    """Returns the path of the HTML page it wrote; its charts lie beside it as PNG.
+def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
+    """Returns the path of the HTML page it wrote.
 
-    pictures  False: the page alone
+    run_dir   the folder of a run, or what `read_run` made of it
+    pictures  "png" or "svg": the page's charts lie beside it as such files, for papers and dashboards
     reload    seconds after which an open page loads itself again; 0: never
 
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
-    run = read_run(Path(run_dir))
-    charts, sections = draw_figures(run), analyses_of(run)
-    page = run.folder / REPORT_FOLDER / PAGE_FILE
-    files = {page.with_name(name): png for name, png in (draw_pictures(charts) if pictures else {}).items()}
-    html = render(
+    run = _read(run_dir)
+    charts, sections, interventions = draw_figures(run), analyses_of(run), interventions_of_run(run)
+    shown = [*charts, *(chart for one in (interventions, *sections) if one for chart in one.charts)]
+    return write_page(
+        run.folder / REPORT_FOLDER / PAGE_FILE,
         "run.html",
+        draw_pictures(shown, pictures),
         run=run,
         opening=[*opening(run), *(verdict for section in sections for verdict in section.sentences[-1:])],
         rows=summarize(run),
-        interventions=interventions_of_run(run),
+        interventions=interventions,
         step_numbers=step_numbers(run),
         sampler=sampler_sentences(run),
         charts=charts,
@@ -52,13 +53,11 @@ def write_report(run_dir: str | Path, pictures: bool = True, reload: int = 0) ->
         analyses=sections,
         findings=findings,
     )
-    write_atomically({**files, page: html.encode()})
-    return page
 
 
-def print_summary(run_dir: str | Path) -> None:
+def print_summary(run_dir: str | Path | Run) -> None:
     """Prints the table of the run's first and last numbers, and what a step does. Raises as `write_report` does."""
-    run = read_run(Path(run_dir))
+    run = _read(run_dir)
     table = Table(title=Text(run.name, style="bold"), title_justify="left", show_header=False, box=None)
     for row in summarize(run):  # as Text: what a record says is never read as markup
         value = Text(row.value, style="bold")
@@ -74,3 +73,7 @@ def print_summary(run_dir: str | Path) -> None:
         console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
     console.print(Text(f" {where}"), soft_wrap=True)  # a path broken into lines cannot be copied
+
+
+def _read(run: str | Path | Run) -> Run:
+    return run if isinstance(run, Run) else read_run(Path(run))

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.records.atomic_write import write_atomically
 from rl_training.records.frames import OFFLINE, RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series, diagonal, draw
 from rl_training.records.report.figures import line
 from rl_training.records.report.findings import MIN_POINTS, scaled
-from rl_training.records.report.page import pictures, render
+from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run
 from rl_training.records.report.words import MILLI, Z_95, sentences, table
 
@@ -35,12 +34,9 @@ MOST_ROWS = 40  # of a split; a deep model's layers are in the table of results
 
 
 def write_analyses_page(folder: Path, section: Section) -> Path:
-    """Returns the page that it wrote of the analyses in RUN/offline/NAME; charts and a CSV table lie beside it."""
-    page = folder / PAGE_FILE
-    files = {folder / TABLE_FILE: analysis_results(folder).to_csv(index=False).encode()}
-    files |= {folder / name: png for name, png in pictures(section.charts).items()}
-    write_atomically({**files, page: render("analyses.html", section=section).encode()})
-    return page
+    """Returns the page that it wrote of the analyses in RUN/offline/NAME; a CSV table lies beside it."""
+    table = analysis_results(folder).to_csv(index=False).encode()
+    return write_page(folder / PAGE_FILE, "analyses.html", {TABLE_FILE: table}, section=section)
 
 
 def analyses_of(run: Run) -> list[Section]:

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
@@ -30,15 +30,28 @@ from rl_training.version import VERSION
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # filled in when the rest is there
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
 VEGA_LITE = "6.1"  # of those that vl-convert has; 6.4 loses what a pointed-at point says
+KINDS = ("png", "svg")  # of pictures
 PICTURES = """
 import base64, json, sys, vl_convert
-for spec in json.load(sys.stdin):
-    print(base64.b64encode(vl_convert.vegalite_to_png(spec, vl_version=sys.argv[1], scale=2)).decode())
+kind, specs = json.load(sys.stdin)
+for spec in specs:
+    if kind == "png":
+        drawn = vl_convert.vegalite_to_png(spec, vl_version=sys.argv[1], scale=2)
+    else:
+        drawn = vl_convert.vegalite_to_svg(spec, vl_version=sys.argv[1]).encode()
+    print(base64.b64encode(drawn).decode())
 """
 BUNDLE = "import sys, vl_convert; sys.stdout.write(vl_convert.javascript_bundle(None, sys.argv[1]))"
 STROKES = {"circle": "●", "square": "■", "triangle": "▲", "triangle-down": "▼", "diamond": "◆", "": "—"}
 
 PAGES = ENVIRONMENT.overlay(autoescape=True)
+
+
+def write_page(page: Path, name: str, beside: Mapping[str, bytes] | None = None, **values: Any) -> Path:
+    """Returns the path of the page that it wrote of this template, with the files `beside` it, by their names."""
+    files = {page.with_name(own): content for own, content in (beside or {}).items()}
+    write_atomically({**files, page: render(name, **values).encode()})
+    return page
 
 
 def render(name: str, script: str = "", **values: Any) -> str:
@@ -81,13 +94,19 @@ def _with_contents(page: str) -> str:
     return page.replace(CONTENTS, f'<nav aria-label="contents">{"".join(links)}</nav>')
 
 
-def pictures(charts: Sequence[Chart]) -> dict[str, bytes]:
-    """Returns the PNG of each chart that has something to draw, black on white, by the name of its file."""
-    drawn = [chart for chart in charts if chart.series]
+def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
+    """Returns a picture of each chart that has something to draw, black on white, by the name of its file.
+
+    kind  one of KINDS; "": none
+    """
+    if kind and kind not in KINDS:
+        raise ValueError(f"pictures={kind!r}: give {' or '.join(map(repr, KINDS))}")
+    drawn = [chart for chart in charts if chart.series and kind]
     if not drawn:
         return {}
-    lines = _run(PICTURES, json.dumps([chart.standalone() for chart in drawn])).splitlines()
-    return {f"{chart.name}.png": base64.b64decode(line) for chart, line in zip(drawn, lines, strict=True)}
+    lines = _run(PICTURES, json.dumps([kind, [chart.standalone() for chart in drawn]])).splitlines()
+    names = (f"{chart.name}.{kind}".replace("/", "_") for chart in drawn)  # some are metrics
+    return {name: base64.b64decode(line) for name, line in zip(names, lines, strict=True)}
 
 
 def javascript() -> str:
