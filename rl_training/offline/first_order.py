@@ -118,14 +118,14 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
     return Replicates(value, restored.reduce(without))
 
 
-def covariance_of(restored: RestoredTrainer, update: UpdateBuffer) -> Replicates:
-    """Returns −Cov(log π, A), (2,) per token and per sequence over all of U, and without each prompt. One scoring of U.
+def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Update) -> Replicates:
+    """Returns −Cov(log π, A), (2,) per token and per sequence over all of U, and without each prompt.
 
     The entropy predictor of Cui et al., whose scale is unknown: see mathematics/advantage_covariance.py.
     """
-    terms = covariance_terms(restored.policy.score_rollout(update.rollout), update.rollout.advantages)
-    by_prompt = terms.new_zeros(update.num_prompts, *terms.shape[1:])
-    by_prompt = restored.reduce(by_prompt.index_add_(0, update.rollout.prompt_index, terms))
+    terms = covariance_terms(update.scores, buffer.rollout.advantages)
+    by_prompt = terms.new_zeros(buffer.num_prompts, *terms.shape[1:])
+    by_prompt = restored.reduce(by_prompt.index_add_(0, buffer.rollout.prompt_index, terms))
     total = by_prompt.sum(dim=0)
     return Replicates(minus_covariance(total), minus_covariance(total - by_prompt))
 

@@ -59,7 +59,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
         evaluation = sample_evaluation(restored, e, update_buffer, memory.generation_size, progress)
     with phases("gradient of U", update_buffer.num_sequences) as progress:
         update = make_update(restored, update_buffer, memory, progress)
-        covariance = covariance_of(restored, update_buffer) if settings.first_order.enabled else None
+        covariance = covariance_of(restored, update_buffer, update) if settings.first_order.enabled else None
     first_order = truth = None
     if settings.first_order.enabled:
         with phases("gradient of E", total) as progress:

@@ -35,8 +35,8 @@ from rl_training.offline.checkpoint_files import load_shards, refuse_other_names
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
 T = TypeVar("T")
-# Of the loss. All others are in its advantages, or in the weights of its entropies (update.py).
-NOT_READ = {"loss_type", "beta", "importance_sampling_level", "use_adaptive_entropy", "off_policy_mask_threshold"}
+# Of a loss that needs more than scores and advantages (update.py): the tokens of all of U, a reference, a state.
+NOT_READ = {"loss_type", "beta", "use_adaptive_entropy"}
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
             activation_checkpointing_kwargs=trainer.args.activation_checkpointing_kwargs or None
         )
     trainer.create_optimizer_and_scheduler(max(trainer.args.max_steps, 1))
+    trainer.current_gradient_accumulation_steps = 1  # as Trainer.train would set it
     if (checkpoint / "latest").is_file():
         load_shards(trainer.optimizer, parameters, checkpoint)
     else:

@@ -68,7 +68,7 @@ def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settin
         stderr = over_update.stderr[0] if update.num_folds > 1 else torch.full_like(value, math.nan)
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
         columns = _columns(predicted, at)
-        columns |= in_both_units({"covariance": covariance_of(restored, buffer)})
+        columns |= in_both_units({"covariance": covariance_of(restored, buffer, update)})
         for suffix, column in UNITS:  # of E alone so far
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({

@@ -4,9 +4,8 @@ The loss is training's at its first step on fresh responses, where every ratio i
 
     −(A_i / L) ∂S_i        A_i the advantage, S_i the log-probability of sequence i, L the longest completion allowed
 
-over all sequences of U. Those with A_i = 0 count in the mean and need no backward. If the run trains with an entropy
-bonus or an entropy quantile, the interventions of these names change these weights (interventions/reweighting.py). With
-both, as in TRL, the bonus is on the quantile's tokens.
+over all sequences of U. Those with A_i = 0 count in the mean and need no backward. The weights of log-probabilities and
+entropies are the derivatives of TRL's own loss, entropy bonus and quantile included.
 
 Folds are consecutive prompts, at most MOST_FOLDS of them for any U and any number of processes: a fold's prompts do not
 depend on where they were generated. So a fold may be spread over several processes; each keeps the gradients of some of
@@ -15,15 +14,15 @@ the folds.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.batch import Rollout
 from rl_training.engine.changed_steps import weighed
 from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.engine.updates import (
@@ -33,9 +32,8 @@ from rl_training.engine.updates import (
     StepsWithoutFolds,
     fold_means,
 )
-from rl_training.hosts.trl.batches import loss_settings
-from rl_training.interventions.loss import LossInputs, microbatch_inputs
-from rl_training.interventions.reweighting import bonus, highest_entropies
+from rl_training.hosts.trl.patches import FORWARD_PASS, wrap
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import split_prompts
 from rl_training.mathematics.jackknife import unchanged
@@ -47,6 +45,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Memory
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
+OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # what TRL's loss reads
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class Update:
     without: StepsWithoutFolds  # for the folds that this process keeps
     fold_number: tuple[int, ...]  # which of all folds these are
     fold_prompts: Tensor  # (num_folds,), how many prompts each of all folds has
+    scores: Scores  # of this process's part of U, at the checkpoint
 
     @property
     def num_folds(self) -> int:
@@ -76,7 +76,8 @@ class Update:
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
     """Returns the step that U makes."""
     rollout, group = update.rollout, update.responses_per_prompt
-    weights = _loss_weights(restored, rollout)
+    scores = restored.policy.score_rollout(rollout)
+    weights = _loss_weights(restored, rollout, scores)
     learned = weighed([weights])
     fold_of_prompt = split_prompts(torch.arange(update.num_prompts, device=restored.device), MOST_FOLDS)
     fold, fold_prompts = fold_of_prompt[rollout.prompt_index], torch.bincount(fold_of_prompt)
@@ -88,7 +89,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
         gradient_of_fold, rows = torch.zeros_like(mean), (learned & (fold == number)).nonzero().squeeze(1)
         for batch in rows.split(memory.microbatch_size) if len(rows) else ():
             fresh = restored.policy.score(rollout, batch)
-            own = weights.of_rows(batch, fresh.logps.shape[1], rollout.num_sequences)
+            own = weights.of_rows(batch, fresh.logps.shape[1])
             gradient = gradient_of(fresh, own.logps, own.entropies, parameters)
             gradient_of_fold += torch.cat(layout.vector(gradient))
         gradient_of_fold = restored.reduce(gradient_of_fold)
@@ -110,36 +111,30 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
         unknown = torch.full((len(kept), 1), math.nan, device=restored.device)
         kept_means = FoldMeans(*vectors, sizes, unknown, unknown)
     without = StepsWithoutFolds(pieces, kept_means, max_norm, unchanged)
-    return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts)
+    return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts, scores)
 
 
 # --- U's loss as training has it --------------------------------------------------------------------------------------
 
 
-def _loss_weights(restored: RestoredTrainer, rollout: Rollout) -> LossWeights:
-    """Returns the weights of this process's part of U; those of entropies by microbatches of training, as in TRL."""
-    trainer, count = restored.trainer, rollout.num_sequences
-    unit = 1.0 / (count * trainer.max_completion_length)
-    logps = -unit * rollout.advantages.unsqueeze(1) * rollout.completion_mask
-    if trainer.args.entropy_coef == 0.0 and trainer.args.top_entropy_quantile == 1.0:
-        return LossWeights(logps, None)  # which no score changes
-    scores, settings, parts = restored.policy.score_rollout(rollout), loss_settings(trainer), []
-    size = math.gcd(count, trainer.args.per_device_train_batch_size)
-    for rows in torch.arange(count, device=restored.device).split(size):
-        own = Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
-        part = microbatch_inputs(take_rows(rollout, rows), own, LossWeights(logps[rows], None), settings)
-        parts.append(_with_terms(replace(part, microbatches=count / size), trainer.args))
-    entropies = [part.entropies for part in parts if part.entropies is not None]
-    return LossWeights(torch.cat([part.logps for part in parts]), torch.cat(entropies) if entropies else None)
+def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -> LossWeights:
+    """Returns the weights that training's own loss gives this process's part of U, microbatch by microbatch.
+
+    Their sum over U, divided by the number of its sequences, is the gradient of the loss.
+    """
+    size = math.gcd(rollout.num_sequences, restored.trainer.args.per_device_train_batch_size)
+    tables = []
+    for rows in torch.arange(rollout.num_sequences, device=restored.device).split(size):
+        own = [values[rows].requires_grad_() for values in (scores.logps, scores.entropies)]
+        loss = _loss_of(restored.trainer, {name: getattr(rollout, name)[rows] for name in OF_THE_LOSS}, own)
+        found = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
+        tables.append(size * torch.stack(found))
+    return LossWeights.of_stacked(torch.cat(tables, dim=1))
 
 
-def _with_terms(part: LossInputs, args: Any) -> LossWeights:
-    """Returns the weights of a microbatch with the run's quantile of entropies and its bonus, on the same tokens."""
-    weights = part.weights
-    if args.top_entropy_quantile != 1.0:
-        kept = highest_entropies(part, args.top_entropy_quantile)
-        weights = LossWeights(weights.logps * kept, weights.entropies)
-        part = replace(part, scores=replace(part.scores, mask=kept.long()))
-    if args.entropy_coef != 0.0:
-        weights = bonus(replace(part, weights=weights), args.entropy_coef)
-    return weights
+def _loss_of(trainer: DrGRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
+    """Returns TRL's loss of a microbatch, made of these scores: log-probabilities and entropies, (B, T) each."""
+    with contextlib.ExitStack() as undo:
+        wrap(trainer, FORWARD_PASS, lambda *args, **kwargs: (*scores, scores[0].new_zeros(())), undo)
+        loss: Tensor = trainer.compute_loss(trainer.model, inputs)
+    return loss

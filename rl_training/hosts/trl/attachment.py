@@ -162,13 +162,13 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             return scored[-1]
 
         with contextlib.ExitStack() as undo:
-            wrap(trainer, "_get_per_token_logps_and_entropies", keep, undo)  # training's own forward pass
+            wrap(trainer, patches.FORWARD_PASS, keep, undo)
             loss = original(model, inputs, *args, **kwargs)
         if not scored:  # by a compute_loss of one's own
             if not (self.probes or self._records or self._loss.on_loss):
                 return loss
             raise ValueError(
-                f"{type(trainer).__name__}.compute_loss makes no use of _get_per_token_logps_and_entropies, which is "
+                f"{type(trainer).__name__}.compute_loss makes no use of {patches.FORWARD_PASS}, which is "
                 "measured: build on super().compute_loss, or train without probes and records"
             )
         rollout = self._rollouts.read(inputs)

@@ -29,6 +29,7 @@ logger = logging.get_logger(__name__)
 WRITTEN_FOR = {"trl": "1.16", "transformers": "5.23", "accelerate": "1.15"}
 
 
+FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's own, whose scores the loss is made of
 # Methods that are called or wrapped, with the parameters that are relied on.
 METHODS: dict[str, tuple[str, ...]] = {
     # inputs: a list of rows; returns the batch dictionary, keys as in batches.read_rollout
@@ -41,9 +42,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     # returns one microbatch's dictionary, and leaves all of the rollout's in _buffered_inputs
     "_prepare_inputs": ("generation_batch",),
     # returns (log-probabilities (B, T), entropies (B, T), auxiliary loss or None), both with graph
-    "_get_per_token_logps_and_entropies": (
-        *("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy"),
-    ),
+    FORWARD_PASS: (*("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy"),),
     "compute_loss": ("model", "inputs"),
     "training_step": ("model", "inputs", "num_items_in_batch"),
     # returns a tuple that begins with the token ids of each prompt
@@ -102,7 +101,7 @@ def read_scores(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor |
 
     ValueError where that is something else.
     """
-    scores = "GRPOTrainer._get_per_token_logps_and_entropies"
+    scores = f"GRPOTrainer.{FORWARD_PASS}"
     _demand(isinstance(found, tuple) and len(found) == 3, f"{scores} does not return three values")
     for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
         returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
