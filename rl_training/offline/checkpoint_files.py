@@ -15,7 +15,6 @@ them: load only checkpoints that you trust.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,33 +23,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rl_training.extras import how_to_install
+from rl_training.records.checkpoint_states import NOT_WEIGHTS
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _shapes_in(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors in a checkpoint's weights, by name; an adapter's only, where it is one."""
-    index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    else:
-        names = {name for name in (SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS) if (checkpoint / name).is_file()}
-        names = names & {ADAPTER_WEIGHTS} or names
-    if not names:
-        raise ValueError(f"{checkpoint} has no weights ({SAFE_WEIGHTS_NAME} or {ADAPTER_WEIGHTS})")
-    shapes = dict[str, tuple[int, ...]]()
-    for name in names:
-        with safe_open(checkpoint / name, framework="pt") as file:
-            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, no dictionary
-    return shapes
-
-
 def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Raises ValueError where only one of model and checkpoint has an adapter, and where it holds other weights.
+    """Raises ValueError where model and checkpoint hold other weights, or other ones are trainable: G1.
 
     PEFT would load neither another adapter's weights nor those of another shape, and go on.
     """
@@ -63,25 +45,31 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
         )
     settings = "adapter.r and adapter.target_modules as in its adapter_config.json" if is_adapter else "the run's model"
     own = {_without_adapter_name(name): tuple(value.shape) for name, value in model.state_dict().items()}
-    for name, shape in _shapes_in(checkpoint).items():
+    stored = _shapes_in(checkpoint, is_adapter)
+    for name, shape in stored.items():
         if own.get(name) != shape:
             here = own.get(name, "no place")
             raise ValueError(f"{checkpoint}: {name} has the shape {shape}, and {here} in this model: set {settings}")
-
-
-def refuse_other_names(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
-    """Raises ValueError when what is trainable is not what the checkpoint holds: another adapter, or half of it."""
-    stored, trained = set(_shapes_in(checkpoint)), {_without_adapter_name(name) for name in parameters}
-    if (checkpoint / ADAPTER_WEIGHTS).is_file() and stored - trained:
+    trained = {_without_adapter_name(name) for name, param in model.named_parameters() if param.requires_grad}
+    if (is_adapter or not trained) and stored.keys() - trained:
         raise ValueError(
-            f"G2: {some(stored - trained)} of {ADAPTER_WEIGHTS} is not trainable: another adapter is active, or it is "
-            "frozen"
+            f"G1: {some(stored.keys() - trained)} is not trainable: another adapter is active, or it is frozen"
         )
-    if trained - stored:
+    if trained - stored.keys():
         raise ValueError(
-            f"G2: {some(trained - stored)} is trainable, and {checkpoint} does not hold it: set the adapter's "
+            f"G1: {some(trained - stored.keys())} is trainable, and {checkpoint} does not hold it: set the adapter's "
             "target_modules, or the model, as the run had them"
         )
+
+
+def _shapes_in(checkpoint: Path, is_adapter: bool) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors in a checkpoint's weights, by name; of an adapter's alone, where it is one."""
+    shapes = dict[str, tuple[int, ...]]()
+    for path in checkpoint.glob(ADAPTER_WEIGHTS if is_adapter else "*.safetensors"):
+        if not path.name.startswith(NOT_WEIGHTS):
+            with safe_open(path, framework="pt") as file:
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, no dictionary
+    return shapes
 
 
 def _without_adapter_name(name: str) -> str:

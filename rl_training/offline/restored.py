@@ -4,10 +4,9 @@ Weights and optimizer are loaded by transformers' own code, which knows in which
 parameters (those that decay first, then biases and norms: not the order of the model). What can still go wrong is
 checked before anything is sampled, in this order, each with an error of one line:
 
-    G1  something is trainable
-    G2  the trainable parameters are the tensors of the checkpoint, by name
-    G3  a forward of four tokens, through the very function that will score, has a gradient
-    G4  it reaches every trainable parameter
+    G1  the trainable parameters are the tensors of the checkpoint, by name and shape
+    G2  a forward of four tokens, through the very function that will score, has a gradient
+    G3  it reaches every trainable parameter
 
 Then: the optimizer has a state of the right shape for each of them, and a learning rate that is not 0. Without these
 checks most mistakes show after minutes of sampling ("element 0 of tensors does not require grad"), or never.
@@ -31,7 +30,7 @@ from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
-from rl_training.offline.checkpoint_files import load_shards, refuse_other_names, refuse_other_weights, some
+from rl_training.offline.checkpoint_files import load_shards, refuse_other_weights, some
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
 T = TypeVar("T")
@@ -91,15 +90,9 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
     _refuse_other_analyses(trainer)
     _refuse_damaged(checkpoint)
     model = trainer.model
-    refuse_other_weights(model, checkpoint)
+    refuse_other_weights(model, checkpoint)  # G1
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    if not parameters:
-        raise ValueError(
-            f"G1: no parameter is trainable after loading {checkpoint}: an adapter must be loaded with "
-            "is_trainable=True, not merged, not disabled"
-        )
-    refuse_other_names(parameters, checkpoint)  # G2
     trainer.accelerator.prepare_model(model, evaluation_mode=True)  # its autocast; no DDP, whose reducer would be idle
     if trainer.args.activation_checkpointing:  # as Trainer.train would switch it on
         model.activation_checkpointing_enable(
@@ -116,7 +109,7 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
             group["lr"] = learning_rate
     policy = TrainerPolicy(trainer)
     model.train()
-    refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 and G4
+    refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G2 and G3
     optimizer = view_optimizer(replicated(trainer))
     _refuse_other_moments(parameters, optimizer, checkpoint)
     return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
@@ -186,7 +179,7 @@ def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str
 def refuse_without_gradients(
     policy: TrainerPolicy, parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> None:
-    """Raises ValueError when the scores would give no gradient, or not to every parameter: G3 and G4."""
+    """Raises ValueError when the scores would give no gradient, or not to every parameter: G2 and G3."""
     try:
         scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
         gradients = torch.autograd.grad(
@@ -196,14 +189,14 @@ def refuse_without_gradients(
         raise
     except RuntimeError as error:
         raise ValueError(
-            f"G3: the scores have no gradient ({error}): use non-reentrant checkpointing or none, "
+            f"G2: the scores have no gradient ({error}): use non-reentrant checkpointing or none, "
             'trainer.gradient_checkpointing_kwargs={"use_reentrant": false}, and neither torch.no_grad() nor '
             "torch.inference_mode() around this call"
         ) from error
     unreached = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     if unreached:
         raise ValueError(
-            f"G4: {some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
+            f"G3: {some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
             "reach"
         )
 
