@@ -132,7 +132,6 @@ def _make_trainer(
     )
     _check_sharding(trainer)
     _warn_of_rounding(trainer)
-    _check_number_of_prompts(trainer)
     _check_longest_prompt(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
@@ -167,18 +166,6 @@ def _check_sharding(trainer: DrGRPOTrainer) -> None:
         raise ValueError(
             "fsdp_state_dict_type: SHARDED_STATE_DICT writes checkpoints without model.safetensors, which cannot be "
             "read here: use FULL_STATE_DICT (launch/fsdp2.yaml)"
-        )
-
-
-def _check_number_of_prompts(trainer: DrGRPOTrainer) -> None:
-    """Raises ValueError when the training set has fewer prompts than a rollout: TRL would train nothing, silently."""
-    needed = trainer.args.generation_batch_size // trainer.num_generations
-    available = len(trainer.train_dataset)
-    if available < needed:
-        raise ValueError(
-            f"the training set has {available} prompts, and a rollout needs {needed} (batch.sequences_per_step="
-            f"{trainer.args.generation_batch_size} / trainer.num_generations={trainer.num_generations}): use "
-            f"batch.sequences_per_step={max(available, 1) * trainer.num_generations} or less, or more data"
         )
 
 

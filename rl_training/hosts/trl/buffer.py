@@ -157,14 +157,7 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
             "buffer=filtered draws prompts from the whole training set, which needs a length: load it without "
             "streaming, or use buffer=plain"
         )
-    num_prompts = len(trainer.train_dataset)
-    needed = trainer.args.generation_batch_size // trainer.num_generations
-    if num_prompts < needed:
-        raise ValueError(
-            f"the training set has {num_prompts} prompts, and a rollout needs {needed} different ones: give more "
-            "prompts, a smaller batch.sequences_per_step, or buffer=plain"
-        )
-    buffer.start(num_prompts)
+    buffer.start(len(trainer.train_dataset))
 
 
 def fill_slots(mixed: Tensor, num_slots: int) -> tuple[Tensor, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,17 @@ def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
     trainer.state.compute_steps(trainer.args, trainer.state.max_steps)
 
 
+def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
+    """Raises ValueError when the training set has fewer prompts than a rollout: TRL would train nothing, silently."""
+    batch, group, rows = trainer.args.generation_batch_size, trainer.num_generations, trainer.train_dataset
+    if isinstance(rows, Sized) and len(rows) < batch // group:
+        raise ValueError(
+            f"the training set has {len(rows)} prompts, and a rollout needs {batch // group} (batch.sequences_per_step="
+            f"{batch} / trainer.num_generations={group}): use batch.sequences_per_step={max(len(rows), 1) * group} or "
+            "less, or more data"
+        )
+
+
 class DrGRPOTrainer(GRPOTrainer):
     """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and measures `probes` at every step.
 
@@ -143,6 +154,7 @@ class DrGRPOTrainer(GRPOTrainer):
             raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
         if not self.reward_weights.isfinite().all():
             raise ValueError(f"reward_weights={self.reward_weights.tolist()} must be finite numbers")
+        _refuse_few_prompts(self)
         if is_peft_model(self.model):  # TRL rounds the adapter on a 4-bit model to bf16, in which small steps are lost
             for param in self.model.parameters():
                 if param.requires_grad and param.dtype.itemsize < 4:

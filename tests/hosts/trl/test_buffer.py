@@ -374,7 +374,7 @@ def seven_prompts() -> Dataset:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (lambda: {"train_dataset": seven_prompts()}, "has 7 prompts, and a rollout needs 8 different ones"),
+        (lambda: {"train_dataset": seven_prompts()}, "has 7 prompts, and a rollout needs 8 "),
         (lambda: {"train_dataset": seven_prompts().to_iterable_dataset()}, "load it without streaming"),
         (lambda: {"multi_objective_aggregation": "normalize_then_sum"}, "use 'sum_then_normalize' or buffer=plain"),
     ],
