@@ -1,4 +1,4 @@
-"""Probes on a training loop in plain PyTorch: one process, or DDP. Three calls in a step:
+"""Probes on a training loop in plain PyTorch: one process, DDP or FSDP2. Three calls in a step:
 
     with measured_loop(model, optimizer, probes, …) as measured:
         for number in range(1, steps + 1):
@@ -72,7 +72,7 @@ def measured_loop(
 ) -> MeasuredLoop:
     """Returns the context in which these probes measure a training loop. See the module's docstring.
 
-    model                 a causal language model of Hugging Face's, or DDP around one
+    model                 a causal language model of Hugging Face's, DDP around one, or one cut by fully_shard
     microbatch_size       sequences of one forward and backward on this process, `microbatches` of them to a step
     max_grad_norm         where the loop clips the gradient with clip_grad_norm_; None where it does not
     records               where metrics.jsonl and probes.jsonl are written, by rank 0
