@@ -112,9 +112,8 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
     directions, count = [layout.split(x) for x in direction], len(layout.names)
     value = _by_label(splits, split_products(update.in_pieces(), directions, count))
     without = value.new_zeros(update.num_folds, *value.shape)
-    if update.num_folds > 1:
-        for k, number in enumerate(update.fold_number):
-            without[number] = _by_label(splits, split_products(update.without.parts(k), directions, count))
+    for k, number in enumerate(update.fold_number):
+        without[number] = _by_label(splits, split_products(update.without.parts(k), directions, count))
     return Replicates(value, restored.reduce(without))
 
 
@@ -151,9 +150,7 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
     # Their scale is arbitrary. One at a time: each is as large as all trainable parameters.
     directions: dict[str, Callable[[], Tensor]] = {
         "adam": lambda: update.delta,
-        "momentum-free adam": lambda: (
-            -_of_pieces(update, gradient, lambda state, own: own / (_root(state, own) + state.eps))
-        ),
+        "momentum-free adam": lambda: update.parts.gradient,
         "rms-only": lambda: torch.cat(
             [-m / rms.square().mean().sqrt() for m, rms in zip(momentum.split(sizes), root.split(sizes), strict=True)]
         ),

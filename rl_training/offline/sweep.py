@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from itertools import product as combinations
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from rl_training.mathematics.jackknife import Replicates
@@ -64,8 +63,7 @@ def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settin
         update = make_update(restored, buffer, memory)
         truth = measure(restored, analysis.evaluation, update.delta, [1.0], settings.truth.odd)
         at, over_update = truth.whole_step, without_folds(restored, update, analysis.first_order.direction)
-        value = over_update.value[0]
-        stderr = over_update.stderr[0] if update.num_folds > 1 else torch.full_like(value, math.nan)
+        value, stderr = over_update.value[0], over_update.stderr[0]
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
         columns = _columns(predicted, at)
         columns |= in_both_units({"covariance": covariance_of(restored, buffer, update)})

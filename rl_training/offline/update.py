@@ -26,7 +26,6 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.changed_steps import weighed
 from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.engine.updates import (
-    FoldMeans,
     OptimizerPieces,
     Piece,
     StepsWithoutFolds,
@@ -105,11 +104,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
     sizes, num_prompts = fold_prompts[list(kept)], float(fold_prompts.sum())
     vectors = layout.split(mean), layout.split(folds)
-    if len(fold_prompts) > 1:
-        kept_means = fold_means(*vectors, sizes.double(), num_prompts)
-    else:  # that cannot be left out
-        unknown = torch.full((len(kept), 1), math.nan, device=restored.device)
-        kept_means = FoldMeans(*vectors, sizes, unknown, unknown)
+    kept_means = fold_means(*vectors, sizes.double(), num_prompts)
     without = StepsWithoutFolds(pieces, kept_means, max_norm, unchanged)
     return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts, scores)
 

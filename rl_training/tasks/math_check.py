@@ -100,7 +100,7 @@ class MathWorker:
     def start(self) -> subprocess.Popen[bytes]:
         """Returns the process, alive; raises RuntimeError with the reason when it cannot start."""
         with self._lock:
-            if self._process is not None and self._process.poll() is None:
+            if self._process is not None and self._process.poll() is None:  # to a forked child it is none of its own, hence dead
                 return self._process
             self.close()
             command, pipe = [sys.executable, __file__], subprocess.PIPE
@@ -142,14 +142,6 @@ class MathWorker:
             if process is not None:
                 with process:  # closes the pipes, and waits
                     process.kill()
-
-    def forget_after_fork(self) -> None:
-        """In a forked child: lets go of the parent's process, which goes on serving the parent."""
-        self._lock = threading.RLock()  # the old one may be held by a thread that does not exist here
-        process, self._process = self._process, None
-        if process is not None:
-            process.returncode = 0  # it is not our child: Popen must neither wait for it nor warn
-            process.__exit__(None, None, None)  # closes the pipes
 
 
 # What follows runs in the worker.
@@ -250,4 +242,3 @@ if __name__ == "__main__":
     _serve()
 else:
     atexit.register(_worker.close)
-    os.register_at_fork(after_in_child=_worker.forget_after_fork)

@@ -25,9 +25,9 @@ def vector(values: list[float]) -> Tensor:
 def asked() -> tuple[Any, Any, Tensor]:
     """Returns what `condition` is asked of: a trainer of two tensors, its step from the gradient G, and X̄."""
     state = AdamWState(vector(M), vector(V), STEPS, RATE, BETAS, EPS, DECAY)
-    delta = state.delta(vector(THETA), CLIP * vector(G)).total
+    parts = state.delta(vector(THETA), CLIP * vector(G))
     piece = SimpleNamespace(flat=slice(0, 3), state=state)
-    update = SimpleNamespace(gradient=vector(G), clip=CLIP, delta=delta, pieces=[piece])
+    update = SimpleNamespace(gradient=vector(G), clip=CLIP, parts=parts, delta=parts.total, pieces=[piece])
     restored = SimpleNamespace(parameters={"first": torch.zeros(2), "second": torch.zeros(1)})
     return restored, update, vector(X[0] + X[1]).view(2, 3)
 

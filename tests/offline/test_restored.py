@@ -74,7 +74,7 @@ def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
     return UpdateBuffer(dataclasses.replace(rows, prompt_index=torch.arange(count)), count, 1)
 
 
-@pytest.mark.parametrize("prompts", [1, 16, 17, 48, 100])
+@pytest.mark.parametrize("prompts", [2, 16, 17, 48, 100])
 def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, analysed, prompts: int) -> None:
     rollout = analysed.update_buffer.rollout
     idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing

@@ -183,8 +183,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     # --- the callbacks ------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.probes and getattr(self._trainer.model_wrapped, "static_graph", False):
-            raise ValueError("a second backward silently corrupts DDP's static_graph: switch it off")
         if self._trained and state.global_step == 0 and (self.probes or self._records is not None):
             raise ValueError(
                 "this trainer has trained before, so its records and running sums would restart midway: continue "
