@@ -31,19 +31,14 @@ from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.welch import mean_of
 
 ONE_PROMPT = "one prompt has no standard error"
 
 
 def mean_over_prompts(values: Tensor) -> Estimate:
     """Returns the mean of (P,) values with its standard error; prompts whose value is nan are left out."""
-    values = values.double()
-    values = values[~values.isnan()]
-    if len(values) == 0:
-        return Estimate.missing("no prompt has such a value")
-    if len(values) == 1:
-        return Estimate(float(values), num_samples=1, reason=ONE_PROMPT)
-    return Estimate(float(values.mean()), float(values.std() / math.sqrt(len(values))), len(values))
+    return mean_of(values[~values.isnan()].tolist())
 
 
 def share_over_prompts(values: Tensor, least: float = 0.0, most: float = 1.0) -> Estimate:

@@ -100,14 +100,12 @@ def _generate_rewarded(
     restored: RestoredTrainer, rows: list[dict[str, Any]], seed: int, filtered: bool
 ) -> dict[str, Any]:
     """Returns TRL's rollout of these rows, or as many through the filter; the trainer's buffer stays as it was."""
-    trainer = restored.trainer
-    buffer, metrics = trainer.buffer, trainer._metrics["train"]
-    trainer._metrics["train"] = type(metrics)(list)
+    trainer, buffer = restored.trainer, restored.trainer.buffer
     trainer.buffer = _filter_of(restored, seed) if filtered else None
     try:
         return trainer._generate_and_score_completions(rows)
     finally:
-        trainer.buffer, trainer._metrics["train"] = buffer, metrics
+        trainer.buffer = buffer
 
 
 def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:

@@ -98,9 +98,12 @@ class MathWorker:
         return None if self._process is None else self._process.pid
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Returns the process, alive; raises RuntimeError with the reason when it cannot start."""
+        """Returns the process, alive; raises RuntimeError with the reason when it cannot start.
+
+        A forked child starts its own: `poll` takes the parent's for dead.
+        """
         with self._lock:
-            if self._process is not None and self._process.poll() is None:  # to a forked child it is none of its own, hence dead
+            if self._process is not None and self._process.poll() is None:
                 return self._process
             self.close()
             command, pipe = [sys.executable, __file__], subprocess.PIPE
