@@ -121,7 +121,9 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
     tables = []
     for rows in torch.arange(rollout.num_sequences, device=restored.device).split(size):
         own = [values[rows].requires_grad_() for values in (scores.logps, scores.entropies)]
-        loss = _loss_of(restored.trainer, {name: getattr(rollout, name)[rows] for name in OF_THE_LOSS}, own)
+        inputs = {name: getattr(rollout, name)[rows] for name in OF_THE_LOSS}
+        inputs["importance_sampling_ratio"] = torch.ones_like(own[0])  # read where vLLM samples; U is this policy's
+        loss = _loss_of(restored.trainer, inputs, own)
         found = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
         tables.append(size * torch.stack(found))
     return LossWeights.of_stacked(torch.cat(tables, dim=1))

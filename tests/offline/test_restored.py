@@ -182,6 +182,16 @@ def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[s
     assert close(update.gradient, torch.cat([g.flatten() for g in gradients])) < 1e-5
 
 
+def test_a_run_that_samples_with_vllm_makes_the_step_of_responses_of_the_policy_itself(run: Path) -> None:
+    """TRL's loss then takes a ratio to that sampler, which is 1."""
+    restored = restored_at(run, 1)
+    buffer, gradients = sample_update(restored, UpdateConfig(8), 64), []
+    for use_vllm in (False, True):
+        restored.trainer.use_vllm = restored.trainer.vllm_importance_sampling_correction = use_vllm
+        gradients.append(make_update(restored, buffer, Memory(8)).gradient)
+    assert torch.equal(*gradients)
+
+
 def test_a_term_of_the_loss_that_is_not_known_at_a_checkpoint_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match=r"differs in entropy_coef, use_adaptive_entropy: give .*entropy=False"):
         restored_at(run, 1, "++trainer.use_adaptive_entropy=true", "++trainer.entropy_coef=0.1")
