@@ -97,9 +97,10 @@ class Forward(Divergence):
 
     needs = Need.ENTROPY_CHANGE | Need.ENTROPY_ROWS
 
-    def __init__(self, truth: Named, directions: list[Named]) -> None:
+    def __init__(self, parts: list[Named], directions: list[Named]) -> None:
         super().__init__()
-        self.truth, self.directions = truth, directions
+        self.truth, self.directions = mean_of(parts), directions
+        self.held_out = parts[len(parts) // 2 :]  # X itself, a direction, is the mean of the others
         self.rows: list[tuple[float, float, float]] = []  # forward, half of its interval, truth
         self.along: list[list[tuple[float, float]]] = []  # of each direction, with ratios and without
         self.ess: list[float] = []
@@ -124,9 +125,9 @@ class Forward(Divergence):
             [(product(change, step.fold_sizes, v), product(without, step.fold_sizes, v)) for v in vectors]
         )
 
-    def report_truth(self, parts: list[Named]) -> None:
-        """Prints coverage, and the means along the directions beside those of these parts of the truth."""
-        self.report()
+    def report(self) -> None:
+        """Prints coverage, and the means along the directions beside those of the truth."""
+        super().report()
         error, number = [value - truth for value, _, truth in self.rows], len(self.rows)
         held = statistics.fmean(abs(value - truth) <= width for value, width, truth in self.rows)
         print(f"  forward of {number}: covered {held:.3f}, mean error {milli(error)} mnats, mean truth "
@@ -135,7 +136,7 @@ class Forward(Divergence):
         for i, (name, direction) in enumerate(zip(DIRECTIONS, self.directions, strict=True)):
             columns = list(zip(*(row[i] for row in self.along), strict=True))
             deviations = [statistics.stdev([column[j] for j in large]) for column in columns]
-            print(f"  X along {name}: truth {milli([inner(part, direction) for part in parts])}, with ratios "
+            print(f"  X along {name}: truth {milli([inner(part, direction) for part in self.held_out])}, with ratios "
                   f"{milli(columns[0])}, without {milli(columns[1])}; sd with / without, ESS ≥ {MIN_ESS} "
                   f"({len(large)}): {deviations[0] / deviations[1]:.2f}", flush=True)  # fmt: skip
 
@@ -168,7 +169,7 @@ class Corrections(InterventionsProbe):
                 error = statistics.stdev(along) / math.sqrt(len(along))
                 self.cases.append((each.name, quantity, said, statistics.fmean(along), error))
 
-    def report_truth(self) -> None:
+    def report(self) -> None:
         print(f"  {len(self.cases) // 2 // (len(self.which) - 1)} of {self.batches} batches")
         for each in self.which[1:]:
             print_cases(each.name, [case for case in self.cases if case[0] == each.name])
@@ -271,25 +272,19 @@ def main() -> None:
         for sampler in options.samplers or SAMPLERS[options.what]:
             print(f"{sampler}:", flush=True)
             lag = int(sampler.partition("-")[2]) if sampler.startswith("stale") else 0
-            probe: Any = Divergence()
+            probes, more = [SimpleEntropyProbe(num_folds=8)], {}
             if options.what == "forward":
-                probe = Forward(mean_of(truth.entropy), directions)
+                probe: Any = Forward(truth.entropy, directions)
             elif options.what == "corrections":
                 probe = Corrections(run, truth)
-            more = {"gradient_accumulation_steps": 16} if options.what == "divergences" else {}
-            probes = [probe] if options.what == "divergences" else [SimpleEntropyProbe(num_folds=8), probe]
-            again = trainer_of(
-                folder, probes, options.batches, sampler, run.weights[options.state - lag], seed=1, **more
-            )
+            else:
+                probe, probes, more = Divergence(), [], {"gradient_accumulation_steps": 16}
+            again = trainer_of(folder, [*probes, probe], options.batches, sampler, run.weights[options.state - lag],
+                               seed=1, **more)  # fmt: skip
             again.add_callback(Frozen((weights, run.optimizers[-1])))
             again.train()
-            if options.what == "divergences":
-                probe.report()
-            elif options.what == "forward":
-                probe.report_truth(truth.entropy[half:])
-            else:
-                probe.report_truth()
-                cases += probe.cases
+            probe.report()
+            cases += probe.cases if options.what == "corrections" else []
         if cases:
             print_cases("all", cases)
 

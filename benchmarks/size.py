@@ -162,7 +162,7 @@ def interventions(output: Path, size: str, batches: int, sequences: int) -> None
             again.add_callback(Frozen((run.weights[state], run.optimizers[state])))
             print(f"state {state}:", flush=True)
             again.train()
-            probe.report_truth()
+            probe.report()
             cases += probe.cases
     print_cases("all", cases)
 
