@@ -13,7 +13,6 @@ Where one of the two has an asymmetric interval (l, u) about its value x, as a s
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 
 from rl_training.mathematics.estimate import Estimate
@@ -23,10 +22,11 @@ def mean_of(values: Sequence[float]) -> Estimate:
     """Returns the mean of independent values with its standard error; without one of a single value."""
     if not values:
         return Estimate.missing("there is no finite value")
-    mean = statistics.fmean(values)
-    if len(values) == 1:
+    count, mean = len(values), math.fsum(values) / len(values)
+    if count == 1:
         return Estimate(mean, num_samples=1, reason="one value has no error")
-    return Estimate(mean, statistics.stdev(values) / math.sqrt(len(values)), len(values))
+    squares = math.fsum((value - mean) * (value - mean) for value in values)  # nan where one is infinite
+    return Estimate(mean, math.sqrt(squares / (count - 1) / count), count)
 
 
 def difference(one: Estimate, other: Estimate) -> Estimate:

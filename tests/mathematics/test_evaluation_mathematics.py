@@ -80,6 +80,13 @@ def test_a_prompt_without_a_value_is_left_out_and_without_any_there_is_a_reason(
     assert math.isnan(alone.stderr)
 
 
+def test_an_infinite_value_makes_the_mean_infinite_and_its_error_unknown() -> None:
+    """As a divergence is of a prompt at which the first model rules out what the policy says."""
+    estimate = mean_over_prompts(torch.tensor([math.inf, 1.0]))
+    assert (estimate.value, estimate.num_samples) == (math.inf, 2)
+    assert math.isnan(estimate.stderr)
+
+
 def test_standard_error_of_a_ratio_is_the_jackknife_over_prompts() -> None:
     a, b = [3.0, 1.0, 4.0, 1.0, 5.0], [2.0, 7.0, 1.0, 8.0, 2.0]
     left_out = [(sum(a) - x) / (sum(b) - y) for x, y in zip(a, b, strict=True)]
