@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import multiprocessing
 import os
@@ -357,7 +358,8 @@ def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_en
     fixed, folders = dataclasses.replace(SETTINGS, source="fixed"), [tmp_path / step / "kernel" for step in "12"]
     for step, folder in enumerate(folders, start=1):
         restored = restored_at(run, step)
-        add_kernel(restored, analyse(restored, asked), fixed, folder)
+        analysis = analyse(restored, asked)
+        add_kernel(restored, analysis, fixed, folder)
     first, second = (Structure.read(folder) for folder in folders)
     assert [row["hash"] for row in first.evaluation] == [row["hash"] for row in second.evaluation]
     assert [row["reward"] for row in first.evaluation] == [row["reward"] for row in second.evaluation]
@@ -368,6 +370,12 @@ def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_en
     of_second = headline(second)
     assert math.isnan(of_second["kernel/share_coupling"])
     assert of_second["kernel/logp_correlation"] > 0.9
+    texts = tmp_path / "kernel_texts.json"
+    content = json.loads(texts.read_text())
+    del content["rows"]
+    texts.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="earlier version's: name another analysis"):
+        add_kernel(restored, analysis, fixed, tmp_path / "3" / "kernel")
 
 
 # --- every run proves itself ------------------------------------------------------------------------------------------
