@@ -5,7 +5,7 @@ import functools
 import gc
 import importlib.metadata
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import yaml
@@ -15,9 +15,10 @@ from drawing import start_drawing
 def spare_trainings() -> None:
     """Called once after the imports: from then on trainings are spared half of their time.
 
-    The garbage collector, which each calls, no longer walks over the objects of the imports, half a second; and
-    accelerate and `attach`, which ask again and again which libraries are installed and in which versions, are answered
-    from memory. The rows of the default task, which no training changes, are drawn once for this process and its forks,
+    Garbage is collected when Python sees fit, without the objects of the imports, and not by accelerate at both ends of
+    each training; and torch, which cannot seed the GPUs that are not there, does not keep a traceback of each time that
+    it was asked to. accelerate and `attach`, which ask again and again which libraries are installed and in which
+    versions, are answered from memory. The rows of the default task, which no training changes, are drawn once for this process and its forks,
     and its model is read once and copied. Pictures are drawn by one process: what fails there, again in one of its own.
     Settings are read by libyaml, as each command composes them twice.
     """
@@ -31,6 +32,11 @@ def spare_trainings() -> None:
         _read_tiny_once(models)
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     gc.freeze()
+    if memory := sys.modules.get("accelerate.utils.memory"):
+        memory.gc = SimpleNamespace(collect=int)
+    for name in ("torch.cuda", "torch.xpu"):
+        if device := sys.modules.get(name):
+            device.traceback = SimpleNamespace(format_stack=list)
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     importlib.metadata.version = functools.cache(importlib.metadata.version)
 
