@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser, prepare_simple_launcher_cmd_env
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
@@ -26,6 +28,20 @@ def composing() -> initialize_config_dir:
 def composed(name: str, *overrides: str) -> DictConfig:
     with composing():
         return compose(name, list(overrides))
+
+
+def launched_program(*words: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the program with its arguments that `accelerate launch WORDS` starts, and its environment."""
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    (python, *program), env = prepare_simple_launcher_cmd_env(arguments)
+    assert python == sys.executable
+    return program, env
+
+
+def assert_silent(said: str) -> None:
+    """Asserts that nothing of what libraries say while they are imported, load and save is there."""
+    for noise in ("Failed to load CPU", "Setting accelerator", "Loading weights", "Writing model", "FutureWarning"):
+        assert noise not in said
 
 
 def quick_run(folder: Path, *overrides: str) -> TrainingRun:

@@ -138,20 +138,23 @@ def log_collectives() -> list[int]:
 
 
 def probes_of(run: str) -> list[Probe]:
+    """Returns the probes of a run: under FSDP2 those that the host has something of its own for.
+
+    Interventions and token classes are the engine's: engine/test_shards.py has them under FSDP2.
+    """
     if run.endswith(("bare", "remedied")):
         return []
     if run.endswith("lora"):
         return [Recorder()]
-    return [
-        SimpleEntropyProbe(per_sequence=True),
-        MeasuredStepProbe(),
-        GroundTruthProbe(every=2, sequences=16),
-        GradientNoiseScaleProbe(),
-        EffectiveSampleSizeProbe(),
-        InterventionsProbe(["bonus:0.5", "nsr", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
-        TokenClassesProbe(every=2),  # of the third step: the first has no moments
-        Recorder(),
-    ]
+    probes: list[Probe] = [SimpleEntropyProbe(per_sequence=True), MeasuredStepProbe()]
+    if not run.endswith("bf16"):
+        probes += [GroundTruthProbe(every=2, sequences=16), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
+    if not run.startswith("fsdp2") or "_gpu" in run:
+        probes += [
+            InterventionsProbe(["bonus:0.5", "nsr", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
+            TokenClassesProbe(every=2),  # of the third step: the first has no moments
+        ]
+    return [*probes, Recorder()]
 
 
 def train(rank: int, folder: Path, run: str, port: int) -> None:

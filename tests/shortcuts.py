@@ -18,9 +18,9 @@ def spare_trainings() -> None:
     Garbage is collected when Python sees fit, without the objects of the imports, and not by accelerate at both ends of
     each training; and torch, which cannot seed the GPUs that are not there, does not keep a traceback of each time that
     it was asked to. accelerate and `attach`, which ask again and again which libraries are installed and in which
-    versions, are answered from memory. The rows of the default task, which no training changes, are drawn once for this process and its forks,
-    and its model is read once and copied. Pictures are drawn by one process: what fails there, again in one of its own.
-    Settings are read by libyaml, as each command composes them twice.
+    versions, are answered from memory. The rows of the default task, which no training changes, are drawn once for this
+    process and its forks, and its model is read once and copied. Pictures are drawn by one process: what fails there,
+    again in one of its own. Settings are read by libyaml, as each command composes them twice.
     """
     if page := sys.modules.get("rl_training.records.report.page"):
         ask, run = start_drawing(), page._run

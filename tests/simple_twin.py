@@ -15,12 +15,11 @@ import reference
 import torch
 from seen import Kept
 from torch import Tensor
+from trainers import L_MAX
 
 from rl_training import Estimate, Probe
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
-
-L_MAX = 24
 
 
 class Moments(NamedTuple):

@@ -35,6 +35,7 @@ def graded(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(sum(map(ord, c)) % 7) for c in completions]
 
 
+L_MAX = 12  # tokens of a response, of which half have ended by then
 # A step of two microbatches, each of one prompt, whose responses are short: for claims that need no more.
 FEW: dict[str, Any] = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 8, "reward": graded,
@@ -44,8 +45,8 @@ SHORT_LAST_STEP: dict[str, Any] = {
     "steps_per_generation": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 8, "max_steps": -1,
     "num_train_epochs": 1, "max_completion_length": 8, "reward": graded,
 }  # fmt: skip
-# Two microbatches of two prompts; some responses are truncated at 24 tokens.
-SHAPE: dict[str, Any] = FEW | {"max_completion_length": 24, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+# Two microbatches of two prompts.
+SHAPE: dict[str, Any] = FEW | {"max_completion_length": L_MAX, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
@@ -55,7 +56,7 @@ def every_probe(**simple_options: Any) -> list[Probe]:
     return [
         SimpleEntropyProbe(per_sequence=True, **simple_options),
         MeasuredStepProbe(),
-        GroundTruthProbe(every=1, sequences=16),
+        GroundTruthProbe(every=1, sequences=8),
         GradientNoiseScaleProbe(split_prompts=1),
         EffectiveSampleSizeProbe(),
         SamplerProbe(numerics=True),
@@ -97,7 +98,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             "per_device_train_batch_size": 8,
             "gradient_accumulation_steps": 4,
             "num_generations": 4,
-            "max_completion_length": 24,
+            "max_completion_length": L_MAX,
             "max_steps": 2,
             "learning_rate": 3e-4,
             "weight_decay": 0.1,

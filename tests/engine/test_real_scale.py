@@ -14,7 +14,7 @@ from peft import LoraConfig
 from qwen_stand_in import experiment
 from seen import Seen
 from torch import Tensor, nn
-from trainers import FEW
+from trainers import FEW, graded
 
 from rl_training import Probe
 from rl_training.job.build import build_run
@@ -130,7 +130,7 @@ def four_bit_run(make_trainer: Any, *probes: Probe) -> dict[str, Tensor]:
     trainer = make_trainer(
         model=load_tiny("bfloat16", "nf4")[0], dtype=None, probes=probes, bf16=True, activation_checkpointing=True,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
-        per_device_train_batch_size=4, gradient_accumulation_steps=8, max_completion_length=16,
+        per_device_train_batch_size=4, gradient_accumulation_steps=4, max_completion_length=8, reward=graded,
         learning_rate=1e-5,  # as real models have it: 0.2 % of an adapter's weight
         lr_scheduler_type="linear",
     )  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_to
     assert set(trained.values()) == {torch.float32}
     assert {p.dtype for name, p in without.items() if "base_layer.weight" in name} == {torch.uint8}
     for done, said in steps.pairs:
-        torch.testing.assert_close(done, said, rtol=0, atol=1e-8)  # of 1e-5
+        torch.testing.assert_close(done, said, rtol=0, atol=2e-8)  # of 1e-5
         assert done.abs().max() > 5e-6
     answers = {**simple.results(), **truth.results()}
     assert all(math.isfinite(answers[name].stderr) for name in ("delta_h/forward", "delta_h/trapezoid"))

@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import run_in_process
+from rl_training.job import evaluation_plan
 from rl_training.job.evaluate import evaluate, print_table
 from rl_training.job.evaluation_plan import fingerprint, read_plan
 from rl_training.mathematics.estimate import Estimate
@@ -62,6 +64,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are evaluated in forks of this process, which has imported everything; their work is pickled."""
+    fork = multiprocessing.get_context("fork")
+
+    def in_fork(work: Any, receive: Any, imports: Any) -> str:
+        return run_in_process(pickle.loads(pickle.dumps(work)), receive, imports)
+
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: fork)
+    monkeypatch.setattr(evaluation_plan, "run_in_process", in_fork)
+
+
 def sampled_at(checkpoint: Path, batches: list[list[tuple[int, int]]], temperature: float = 1.0) -> list[Response]:
     loaded = policy.load_policy(
         checkpoint, load_tiny, with_reference=True, temperature=temperature, max_completion_length=36
@@ -86,6 +100,7 @@ def test_an_adapter_whose_configuration_says_too_little_is_named_as_that(
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_done_on_the_next_call(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -141,6 +156,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
         assert [json.loads(line)["response"] for line in file] == [json.loads(line)["response"] for line in lines]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from seen import Seen
 from simple_twin import Answers, Recorder, Twin
 from torch import Tensor
 from trainers import (
+    L_MAX,
     LORA,
     SGD,
     SHAPE,
@@ -155,7 +156,7 @@ def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[
     make_trainer(probes=[probe], interventions=["psr", f"{file}:softer:0.5", "bonus:0.1"], **SHAPE, max_steps=1).train()
     positive = probe.rollout.advantages.clamp(min=0).unsqueeze(1) * probe.mask
     assert positive.any()
-    torch.testing.assert_close(probe.weights.logps, -0.5 * positive / (8 * 2 * 24), rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(probe.weights.logps, -0.5 * positive / (8 * 2 * L_MAX), rtol=1e-5, atol=1e-12)
     for rows in probe.rows:
         own = slice(rows.start, rows.stop)
         expected = -0.1 * probe.mask[own] / (2 * probe.mask[own].sum())
@@ -173,7 +174,7 @@ def test_prompts_without_advantage_count_over_the_whole_rollout(make_trainer: Ca
     make_trainer(probes=[probe], interventions=["dynamic_sampling"], **settings).train()
     advantages = probe.rollout.advantages.unsqueeze(1) * probe.mask
     assert advantages.any()
-    torch.testing.assert_close(probe.weights.logps, -4 * advantages / (8 * 2 * 24), rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(probe.weights.logps, -4 * advantages / (8 * 2 * L_MAX), rtol=1e-5, atol=1e-12)
 
 
 def test_a_rollout_without_any_advantage_leaves_nothing_to_scale(make_trainer: Callable[..., Any]) -> None:
@@ -310,7 +311,7 @@ def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_w
     probe = Weights()
     settings = SHAPE | {"max_steps": 1}
     make_trainer(probes=[probe], interventions=[f"{tmp_path}/mine.py:halving"], **settings).train()
-    expected = -0.5 * probe.rollout.advantages.unsqueeze(1) * probe.mask / (8 * 2 * 24)
+    expected = -0.5 * probe.rollout.advantages.unsqueeze(1) * probe.mask / (8 * 2 * L_MAX)
     torch.testing.assert_close(probe.weights.logps, expected, rtol=1e-5, atol=1e-12)
 
 

@@ -200,13 +200,13 @@ def test_a_signal_ends_a_command_with_the_code_of_shells(tmp_path: Path, signum:
     assert command.lines == ["ready", f"ended by {signal.Signals(signum).name}"]
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: Path, signum: int, code: int) -> None:
+def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
+    """Ctrl-C. SIGTERM comes to a training whose launcher is gone, below."""
     run = tmp_path / "run"
     command = train(tmp_path, "trainer.max_steps=500", "probe=none", "trainer.save_steps=1000")
     wait_for(lambda: (run / "logs" / METRICS_FILE).exists())
-    os.kill(command.process.pid, signum)
-    assert command.end() == code, command.lines
+    os.kill(command.process.pid, signal.SIGINT)
+    assert command.end() == 130, command.lines
     taken = len(read_metrics(run / "logs"))
     assert 1 <= taken < 500
     (checkpoint,) = (run / TRAINING_STATE).glob("checkpoint-*")
@@ -215,7 +215,7 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
     assert (run / "report" / "report.html").is_file()
     assert "Traceback" not in "\n".join(command.lines)
     ended, typed = command.lines[-1].split("; go on with: ")
-    assert ended == f"ended by {signal.Signals(signum).name} after step {taken} of 500"
+    assert ended == f"ended by SIGINT after step {taken} of 500"
     python, program, *arguments = shlex.split(typed)
     assert (python, program) == ("python", "train.py")
     resumed = start(tmp_path / "again", *arguments, f"trainer.max_steps={taken + 1}")
@@ -261,7 +261,7 @@ def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path) -> None:
 
 
 def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: Path) -> None:
-    own = ["+probes.mine._target_=my_file.Mine", "data._target_=my_file.task", "trainer.max_steps=1"]
+    own = ["probe=none", "+probes.mine._target_=my_file.Mine", "data._target_=my_file.task", "trainer.max_steps=1"]
     command = train_with_own(tmp_path, *own)
     assert command.end() == 0, command.lines
     assert read_metrics(tmp_path / "run" / "logs")[0]["mine/five"] == 5
@@ -298,7 +298,7 @@ def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
 
 def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> None:
     command = start(
-        tmp_path / "log", *SMALL, "trainer.max_steps=1", "logger=tensorboard", 'run_dir="~/run"',
+        tmp_path / "log", *SMALL, "trainer.max_steps=1", "probe=none", "logger=tensorboard", 'run_dir="~/run"',
         "trainer.hub_token=hf_verysecret", HOME=str(tmp_path),
     )  # fmt: skip
     assert command.end() == 0, command.lines

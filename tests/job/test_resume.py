@@ -194,7 +194,6 @@ def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(run_di
     for max_steps in (3, 5):
         run = run_of(run_dir, "resume=latest", f"trainer.max_steps={max_steps}")
         run.train()
-        run.report()
         assert [row["step"] for row in read_metrics(run_dir / "logs")] == [*range(1, max_steps + 1)]
         forward = [row["step"] for row in read_estimates(run_dir / "logs") if row["name"] == "delta_h/forward"]
         assert forward == [*range(1, max_steps + 1)]

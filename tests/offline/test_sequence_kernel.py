@@ -21,7 +21,7 @@ from analysed_runs import restored_at
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
-from trainers import trainer_maker
+from trainers import L_MAX, trainer_maker
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer
@@ -81,6 +81,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     else:
         trainer.train()
     trainer.optimizer.zero_grad()
+    trainer.current_gradient_accumulation_steps = 1  # as restore() sets it
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     policy = TrainerPolicy(trainer)
     restored = RestoredTrainer(trainer, Path(), 2, parameters, view_optimizer(replicated(trainer)), policy)
@@ -92,7 +93,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     evaluation = SampledBuffer(of_e, of_e.prompt_index, scores, *units_of(scores, 1))
     direction = predict(restored, evaluation, update, 4).direction[TOKEN]
     weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
-    return Case(trainer, restored, KernelInputs(of_e, *weights, direction, of_u, update, max_length=24))
+    return Case(trainer, restored, KernelInputs(of_e, *weights, direction, of_u, update, max_length=L_MAX))
 
 
 SETTINGS_OF: dict[str, dict[str, Any]] = {
@@ -243,7 +244,7 @@ def test_gradients_are_stored_on_request(cases: Any, tmp_path: Path) -> None:
     case = cases("adapter")
     found = calculated(case, tmp_path, dataclasses.replace(SETTINGS, store_gradients=True))
     w_u = torch.cat([load_file(path)["W"] for path in sorted(tmp_path.glob("gradients-update-*"))]).double()
-    g = -(case.inputs.update.advantages.double() @ w_u) / (NUM_U * 24)
+    g = -(case.inputs.update.advantages.double() @ w_u) / (NUM_U * L_MAX)
     assert len(w_u) == NUM_U
     assert float(g.norm()) > 0
     assert len(list(tmp_path.glob("gradients-e*"))) == 6  # W and x of E, three microbatches each
@@ -277,7 +278,7 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
     child.join(timeout=100)
     assert child.exitcode == -signal.SIGKILL
     assert {path.name for path in folder.iterdir()} == {"block-00000.safetensors"}
-    longer = dataclasses.replace(case.inputs, max_length=25)
+    longer = dataclasses.replace(case.inputs, max_length=L_MAX + 1)
     with pytest.raises(ValueError, match="holds a kernel with other max_length:"):
         calculate_kernel(case.rows(), longer, settings, folder)
     again = Killed(case.trainer, case.parameters, 3)
@@ -294,7 +295,7 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
 
 def test_the_folder_of_another_kernel_is_refused(cases: Any, finished: Any) -> None:
     case = cases("adapter")
-    longer = dataclasses.replace(case.inputs, max_length=25)
+    longer = dataclasses.replace(case.inputs, max_length=L_MAX + 1)
     of_u = case.inputs.update
     otherwise_taught = dataclasses.replace(
         case.inputs, update=dataclasses.replace(of_u, advantages=2 * of_u.advantages)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from seen import Kept, Seen
 from torch import Tensor
-from trainers import FEW, differing, ending, trainer_maker
+from trainers import FEW, L_MAX, differing, ending, trainer_maker
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -35,7 +35,6 @@ from rl_training.probes import GroundTruthProbe
 from rl_training.probes.ground_truth import _compared
 from rl_training.tasks.models import load_tiny
 
-L_MAX = 24
 ONE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # the truth's sequences 32 at a time
 METRICS = {
     "delta_h/true", "delta_h/true_sequence", "delta_h/true_snis", "delta_h/true_floor", "delta_h/true_resampled",
@@ -220,7 +219,7 @@ def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> 
     batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=24, use_cache=True)
+        ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=L_MAX, use_cache=True)
         width = batch["input_ids"].shape[1]
         mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, width:])], dim=1)
         logps = model(ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(dim=-1)

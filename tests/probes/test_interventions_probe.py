@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from seen import Kept
-from simple_twin import L_MAX, Recorder, Twin
+from simple_twin import Recorder, Twin
 from torch import Tensor
 from trainers import graded, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
@@ -24,7 +24,7 @@ from rl_training.mathematics.sgd import SGDState
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 from rl_training.probes.interventions import kept_factor, kept_halving
 
-NUM_FOLDS, G, MICROBATCHES = 8, 4, 4
+NUM_FOLDS, G, MICROBATCHES, L_MAX = 8, 4, 4, 24
 WHICH = [
     "bonus:0.5",
     "bonus:0.05",
@@ -112,7 +112,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Recorder]:
     probe, recorder = Answers(), Recorder()
     make = trainer_maker(tmp_path_factory.mktemp("interventions"))
     make(
-        probes=[probe, SimpleEntropyProbe(num_folds=NUM_FOLDS), recorder], reward=ones, max_steps=3, max_grad_norm=0.2
+        probes=[probe, SimpleEntropyProbe(num_folds=NUM_FOLDS), recorder],
+        reward=ones,
+        max_steps=3,
+        max_grad_norm=0.2,
+        max_completion_length=L_MAX,
     ).train()
     return probe, recorder
 
@@ -124,7 +128,7 @@ def ones(completions: list[str], **kwargs: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def twin(run: tuple[Answers, Recorder]) -> InterventionsTwin:
-    return InterventionsTwin(run[1].steps[-1], responses=1)
+    return InterventionsTwin(run[1].steps[-1], responses=1, max_length=L_MAX)
 
 
 @pytest.mark.parametrize("name", [name for name in WHICH if name != "kl_cov"])

@@ -119,7 +119,8 @@ def test_of_any_optimizer_it_is_the_definition_with_the_weights_before_and_after
     make_trainer, optimizer: Callable[[Any], torch.optim.Optimizer], scored: int
 ) -> None:
     probe, model = Answers(scored, error_decay=0.0), load_tiny()[0]
-    make_trainer(probes=[probe], model=model, optimizers=(optimizer(model), None), max_steps=3, **SHAPE).train()
+    settings = SHAPE | {"optimizers": (optimizer(model), None), "max_steps": 3, "max_completion_length": 24}
+    make_trainer(probes=[probe], model=model, **settings).train()
     assert {e.reason for e in probe.all[0].values()} == {FIRST}
     for number in (1, 2):
         assert_same(probe.all[number], plain(*probe.models[number - 1 : number + 1], probe.steps[number], scored))

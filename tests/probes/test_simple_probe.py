@@ -12,10 +12,10 @@ import reference
 import torch
 from peft import LoraConfig
 from seen import Seen
-from simple_twin import L_MAX, Answers, Recorder, Twin, per_length, per_sequence, per_token
+from simple_twin import Answers, Recorder, Twin, per_length, per_sequence, per_token
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from trainers import FEW, graded, trainer_maker
+from trainers import FEW, L_MAX, graded, trainer_maker
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.length_and_reward import NO_REWARD

@@ -13,6 +13,7 @@ from typing import Any
 import forks
 import matplotlib.pyplot as plt
 import pytest
+from configs import QUICK
 from trainers import FEW, SGD, SHAPE, every_probe, trained_weights, trainer_maker
 
 from rl_training import DrGRPOTrainer
@@ -47,7 +48,7 @@ def typed_in_a_terminal(line: str, folder: Path) -> None:
     assert name == "rl-training"
     words = [argument.replace("=runs/", f"={folder}/runs/") for argument in arguments]
     if command == "train":
-        words += ["batch.sequences_per_step=64", "batch.microbatch_size=8", "trainer.max_completion_length=12"]
+        words += [word for word in QUICK if word != "logger=none"]
     done = forks.run(SCRIPTS[command], *words)
     assert done.returncode == 0, done.stderr
 

@@ -50,7 +50,6 @@ UNEQUAL = (
 )
 ENDLESS = [
     "9^{9^{9^9}}",
-    "((((9!)!)!)!)!",
     r"\frac{1}{" * 20 + "2" + "}" * 20,
     "(" * 95 + "1" + ")" * 95,
     r"\operatorname{ones}(99999,99999)",
@@ -157,7 +156,7 @@ def test_a_hostile_batch_ends_within_the_budget_with_one_warning(caplog: pytest.
     pairs = [(f"9^{{9^{{9^{{{n}}}}}}}", NUMBER) for n in range(9, 49)] * 2 + [("x = 18", NUMBER)]
     math_check._worker.start()
     started = time.monotonic()
-    assert not any(math_check.are_equal(pairs, deadline_seconds=0.2, budget_seconds=0.5))
+    assert not any(math_check.are_equal(pairs, deadline_seconds=0.2, budget_seconds=0.2))
     assert time.monotonic() - started < 10.0  # 16 s of deadlines without the budget
     assert [record.getMessage()[:16] for record in caplog.records] == ["81 of 81 answers"]
 

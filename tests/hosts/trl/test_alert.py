@@ -26,7 +26,7 @@ from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 
 SMALL = [
-    "trainer.max_steps=6", "trainer.num_generations=2", "batch.sequences_per_step=16", "batch.microbatch_size=2",
+    "trainer.max_steps=6", "trainer.num_generations=2", "batch.sequences_per_step=16", "batch.microbatch_size=4",
     "trainer.max_completion_length=8",
 ]  # fmt: skip
 

@@ -19,9 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "checkpointing": {"activation_checkpointing": True},
     "steps after which the truth is sampled afresh": {"learning_rate": 1e-2},
     "bf16": {"bf16": True},
-    "dropout of an adapter": {"lora": True},
-    "an adapter and checkpointing": {"lora": True, "activation_checkpointing": True},
-    "an adapter and responses again": {"lora": True, "num_iterations": 2},
+    "dropout of an adapter, and checkpointing": {"lora": True, "activation_checkpointing": True},
     "interventions": {"interventions": ("psr", "bonus")},
     "top-p": {"top_p": 0.8},
     "every response is truncated and hidden": {"mask_truncated_completions": True, "max_completion_length": 3},
@@ -34,7 +32,8 @@ def test_training_with_every_probe_is_bitwise_the_training_without(make_trainer:
     bare = bare_ending(**settings)
     peft_config = LoraConfig(**LORA) if settings.pop("lora", False) else None
     num_folds = settings["per_device_train_batch_size"]  # of four microbatches, with a prompt or two in each
-    probes = [*every_probe(num_folds=num_folds, offload=True), InterventionsProbe(every=1), TokenClassesProbe(every=1)]
+    more = [InterventionsProbe(["psr", "bonus"], every=1), TokenClassesProbe(every=1)]
+    probes = [*every_probe(num_folds=num_folds, offload=True), *more]
     trainer = make_trainer(probes=probes, peft_config=peft_config, **settings)
     assert differing(ending(trainer), bare) == []
     assert len(trainer.attachment.latest) > 100

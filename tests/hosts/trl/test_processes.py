@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
 import torch
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser, prepare_simple_launcher_cmd_env
 from accelerate.utils import FullyShardedDataParallelPlugin
-from configs import QUICK
+from configs import QUICK, launched_program
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from same_estimates import differences, of_records, too_far
@@ -32,9 +30,9 @@ from rl_training.offline.restored import restore
 from rl_training.records.checkpoints import what_is_wrong_with
 
 ROOT = Path(__file__).parents[3]
-BIN = Path(sys.executable).parent
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
 SHARDED = ["zero2_2", "zero3_2", "fsdp2_2"]  # ZeRO-1 by zero1_2_lora
+BY_FOLDS = ("intervention/", "tokens/")
 FRESH = ("delta_h/true", "delta_h/evaluation", "delta_h/ess", "delta_h/weight_")  # what GroundTruthProbe says
 
 
@@ -96,7 +94,7 @@ def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path,
     """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too."""
     saved(runs, run)  # skipped where DeepSpeed is not installed
     one, two = (
-        {key: row for key, row in estimates(runs, name).items() if key[1].startswith(("intervention/", "tokens/"))}
+        {key: row for key, row in estimates(runs, name).items() if key[1].startswith(BY_FOLDS)}
         for name in ("plain_1", run)
     )
     off = differences(one, two)
@@ -164,7 +162,11 @@ def test_the_mean_of_the_folds_gradients_is_the_gradient(runs: Path, run: str) -
 @pytest.mark.parametrize("run", SHARDED)
 def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Path, run: str) -> None:
     saved(runs, run)
-    off = differences(estimates(runs, "plain_2"), estimates(runs, run))
+    one, other = (
+        {key: row for key, row in estimates(runs, name).items() if not key[1].startswith(BY_FOLDS)}
+        for name in ("plain_2", run)
+    )
+    off = differences(one, other)
     assert len(off) > 30
     assert too_far(off) == {}
 
@@ -184,7 +186,7 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs,
     last, again = (
         {key: row for key, row in estimates(runs, name).items() if key[0] == 3} for name in (run, f"{run}_resumed")
     )
-    assert len(last) > 60
+    assert len(last) > 40
     assert repr(again) == repr(last)  # nan is nan
     checkpoint = runs / run / "state" / "checkpoint-2"
     assert what_is_wrong_with(checkpoint, sharded_by) == ""
@@ -310,9 +312,7 @@ def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_onl
 
 def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) -> None:
     asked = ["--cpu", "--num_processes", "2", "train.py", *QUICK, f"run_dir={tmp_path / 'run'}"]
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
-    (python, *program), env = prepare_simple_launcher_cmd_env(arguments)  # what accelerate launch then starts
-    assert python == sys.executable
+    program, env = launched_program(*asked)
     ended = forks.run(*program, env=env)
     assert ended.returncode != 0
     assert "asked for several processes and started only this one: use --config_file launch/cpu_ddp" in ended.stderr
