@@ -18,7 +18,8 @@ from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run, read_run
-from rl_training.records.report.summary import opening, sampler_sentences, step_numbers, summarize
+from rl_training.records.report.summary import opening, step_numbers, summarize
+from rl_training.records.report.words import sentences
 
 REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
@@ -46,7 +47,7 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
         rows=summarize(run),
         interventions=interventions,
         step_numbers=step_numbers(run),
-        sampler=sampler_sentences(run),
+        sampler=sentences("sampler", run=run),
         charts=charts,
         of_the_batch=OF_THE_BATCH,
         reload=reload,

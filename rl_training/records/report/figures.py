@@ -16,7 +16,7 @@ from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report import charts, findings
 from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series, diagonal, draw, framed
 from rl_training.records.report.findings import MIN_POINTS
-from rl_training.records.report.series import Run, finite, last_of, to_rows, what_is_missing
+from rl_training.records.report.series import Run, finite, to_rows, what_is_missing
 from rl_training.records.report.words import MILLI, in_words
 
 MAX_MARKERS = 20  # with more points than this a line needs no markers
@@ -162,7 +162,7 @@ def _calibration(run: Run) -> list[Chart]:
     if steps.empty:
         return []
     names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
-    last = {label: last_of(run.known(f"calibration/{name}")) for name, label in names.items()}
+    last = {label: run.last(f"calibration/{name}") for name, label in names.items()}
     cloud = Series.cloud("a step, with 95 % intervals", BLUE, "circle", forward.loc[steps], true.loc[steps])
     parts = [f"{label}: {in_words(found)}" for label, found in last.items() if found]
     return [draw("calibration", [diagonal([cloud]), cloud], parts=parts)]

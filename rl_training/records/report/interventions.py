@@ -11,17 +11,19 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import is_significant
 from rl_training.records.folder import checkpoints_of
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw
 from rl_training.records.report.findings import present_rate
-from rl_training.records.report.series import Run, finite_numbers, last_of, to_rows
-from rl_training.records.report.words import MILLI, in_words, sentences, table
+from rl_training.records.report.series import Run, last_of, to_rows
+from rl_training.records.report.words import MILLI, sentences, table
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
+# Of an intervention, in the order of the fields of Effect.
+QUANTITIES = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # needs no quotes
 NO_FALL = "entropy does not fall significantly now"
 MOST = 4  # that are tried
@@ -38,7 +40,7 @@ class Effect:
     price: Estimate
     at_last_step: Estimate  # its change of entropy at that step alone
     kept: Estimate  # its change of entropy when it is kept
-    halves_at: Estimate  # when it is kept
+    halves_at: Estimate  # the strength that halves the fall, when it is kept
     steps: int  # measured ones
 
     @property
@@ -46,91 +48,47 @@ class Effect:
         """Its name without a strength."""
         return self.name.partition(":")[0]
 
-    @property
-    def keeps(self) -> bool:
-        """Whether it keeps entropy significantly."""
-        return is_significant(self.delta_h) and self.delta_h.value > 0
-
-    @property
-    def spends(self) -> bool:
-        return is_significant(self.delta_h) and self.delta_h.value < 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether both changes are, and not both exactly 0."""
-        both = (self.delta_reward.value, self.delta_h.value)
-        return all(map(math.isfinite, both)) and any(both)
-
-    @property
-    def halves(self) -> bool:
-        return math.isfinite(self.halves_at.value)
-
-    @property
-    def at_price(self) -> str:
-        return f" (price {in_words(self.price)})" if math.isfinite(self.price.value) else ""
-
-    @property
-    def strength(self) -> str:
-        """The strength with which it halves the fall."""
-        return f"{self.halves_at.value:.2g}"
-
 
 def interventions_of_run(run: Run) -> Section | None:
     """Returns what is said of the interventions that were measured; None where none was."""
-    found = _measured(run)
-    chosen = preferred(run) if found and checkpoints_of(run.folder) else []
-    words = ["rl-training", "try", str(run.folder), f"interventions={as_list(chosen)}"]
-    lines = [shlex.join(words)] if chosen else []
-    shown = table("intervention_table", effects=found)
-    return Section("interventions", _sentences(run, found), shown, [plane(found)], lines) if found else None
+    effects = effects_of(run)
+    if not effects:
+        return None
+    chosen = preferred(run) if checkpoints_of(run.folder) else []
+    command = shlex.join(["rl-training", "try", str(run.folder), f"interventions={as_list(chosen)}"])
+    said = sentences(
+        "interventions",
+        effects=effects,
+        falls=is_falling(run),
+        fall=run.last("intervention/plain_mean_delta_h"),
+        gain=run.last("intervention/plain_mean_delta_reward"),
+        latest=run.last("intervention/plain_delta_h"),
+        at=max(run.known("intervention/plain_delta_h").index, default=0),
+        needed=lambda effect: _needed(run, effect),
+        order=certain_order,
+    )
+    shown = table("intervention_table", effects=effects)
+    return Section("interventions", said, shown, [plane(effects)], [command] * bool(chosen))
 
 
-def intervention_groups(run: Run) -> dict[str, Any]:
-    """Returns the effects in order of price, and those that would halve its fall, keep it and spend it."""
-    found = _measured(run)
-    halving = {effect.bare_name: effect for effect in reversed(found) if effect.halves}  # one of several strengths
-    return {
-        "found": found, "falls": is_falling(run), "halving": list(halving.values())[::-1],
-        "keeping": [effect for effect in found if effect.keeps],
-        "spending": [effect for effect in found if effect.spends],
-    }  # fmt: skip
-
-
-def _measured(run: Run) -> list[Effect]:
+def effects_of(run: Run) -> list[Effect]:
     """Returns the interventions at the last step at which they were measured, the cheapest first."""
     effects, falls = [], is_falling(run)
-    quantities = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
-    for name in (match.group(1) for match in map(NAMES.match, run.names()) if match):
-        delta_h, delta_reward, price, last, kept, halves_at = (
-            run.last(f"intervention/{name}/{quantity}") or Estimate.missing("it was not recorded")
-            for quantity in quantities
+    for name in (match[1] for match in map(NAMES.match, run.names()) if match):
+        metrics = [f"intervention/{name}/{quantity}" for quantity in QUANTITIES]
+        *found, halves_at = (
+            last_of(run.measured(metric)) or Estimate.missing("it was not recorded") for metric in metrics
         )
         if math.isfinite(halves_at.value) and not falls:
             halves_at = Estimate.missing(NO_FALL)
-        steps = run.measured_steps(f"intervention/{name}/mean_delta_h")
-        effects.append(Effect(name, delta_h, delta_reward, price, last, kept, halves_at, steps))
-    return sorted(effects, key=lambda effect: effect.price.value if math.isfinite(effect.price.value) else math.inf)
+        effects.append(Effect(name, *found, halves_at, steps=run.measured_steps(metrics[0])))
+    return sorted(effects, key=lambda effect: (math.isnan(effect.price.value), effect.price.value))
 
 
 def is_falling(run: Run) -> bool:
     """Returns whether entropy falls significantly now, by `forward`; where that was not measured, by the mean step."""
-    fall = present_rate(run) or last_of(run.known("intervention/plain_mean_delta_h"))
-    return fall is not None and is_significant(fall) and fall.value < 0
-
-
-def _sentences(run: Run, found: Sequence[Effect]) -> list[str]:
-    latest = run.known("intervention/plain_delta_h")
-    unclear = [effect for effect in found if effect.delta_h.half_width() > 0 and not is_significant(effect.delta_h)]
-    return sentences(
-        "interventions",
-        fall=last_of(run.known("intervention/plain_mean_delta_h")),
-        gain=last_of(run.known("intervention/plain_mean_delta_reward")),
-        latest=last_of(latest),
-        at=max(latest.index, default=0),
-        unclear=[(effect, *_needed(run, effect)) for effect in unclear],
-        order=certain_order,
-        **intervention_groups(run),
-    )
+    fall = present_rate(run) or run.last("intervention/plain_mean_delta_h")
+    return fall is not None and fall.ends()[1] < 0
 
 
 def certain_order(effects: Sequence[Effect], name: str) -> str:
@@ -162,17 +120,16 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
 
 def preferred(run: Run) -> list[str]:
     """Returns what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
-    chosen = [_setting(run, effect) for effect in _measured(run) if effect.halves or effect.keeps]
-    return list(dict.fromkeys(chosen))[:MOST] if is_falling(run) else []
-
-
-def _setting(run: Run, effect: Effect) -> str:
-    """Returns what `intervention` must be: the strength that halves the fall, else its own; with its file or module."""
-    names = map(str, run.probe("interventions").get("which") or [])
-    text = next((name for name in names if name.endswith(f":{effect.name}")), effect.name)
-    if effect.halves:
-        return f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.strength}"
-    return text
+    which = [str(name) for name in run.probe("interventions").get("which") or []]
+    chosen = []
+    for effect in effects_of(run) if is_falling(run) else ():
+        # With its file or module.
+        text = next((name for name in which if name.endswith(f":{effect.name}")), effect.name)
+        if math.isfinite(effect.halves_at.value):
+            chosen.append(f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.halves_at.value:.2g}")
+        elif effect.delta_h.ends()[0] > 0:
+            chosen.append(text)
+    return list(dict.fromkeys(chosen))[:MOST]
 
 
 def as_list(names: Sequence[str]) -> str:
@@ -189,20 +146,22 @@ def plane(effects: Sequence[Effect]) -> Chart:
 
     Unknown and exactly zero changes are not drawn.
     """
-    shown = [effect for effect in sorted(effects, key=lambda effect: -effect.delta_h.value) if effect.is_known]
-    if not shown:
-        return draw("interventions", [], ["no intervention has a known effect"])
+    ordered = sorted(effects, key=lambda effect: -effect.delta_h.value)
     rewards, entropies = (
-        to_rows(dict(enumerate(getattr(effect, name) for effect in shown))) for name in ("delta_reward", "delta_h")
+        to_rows({effect.name: getattr(effect, field) for effect in ordered}) for field in ("delta_reward", "delta_h")
     )
-    reach, heights = (MILLI * finite_numbers(rows[["value", "low", "high"]]) for rows in (rewards, entropies))
-    low, high, far = min(heights.min(), 0.0), max(heights.max(), 0.0), reach.abs().max()
-    room = 0.03 * (high - low) or 0.5
+    changes = rewards["value"].abs() + entropies["value"].abs()
+    rewards, entropies = (rows[np.isfinite(changes) & (changes > 0)] for rows in (rewards, entropies))
+    if rewards.empty:
+        return draw("interventions", [], ["no intervention has a known effect"])
+    ends = ["value", "low", "high"]
+    low, high = MILLI * min(entropies[ends].min(axis=None), 0.0), MILLI * max(entropies[ends].max(axis=None), 0.0)
+    far, room = MILLI * rewards[ends].abs().max(axis=None), 0.03 * (high - low) or 0.5
     series = [
         *(Series(f"price {at:g}", GREY, [-far, far], [far / at, -far / at], dash=(2, 3)) for at in PRICES),
         *(
-            Series.cloud(effect.name, BLUE, "circle", rewards.loc[[row]], entropies.loc[[row]], MILLI, text=effect.name)
-            for row, effect in enumerate(shown)
+            Series.cloud(name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name)
+            for name in rewards.index
         ),
         Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0]),
     ]

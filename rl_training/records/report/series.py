@@ -79,8 +79,8 @@ class Run:
         return to_estimates(self.measured(name, source))
 
     def last(self, name: str) -> Estimate | None:
-        """Returns the last of this metric's rows as an estimate; None where it was not recorded."""
-        return last_of(self.table.iloc[self.places.get((PROBES_FILE, name), [])[-1:]].set_index("step"))
+        """Returns the last of this metric's finite values as an estimate; None where there is none."""
+        return last_of(self.known(name))
 
     def measured_steps(self, name: str) -> int:
         """Returns how many measured steps are behind the last of this metric's running means."""
@@ -163,12 +163,6 @@ def settings_in(folder: Path) -> dict[str, Any]:
 def finite(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows whose value is finite."""
     return rows[np.isfinite(rows["value"])]
-
-
-def finite_numbers(columns: pd.DataFrame) -> pd.Series[float]:
-    """Returns the finite numbers in these columns."""
-    numbers = columns.stack()
-    return numbers[np.isfinite(numbers)]
 
 
 def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import difference, is_significant
+from rl_training.mathematics.welch import difference
 from rl_training.records.report import findings
-from rl_training.records.report.interventions import NO_FALL, intervention_groups
+from rl_training.records.report.interventions import NO_FALL, effects_of, is_falling
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.words import MILLI, sentences, table
 
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 AHEAD = 20  # steps of the alert: what can be told best
-UNCERTAIN = 0.5  # error of a single step over its change, above which it is said
-REACH = 0.35  # KL per token times tokens at which importance weights leave half of the sequences: ESS/N ≈ exp(−2 KL T)
-SURVIVING = 0.9  # share of a step: with less, what is lost to rounding is said
 STEP_NUMBERS = {  # what a step does: how it is shown, as it was measured, as it was predicted
     "entropy, 1e-3 nats per token": (MILLI, "measured/delta_h", "delta_h/forward"),
     "reward, 1e-3": (MILLI, "measured/delta_reward", "delta_reward/forward"),
@@ -37,22 +33,18 @@ class Row(NamedTuple):
 
 def opening(run: Run) -> list[str]:
     """Returns the sentences that open: does it learn, is entropy collapsing, how fast, are the predictions right."""
-    rewards, spreads = set(run.logged("reward").values()), set(run.logged("reward_std").values())
     both = [run.known(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
     last = both[0].index.intersection(both[1].index, sort=False)[-1:]
     truth, total = (last_of(rows.loc[last]) for rows in both)
-    share = run.known("update/surviving_share")["value"].tail(1).min()
     prompts = run.measured("delta_h/needed_prompts").tail(1)
-    error, needed = last_of(run.known("delta_h/relative_error")), last_of(finite(prompts))
     return sentences(
         "opening",
-        only_reward=rewards.pop() if len(rewards) == 1 and spreads == {0.0} else None,
+        run=run,
         levels=[mean for mean, _, _ in ends_of(run.token_entropy())],
         rate=findings.present_rate(run),
-        one_step=(error, needed) if error and needed and error.value > UNCERTAIN else None,
+        needed=last_of(finite(prompts)),
         least_prompts=next(iter(prompts.loc[prompts["value"].isna(), "low"].dropna()), None),
         sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
-        lost=1 - share if share < SURVIVING else None,
     )
 
 
@@ -80,41 +72,23 @@ def step_numbers(run: Run) -> list[list[str]]:
     return table("step", rows=known, cut_off=cut_off) if len(known) > 1 else []
 
 
-def sampler_sentences(run: Run) -> list[str]:
-    """Returns how far the policy that generated is from the one that is trained; nothing where that is not recorded."""
-    names = ("kl", "ess", "ratio_outside", "mean_ratio", "reward_gap", "corrected_share", "numerics_kl")
-    found = {name: last_of(run.known(f"sampler/{name}")) for name in names}
-    kl, mean = found["kl"], found["mean_ratio"]
-    not_1 = mean is not None and is_significant(difference(mean, Estimate(1.0, 0.0, mean.num_samples)))
-    reach = float(f"{REACH / kl.value:.2g}") if kl and kl.value > 0 else math.inf
-    return sentences("sampler", **found, not_1=not_1, reach=reach)
-
-
 def summarize(run: Run) -> list[Row]:
     """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
-    ess, idle = (run.known(f"ess/{name}")["value"] for name in ("advantage_fraction", "zero_advantage_prompts"))
     scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
     held_out = findings.held_out_rewards(run)
     lines = table(
         "summary",
-        logged=len(run.steps),
-        last=run.last_step,
-        reward=ends_of(run.logged("reward")),
+        run=run,
+        ends=ends_of,
         held_out={label: to_estimates(rows.iloc[sorted({0, len(rows) - 1})]) for label, rows in held_out.items()},
-        acceptance=ends_of(run.logged("buffer/acceptance")),
-        entropy=ends_of(run.token_entropy()),
-        has_entropy=len(run.measured("entropy/token")) > 0,
         alerts=findings.alerts(run),
         ahead=AHEAD,
         **_changes(run),
         scale=scale,
         ratio=ratio,
-        has_ess=len(run.measured("ess/advantage")) > 0,
-        ess=ess.mean(),
-        idle=idle.mean(),
-        **intervention_groups(run),
+        effects=effects_of(run),
+        falls=is_falling(run),
         no_fall=NO_FALL,
-        shares=list(run.logged("probe_cost/fraction_of_step").values()),
     )
     return [Row(*cells) for cells in lines]
 

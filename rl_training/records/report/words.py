@@ -89,11 +89,13 @@ def table(block: str, **numbers: Any) -> list[list[str]]:
 
 ENVIRONMENT.filters |= {
     "in_words": in_words, "milli": partial(in_words, signed=True, times=MILLI), "normal_milli": normal_milli,
-    "short": short,
+    "short": short, "about": lambda number: f"{float(f'{number:.2g}'):,.0f}",
 }  # fmt: skip
 ENVIRONMENT.tests |= {
     "significant": is_significant,
     "finite": math.isfinite,
     "infinite": math.isinf,
+    "above_0": lambda estimate: estimate.ends()[0] > 0,
+    "below_0": lambda estimate: estimate.ends()[1] < 0,
     "without_value": lambda estimate: math.isnan(estimate.value),
 }
