@@ -84,57 +84,47 @@ def write_step(
 
 
 def read_step(folder: Path, step: int) -> dict[str, Any] | None:
-    """Returns what metrics.json says of this step, null as nan; None when it was not evaluated."""
+    """Returns what metrics.json says of this step, null as nan; None when it was not evaluated.
+
+    Raises ValueError for a damaged one, naming it.
+    """
     path = folder / f"step_{step}" / METRICS
     if not path.is_file():
         return None
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for row in content["metrics"].values():
-        row["value"], row["stderr"] = (math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr"))
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for row in content["metrics"].values():
+            row |= {key: math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete its folder, and evaluate the run again") from error
     return content
 
 
-def consolidate(folder: Path) -> Path:
-    """Returns the path of the rebuilt table of all evaluated steps, in their order."""
-    path = folder / TABLE_FILE
-    steps = sorted(int(step.name.removeprefix("step_")) for step in folder.glob("step_*"))
+def read_table(folder: Path) -> pd.DataFrame:
+    """Returns the numbers of all evaluated steps, in their order: COLUMNS and `reason`; no rows before the first."""
+    steps = sorted(int(path.parent.name.removeprefix("step_")) for path in folder.glob(f"step_*/{METRICS}"))
     rows = [
-        (step, name, row["value"], row["stderr"], row["num_prompts"], *(row.get("interval") or (math.nan, math.nan)))
+        {"step": step, "metric": name, **row, **dict(zip(("low", "high"), row.get("interval") or (), strict=False))}
         for step in steps
         if (content := read_step(folder, step))
         for name, row in content["metrics"].items()
     ]
-    table = pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False, na_rep="nan")
-    write_atomically({path: table.encode()}, MAKE_ROOM)
+    table = pd.DataFrame(rows, columns=[*COLUMNS, "reason"])
+    return table.astype(dict.fromkeys(("value", "stderr", "low", "high"), float))
+
+
+def consolidate(folder: Path) -> Path:
+    """Returns the path of the rebuilt table of all evaluated steps, for other programs."""
+    path = folder / TABLE_FILE
+    write_atomically({path: read_table(folder)[COLUMNS].to_csv(index=False, na_rep="nan").encode()}, MAKE_ROOM)
     return path
 
 
-def read_table(folder: Path) -> pd.DataFrame:
-    """Returns an evaluation's consolidated table; no rows where there is none yet.
-
-    Raises ValueError for a damaged one, naming it. Tables may be older than the columns `low` and `high`.
-    """
-    path, needed = folder / TABLE_FILE, COLUMNS[:5]
-    if not path.is_file():
-        return pd.DataFrame(columns=COLUMNS)
-    try:
-        table = pd.read_csv(path, float_precision="round_trip", dtype={"step": int, "metric": str, "num_prompts": int})
-        if not isinstance(table.index, pd.RangeIndex):  # pandas shifts such lines to the left
-            raise ValueError("a line has more fields than the first")
-        known = table[needed].astype({"value": float, "stderr": float})
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not a table of {', '.join(needed)} ({error}): delete it, and evaluate the run again; finished "
-            "checkpoints are not evaluated again"
-        ) from error
-    return known.join(table.filter(["low", "high"])).reindex(columns=COLUMNS)
-
-
 def estimates_in(table: pd.DataFrame) -> list[Estimate]:
-    """Returns the number of each row; metrics.json has the reasons of those that are missing."""
+    """Returns the number of each row."""
     return [
-        Estimate(value, stderr, int(num), "see metrics.json", interval=None if math.isnan(low) else (low, high))
-        for value, stderr, num, low, high in table[COLUMNS[2:]].itertuples(index=False)
+        Estimate(value, stderr, int(num), reason, interval=None if math.isnan(low) else (low, high))
+        for value, stderr, num, low, high, reason in table[[*COLUMNS[2:], "reason"]].itertuples(index=False)
     ]
 
 

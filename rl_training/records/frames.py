@@ -15,7 +15,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from rl_training.records import jsonl
-from rl_training.records.evaluated import COLUMNS, EVALUATIONS, IN_TRAINING, TABLE_FILE, read_table
+from rl_training.records.evaluated import COLUMNS, EVALUATIONS, IN_TRAINING, read_table
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, logs_of
 
@@ -25,7 +25,7 @@ PROBE_COLUMNS = [
 ROLLOUT_COLUMNS = [
     "step", "prompt", "response", "prompt_index", "reward", "advantage", "length", "logp", "importance_ratio",
 ]  # fmt: skip
-EVALUATION_COLUMNS = ["evaluation", *COLUMNS]
+EVALUATION_COLUMNS = ["evaluation", *COLUMNS, "reason"]
 OFFLINE = "offline"  # folder of a run that holds analyses of its checkpoints
 RESULT_FILE = "result.json"
 ABOUT = ["analysis", "checkpoint", "step", "kind"]
@@ -88,8 +88,8 @@ def evaluations(run: str | Path) -> pd.DataFrame:
         if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
     ]
     tables = [pd.DataFrame(in_training, columns=EVALUATION_COLUMNS[:4])]
-    for path in sorted(logs.parent.glob(f"{EVALUATIONS}/*/{TABLE_FILE}")):
-        tables.append(read_table(path.parent).assign(evaluation=path.parent.name))
+    for folder in sorted(logs.parent.glob(f"{EVALUATIONS}/*")):
+        tables.append(read_table(folder).assign(evaluation=folder.name))
     some = [table for table in tables if len(table)] or tables[:1]  # without rows, columns have no type
     return pd.concat(some, ignore_index=True).reindex(columns=EVALUATION_COLUMNS)
 

@@ -20,6 +20,7 @@ from rl_training.records.compare.command import main
 from rl_training.records.compare.final import compare_groups, final_figures, fit_law, last_common_step, since_branching
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
 from rl_training.records.compare.page import _trunks, draw_overlays, pool, write_comparison
+from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.charts import framed
 from rl_training.records.report.series import to_rows
@@ -54,10 +55,9 @@ def record(
 
 def evaluate(run: Path, step_values: dict[int, tuple[float, float]], name: str = "sums") -> None:
     """Writes an evaluation with (entropy, reward) of each checkpoint."""
-    folder = run / "evaluations" / name
-    folder.mkdir(parents=True)
-    rows = [f"{s},entropy/token,{h},0.01,64\n{s},reward,{r},0.02,64\n" for s, (h, r) in step_values.items()]
-    (folder / "consolidated_metrics.csv").write_text("step,metric,value,stderr,num_prompts\n" + "".join(rows))
+    for step, (entropy, reward) in step_values.items():
+        numbers = {"entropy/token": Estimate(entropy, 0.01, 64), "reward": Estimate(reward, 0.02, 64)}
+        write_step(run / "evaluations" / name, step, {"reward_range": (0.0, 1.0)}, numbers, [])
 
 
 def test_runs_that_differ_by_their_seed_only_are_one_group_and_only_what_differs_is_listed(tmp_path: Path) -> None:
@@ -253,9 +253,6 @@ def test_a_ceiling_above_what_a_response_can_earn_is_told_and_not_one_below(tmp_
     for name, b in (("high", 1.322), ("low", 1.2)):
         curve = {10 * i: (h, b - 0.3 * math.exp(h)) for i, h in enumerate([0.9, 0.7, 0.5, 0.4, 0.3, 0.2], 1)}
         evaluate(record(tmp_path / name, note=name), curve)
-        step = tmp_path / name / "evaluations" / "sums" / "step_10"
-        step.mkdir()
-        (step / "metrics.json").write_text('{"metrics": {}, "reward_range": [0.0, 1.0]}')
     high, low = (fit_law(group) for group in read_groups([tmp_path]))
     assert (high.most, high.leads_too_high, low.leads_too_high) == (1.0, True, False)
     text = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text(encoding="utf-8")

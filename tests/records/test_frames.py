@@ -10,10 +10,10 @@ import pytest
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records import evaluations, find_runs, metrics, probes
+from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import Records
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
-CSV = "step,metric,value,stderr,num_prompts\n"
 
 
 def record_run(folder: Path) -> Path:
@@ -45,10 +45,9 @@ def test_probes_has_a_row_per_estimate_with_its_interval_its_reason_and_what_it_
 def test_evaluations_holds_those_checkpoint_evaluations_and_those_of_the_trainer(tmp_path: Path) -> None:
     Records(record_run(tmp_path) / "logs").write_evaluation(2, {"eval_reward": 0.75, "epoch": 1.0})
     for name, value in (("sums", 0.5), ("chains", 0.25)):
-        (tmp_path / "evaluations" / name).mkdir(parents=True)
-        (tmp_path / "evaluations" / name / "consolidated_metrics.csv").write_text(f"{CSV}20,pass@1,{value},0.1,64\n")
-    (tmp_path / "evaluations" / "begun").mkdir()  # no table yet
-    rows = evaluations(tmp_path).drop(columns=["stderr", "low", "high"]).values.tolist()
+        write_step(tmp_path / "evaluations" / name, 20, {}, {"pass@1": Estimate(value, 0.1, 64)}, [])
+    (tmp_path / "evaluations" / "begun").mkdir()  # no step yet
+    rows = evaluations(tmp_path).drop(columns=["stderr", "low", "high", "reason"]).values.tolist()
     assert rows[0][:4] == ["in training", 2, "reward", 0.75]
     assert rows[1:] == [["chains", 20, "pass@1", 0.25, 64], ["sums", 20, "pass@1", 0.5, 64]]
 
@@ -60,14 +59,12 @@ def test_a_run_without_probes_or_evaluations_has_empty_tables_with_their_columns
     assert evaluations(tmp_path).query("metric == 'pass@1'").empty
 
 
-def test_a_damaged_table_names_itself_and_the_fix(tmp_path: Path) -> None:
-    (record_run(tmp_path) / "evaluations" / "sums").mkdir(parents=True)
-    file = tmp_path / "evaluations" / "sums" / "consolidated_metrics.csv"
-    too_many = "step,metric,value,stderr,num_prompts\n1,reward,0,5,0,1,8\n"  # with decimal commas
-    for content in ("", "step,metric\n1,2\n", too_many, too_many.replace("reward", "7")):
-        file.write_text(content)
-        with pytest.raises(ValueError, match=r"sums.consolidated_metrics\.csv is not a table.*delete it"):
-            evaluations(tmp_path)
+@pytest.mark.parametrize("content", ["", "{}", '{"metrics": {"reward": {"value": 1}}}', '{"metrics": {"reward": [1]}}'])
+def test_damaged_numbers_of_an_evaluation_name_their_file_and_the_fix(tmp_path: Path, content: str) -> None:
+    (record_run(tmp_path) / "evaluations" / "sums" / "step_8").mkdir(parents=True)
+    (tmp_path / "evaluations" / "sums" / "step_8" / "metrics.json").write_text(content)
+    with pytest.raises(ValueError, match=r"sums.step_8.metrics\.json is damaged .*: delete its folder"):
+        evaluations(tmp_path)
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from recorded_runs import record_run
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.needed_prompts import LOST
 from rl_training.records.compare.command import main
-from rl_training.records.evaluated import consolidate, write_step
+from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.charts import heatmap
@@ -455,7 +455,6 @@ def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_eval
         Records(folder / "logs").write_evaluation(step, {"eval_loss": 0.1, "eval_reward": 0.2 * step})
     found = {"reward": Estimate(0.75, 0.0625, 16), "pass_at_1": Estimate(0.75, 0.0625, 16)}
     write_step(folder / "evaluations" / "new", 4, {}, found, [])
-    consolidate(folder / "evaluations" / "new")
     rows = [row for row in summarize(read_run(folder)) if row.label == "held-out reward"]
     assert [(row.value, row.note) for row in rows] == [
         ("0.4 → 0.8", "evaluation in training, steps 2 and 4"),
@@ -484,7 +483,6 @@ def test_evaluations_checkpoint_evaluations_are_in_the_report_with_their_errors(
     for step, reward in ((5, 0.25), (10, 0.75)):
         numbers = {"reward": Estimate(reward, 0.0625, 16), "pass_at_1": Estimate(reward, num_samples=1, reason="one")}
         write_step(home, step, {}, numbers | {"kl/token": Estimate.missing("no first model")}, [])
-    consolidate(home)
     page = write_report(folder).read_text(encoding="utf-8")
     assert "Evaluation &lt;b&gt;held out: all numbers" in page
     row = page[page.index("<code>reward</code>") :]

@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import Records
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "training_analysis.ipynb"
@@ -54,10 +55,8 @@ def cells() -> list[dict[str, Any]]:
 
 def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorded(tmp_path, monkeypatch) -> None:
     runs = [record(tmp_path / name, probed=name != "bare") for name in ("first", "second", "bare")]
-    folder = runs[0] / "evaluations" / "sums"
-    folder.mkdir(parents=True)
-    table = "step,metric,value,stderr,num_prompts\n4,reward,0.5,0.1,64\n4,kl/token,0.1,0.01,64\n"
-    (folder / "consolidated_metrics.csv").write_text(table)
+    numbers = {"reward": Estimate(0.5, 0.1, 64), "kl/token": Estimate(0.1, 0.01, 64)}
+    write_step(runs[0] / "evaluations" / "sums", 4, {}, numbers, [])
     text, figures = run_notebook([tmp_path], monkeypatch)
     assert all(name in text for name in ("first", "second", "bare"))
     assert "-0.6" in text  # measured and predicted, at step 6
