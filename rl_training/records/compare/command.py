@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--watch takes seconds, 1 or more")
     try:
         # Here, because --help waits for no slow import.
+        from rl_training.records.frames import find_runs
         from rl_training.records.report import print_summary, write_report
         from rl_training.records.report.series import read_run
 
         first = Path(chosen.runs[0])
-        holds_runs = not (first / LOGS_FOLDER).is_dir() and any(first.rglob(LOGS_FOLDER))
-        if len(chosen.runs) == 1 and not holds_runs:
+        if len(chosen.runs) == 1 and find_runs(first) == [first]:
             if chosen.out:
                 raise ValueError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
             if chosen.watch:

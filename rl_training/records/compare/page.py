@@ -32,7 +32,6 @@ EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/toke
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
 FAR = 1e3
 NO_ERROR = "a logged number has no error"
-MARKED = 12  # of fewer values, each is marked: of checkpoints, say
 
 Quantity = Callable[[Run], pd.DataFrame]
 Mean = Callable[[Sequence[Estimate]], Estimate]
@@ -165,7 +164,7 @@ def _curves(
     pooled = to_rows(pool([to_estimates(rows) for rows in runs], mean_of_runs))
     mean = finite(pooled)
     mean = mean.assign(high=mean["high"].clip(upper=FAR * mean["value"].abs().max()))  # the frame cuts an infinite end
-    series = [Series.of_rows(label, color, mean, mark="circle" if len(mean) < MARKED else "", dash=stroke)]
+    series = [Series.of_rows(label, color, mean, "circle", dash=stroke)]
     singles = runs if len(runs) > 1 else []
     series += [Series(f"{label}: a run", color, one.index, one["value"], faint=0.35) for one in singles]
     return series, pooled
@@ -191,16 +190,12 @@ def _entropy(run: Run) -> pd.DataFrame:
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """Returns the (evaluation, metric) that are drawn: those of EVALUATED, and pass@k at the largest k."""
-    found: dict[str, set[str]] = {}
-    for run in (member.run for group in groups for member in group.members):
-        for evaluation in (IN_TRAINING, *run.evaluations):
-            known = (name for name in run.names(evaluation) if len(run.known(name, evaluation)))
-            found.setdefault(evaluation, set()).update(known)
+    known = finite(pd.concat([member.run.table for group in groups for member in group.members]))
     chosen = []
-    for evaluation, names in sorted(found.items()):
-        several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names), *EVALUATED[3:]])
+    for evaluation, names in known[~known["source"].isin([METRICS_FILE, PROBES_FILE])].groupby("source")["name"]:
+        several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names.unique()), *EVALUATED[3:]])
         wanted = ("reward",) if evaluation == IN_TRAINING else several
-        chosen += [(evaluation, metric) for metric in wanted if metric in names]
+        chosen += [(str(evaluation), metric) for metric in wanted if metric in names.unique()]
     return chosen
 
 

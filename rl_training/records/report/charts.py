@@ -26,6 +26,7 @@ WHOLE = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : d
 STEPS = {"title": "optimizer step", "scale": {"nice": False}, "axis": WHOLE}
 WIDTH, HEIGHT = 640, 280
 TITLE_LENGTH = 44  # of a line of an axis's title
+MOST_MARKS = 20  # of a line: with more points it needs none
 MOST_POINTS = 400  # of a series: a page shows no more apart
 DIGITS = 5  # of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right")
@@ -85,10 +86,11 @@ class Series:
     text: str = ""
 
     @classmethod
-    def of_rows(cls, label: str, color: str, rows: pd.DataFrame, **style: Any) -> Series:
-        """Returns the finite values of a metric's rows by step, with their intervals."""
+    def of_rows(cls, label: str, color: str, rows: pd.DataFrame, mark: str = "", **style: Any) -> Series:
+        """Returns the finite values of a metric's rows as a line over steps, with a band where they have an error."""
         known = rows[np.isfinite(rows["value"])]
-        return cls(label, color, known.index, known["value"], known["low"], known["high"], **style)
+        mark = mark if len(known) <= MOST_MARKS else ""
+        return cls(label, color, known.index, known["value"], known["low"], known["high"], mark=mark, **style)
 
     @classmethod
     def cloud(cls, label: str, color: str, mark: str, x: Any, y: Any, times: float = 1.0, **style: Any) -> Series:

@@ -12,7 +12,6 @@ import pandas as pd
 
 from rl_training.records.frames import OFFLINE, RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series, diagonal, draw
-from rl_training.records.report.figures import line
 from rl_training.records.report.findings import MIN_POINTS, scaled
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run
@@ -184,7 +183,7 @@ def _step_size(table: pd.DataFrame, name: str) -> Chart:
 def _evolution(whole: pd.DataFrame, name: str, run: Run | None) -> Chart:
     series = []
     if run is not None and len(run.known("delta_h/forward")):
-        series.append(line("in training: forward", run.measured("delta_h/forward"), GREY))
+        series.append(Series.of_rows("in training: forward", GREY, run.measured("delta_h/forward"), "circle"))
     for key, offset in (("deltaH1", -0.15), ("deltaH_true", 0.15)):
         label, color, mark = STYLES[key]
         steps = whole["step"] + 1 + offset

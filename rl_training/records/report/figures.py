@@ -19,7 +19,6 @@ from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.series import Run, finite, to_rows, what_is_missing
 from rl_training.records.report.words import MILLI, in_words
 
-MAX_MARKERS = 20  # with more points than this a line needs no markers
 MAX_BARS = 80  # with more points than this, error bars would hide them
 OFFSET = 0.14  # of a step: keeps the two error bars of a step apart
 HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
@@ -43,11 +42,6 @@ def draw_figures(run: Run) -> list[Chart]:
             words: dict[str, Any] = {"evaluation": evaluation, "pass_at": largest_pass_at(names)}
             drawn.append(_declared(key, run, evaluation, is_share, [], name=name, **words))
     return drawn
-
-
-def line(label: str, rows: pd.DataFrame, color: str, mark: str = "circle", dash: Sequence[int] = ()) -> Series:
-    """Returns values as a line with a shaded band, where they have an error."""
-    return Series.of_rows(label, color, rows, mark=mark if len(finite(rows)) <= MAX_MARKERS else "", dash=dash)
 
 
 def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float = 0.0) -> list[Series]:
@@ -84,11 +78,11 @@ def _declared(
 ) -> Chart:
     """Returns a chart whose series charts.yaml names: lines with bands, without some, after further series."""
     looks = charts.declared(key, words)["series"]
-    quantities = {label: run.measured(metric, source) for label, (metric, *_) in looks.items()}
+    quantities = {label: run.measured(look["metric"], source) for label, look in looks.items()}
     drawn = [
-        line(label, rows, NAMED[looks[label][1]], *looks[label][2:])
-        for label, rows in quantities.items()
-        if label not in without and len(finite(rows))
+        Series.of_rows(label, NAMED[look["color"]], quantities[label], look["mark"], dash=look.get("dash", ()))
+        for label, look in looks.items()
+        if label not in without and len(finite(quantities[label]))
     ]
     missing = what_is_missing(quantities) if missing is None else missing
     ends = framed(finite(pd.concat(quantities.values())), is_share=True) if is_share and drawn else None
@@ -101,7 +95,10 @@ def _reward(run: Run) -> Chart:
         return draw("reward", [], ["reward – no finite value was logged"], window=0, held_out=held_out)
     window = running_window(len(rows))
     series = dots(rows["value"], BLUE, "circle", "one step", f"mean of {window} steps")
-    series += [line(f"held out: {at}", own, *look) for (at, own), look in zip(held_out.items(), cycle(HELD_OUT))]
+    series += [
+        Series.of_rows(f"held out: {at}", color, own, mark)
+        for (at, own), (color, mark) in zip(held_out.items(), cycle(HELD_OUT))
+    ]
     return draw("reward", series, ends=framed(pd.concat([rows, *held_out.values()])), window=window, held_out=held_out)
 
 
@@ -109,9 +106,9 @@ def _entropy(run: Run) -> Chart:
     sums = {kind: run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")}
     naive = findings.naive_of(run)
     drawn = [
-        line("measured", sums["measured"], TEXT, "circle"),
-        line("predicted", sums["predicted"], BLUE, "square"),
-        line("naive product (biased)", naive, ORANGE, "triangle", (5, 3)),
+        Series.of_rows("measured", TEXT, sums["measured"], "circle"),
+        Series.of_rows("predicted", BLUE, sums["predicted"], "square"),
+        Series.of_rows("naive product (biased)", ORANGE, naive, "triangle", dash=(5, 3)),
     ]
     missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
     series = [one for one in drawn if len(one.x) > 1]  # the 0 of a start says nothing
@@ -199,7 +196,7 @@ def _noise_scale(run: Run) -> Chart:
     top = 1.5 * max(known["value"].iloc[len(known) // 4 :].max(), batch.max())
     known[["low", "high"]] = known[["low", "high"]].clip(upper=2 * top)  # a band without an end
     series = [
-        Series.of_rows("noise scale, running average", BLUE, known, mark="circle"),
+        Series.of_rows("noise scale, running average", BLUE, known, "circle"),
         Series("batch in use", TEXT, batch.index, batch, dash=(5, 3)),
     ]
     return draw("noise_scale", series, missing, ends=(0.0, top))
