@@ -29,7 +29,7 @@ share random numbers, makes the interval too wide, if anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -126,10 +126,10 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
     return differences
 
 
-def _mean_until(values: Mapping[int, float], step: int, since: int) -> Estimate:
+def _mean_until(values: pd.Series[float], step: int, since: int) -> Estimate:
     """Returns the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
-    known = [value for s, value in values.items() if since <= s <= step]
-    return mean_of(known[-min(MAX_WINDOW, max(len(known) // 2, 1)) :])
+    known = values[(values.index >= since) & (values.index <= step)]
+    return mean_of(known.tail(min(MAX_WINDOW, max(len(known) // 2, 1))).tolist())
 
 
 def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:
@@ -250,8 +250,8 @@ def _evaluated(group: Group) -> tuple[pd.DataFrame, str, float] | None:
     by_evaluation: dict[str, list[pd.DataFrame]] = {}
     for run in (member.run for member in group.members):
         for name in run.evaluations:
-            levels = [run.known(metric, name)["value"] for metric in ("entropy/token", "reward")]
-            by_evaluation.setdefault(name, []).append(_points(levels[0], levels[1].sort_index()))
+            points = _points(run.values("entropy/token", name), run.values("reward", name).sort_index())
+            by_evaluation.setdefault(name, []).append(points)
     found = {name: pd.concat(by_evaluation[name]) for name in sorted(by_evaluation)}
     name = max(found, key=lambda evaluation: len(found[evaluation]), default="")
     if not name or len(found[name]) < MIN_POINTS:
@@ -267,7 +267,7 @@ def _trained(group: Group) -> tuple[pd.DataFrame, str, float]:
     """Returns means over blocks of logged steps."""
     blocks, sizes = [], set()
     for run in (member.run for member in group.members):
-        points = _points(*(pd.Series(by_step, dtype=float) for by_step in (run.token_entropy(), run.logged("reward"))))
+        points = _points(run.token_entropy(), run.logged("reward"))
         size = max(math.ceil(len(points) / BLOCKS), 1)
         sizes.add(size)
         by_block = points.groupby(points.index // size)

@@ -113,7 +113,7 @@ def _entropy(run: Run) -> Chart:
     missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
     series = [one for one in drawn if len(one.x) > 1]  # the 0 of a start says nothing
     starts = findings.origins(run)
-    at_start = run.known("entropy/token")["value"].get(starts[0]) if len(starts) == 1 else None
+    at_start = run.values("entropy/token").get(starts[0]) if len(starts) == 1 else None
     return draw("entropy", series, missing or [findings.NO_LATER_BATCH] * (not series), start=at_start)
 
 
@@ -122,7 +122,7 @@ def _forecast(run: Run) -> list[Chart]:
     forecast = findings.forecast_of(run)
     if forecast is None:
         return []
-    entropy = pd.Series(run.token_entropy(), dtype=float)
+    entropy = run.token_entropy()
     series = dots(entropy[entropy > 0], TEXT, "circle", "one step", "running mean")
     marks = {steps: forecast.ahead(steps) for steps in HORIZONS}
     ranges = to_rows({
@@ -166,17 +166,17 @@ def _calibration(run: Run) -> list[Chart]:
 
 
 def _causes(run: Run) -> Chart:
-    parts = {cause: run.known(f"delta_h/part/{cause}")["value"] for cause in ("momentum", "gradient", "decay")}
+    parts = {cause: run.values(f"delta_h/part/{cause}") for cause in ("momentum", "gradient", "decay")}
     nothing = [cause for cause, values in parts.items() if len(values) and not values.any()]
-    total = run.known("delta_h/forward")
-    whole = Series("forward, their sum", TEXT, total.index, total["value"])
+    total = run.values("delta_h/forward")
+    whole = Series("forward, their sum", TEXT, total.index, total)
     return _declared("causes", run, further=[whole], without=nothing, nothing=nothing)
 
 
 def _layers(run: Run) -> Chart:
     prefix = "delta_h/layer/"
     names = [name for name in run.names() if name.startswith(prefix) and not name.endswith("_sequence")]
-    parts = {name.removeprefix(prefix): run.known(name)["value"] for name in names}
+    parts = {name.removeprefix(prefix): run.values(name) for name in names}
     labels = sorted(parts, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
     missing = what_is_missing({"layers": run.measured("delta_h/forward")}, bands=False)
     table = pd.DataFrame(parts).sort_index().T.reindex(labels)  # a row per layer, a column per step
@@ -209,10 +209,9 @@ def _predictors(run: Run) -> Chart:
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip
     clouds = []
     for label, (metric, color, mark) in looks.items():
-        values = run.known(metric)["value"].sort_index()
-        values = values[values.index.isin([*truth])]
-        if len(values) >= MIN_POINTS:
-            x, y = np.array([truth[step] for step in values.index]), values.to_numpy()
+        found, there = run.values(metric).align(truth, join="inner")
+        if len(found) >= MIN_POINTS:
+            x, y = there.to_numpy(), found.to_numpy()
             y = findings.scaled(y, x) if "scaled" in label else y
             words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
             clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, faint=0.7))

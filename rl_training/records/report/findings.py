@@ -102,21 +102,19 @@ def goes_on(run: Run) -> bool:
 def forecast_of(run: Run) -> EntropyForecast | None:
     """Returns the forecast from the last measured step on; None with fewer than ten measured steps."""
     forecast = EntropyForecast()
-    errors, rows = run.measured("entropy/token")["stderr"], changes_by_step(run)
+    levels, errors, rows = run.token_entropy(), run.measured("entropy/token")["stderr"], changes_by_step(run)
     changes = dict(zip(rows.index, rows[["value", "stderr"]].itertuples(index=False), strict=True))
-    for step, entropy in run.token_entropy().items():
+    for step, entropy in zip(levels.index, levels, strict=True):
         forecast.see(step, entropy, errors.get(step, math.nan), *changes.get(step, (math.nan, math.nan)))
     return forecast if forecast.misses + 1 >= FEWEST_TO_FORECAST else None
 
 
 def alerts(run: Run) -> tuple[list[int], int, int] | None:
     """Returns the steps of the alerts, how many could be checked, and how many were right; None: alerts are off."""
-    counts = [run.logged(f"forecast/alerts{name}") for name in ("", "_checked", "_right")]
-    if not counts[0]:
+    count, checked, right = (run.logged(f"forecast/alerts{name}") for name in ("", "_checked", "_right"))
+    if count.empty:
         return None
-    steps = [step for (_, before), (step, count) in pairwise([(0, 0.0), *counts[0].items()]) if count > before]
-    checked, right = (int([*found.values()][-1]) for found in counts[1:])
-    return steps, checked, right
+    return count.index[count > count.shift(fill_value=0)].tolist(), int(checked.iloc[-1]), int(right.iloc[-1])
 
 
 def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
@@ -125,14 +123,14 @@ def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
     return {label: rows for label, rows in found.items() if len(rows)}
 
 
-def measured_changes(run: Run) -> tuple[dict[int, float], str]:
+def measured_changes(run: Run) -> tuple[pd.Series[float], str]:
     """Returns the measured change by each step's update, and what it was measured on."""
     true = run.values("delta_h/true")
     if len(true) >= MIN_POINTS:
         return true, "change on separate sequences"
     entropy = run.values("entropy/token")
-    changes = {step: entropy[after] - entropy[step] for step, after in pairwise(sorted(entropy)) if after == step + 1}
-    return changes, "entropy of the next batch minus this one's"
+    after = entropy.set_axis(entropy.index - 1)
+    return (after - entropy).dropna(), "entropy of the next batch minus this one's"
 
 
 def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:

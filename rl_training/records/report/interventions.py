@@ -76,12 +76,13 @@ def effects_of(run: Run) -> list[Effect]:
     effects, falls = [], is_falling(run)
     for name in (match[1] for match in map(NAMES.match, run.names()) if match):
         metrics = [f"intervention/{name}/{quantity}" for quantity in QUANTITIES]
-        *found, halves_at = (
+        delta_h, delta_reward, price, at_last_step, kept, halves_at = (
             last_of(run.measured(metric)) or Estimate.missing("it was not recorded") for metric in metrics
         )
         if math.isfinite(halves_at.value) and not falls:
             halves_at = Estimate.missing(NO_FALL)
-        effects.append(Effect(name, *found, halves_at, steps=run.measured_steps(metrics[0])))
+        steps = run.measured_steps(metrics[0])
+        effects.append(Effect(name, delta_h, delta_reward, price, at_last_step, kept, halves_at, steps))
     return sorted(effects, key=lambda effect: (math.isnan(effect.price.value), effect.price.value))
 
 

@@ -62,10 +62,6 @@ class Run:
         sources = dict.fromkeys(source for source, _ in self.places)
         return [source for source in sources if source not in (METRICS_FILE, PROBES_FILE, IN_TRAINING)]
 
-    def measured_at(self, source: str) -> list[int]:
-        """Returns the steps of all metrics of a source."""
-        return sorted(self.table.loc[self.table["source"] == source, "step"].unique().tolist())
-
     def measured(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
         """Returns this metric's rows by step; none where it was not recorded."""
         return self.table.iloc[self.places.get((source, name), [])].set_index("step")
@@ -95,18 +91,18 @@ class Run:
         ends = {"low": low.where(beside, rows["low"]), "high": high.where(beside, rows["high"])}
         return rows.assign(**ends, is_interval=beside | rows["is_interval"])
 
-    def values(self, name: str, source: str = PROBES_FILE) -> dict[int, float]:
+    def values(self, name: str, source: str = PROBES_FILE) -> pd.Series[float]:
         """Returns the finite values of this metric by step."""
-        known = self.known(name, source)
-        return dict(zip(known.index.tolist(), known["value"].tolist(), strict=True))
+        return self.known(name, source)["value"]
 
-    def logged(self, name: str) -> dict[int, float]:
+    def logged(self, name: str) -> pd.Series[float]:
         """Returns this metric of metrics.jsonl by step, where it is a finite number."""
         return self.values(name, METRICS_FILE)
 
-    def token_entropy(self) -> dict[int, float]:
+    def token_entropy(self) -> pd.Series[float]:
         """Returns token entropy by step, nats: as a probe measured it, else as the trainer logged it."""
-        return self.values("entropy/token") or self.logged("entropy")
+        measured = self.values("entropy/token")
+        return measured if len(measured) else self.logged("entropy")
 
     @property
     def last_step(self) -> int:
@@ -174,7 +170,7 @@ def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
     }
 
 
-def to_rows(estimates: Mapping[int, Estimate]) -> pd.DataFrame:
+def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
     """Returns a row for each estimate, as `Run.measured` does."""
     rows = [(e.value, e.stderr, e.num_samples, *e.ends(), e.interval is not None, e.reason) for e in estimates.values()]
     kinds = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import pandas as pd
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference
@@ -48,12 +48,11 @@ def opening(run: Run) -> list[str]:
     )
 
 
-def ends_of(values: Mapping[int, float]) -> list[tuple[float, int, int]]:
+def ends_of(values: pd.Series[float]) -> list[tuple[float, int, int]]:
     """Returns (mean, first step, last step) of the first few values and of the last few; of one value, one."""
-    listed = list(values.items())
-    window = min(MAX_WINDOW, max(len(listed) // 2, 1))
-    parts = [part for part in (listed[:window], listed[window:][-window:]) if part]
-    return [(statistics.fmean(value for _, value in part), part[0][0], part[-1][0]) for part in parts]
+    window = min(MAX_WINDOW, max(len(values) // 2, 1))
+    parts = (values.iloc[:window], values.iloc[window:].tail(window))
+    return [(part.mean(), part.index[0], part.index[-1]) for part in parts if len(part)]
 
 
 def step_numbers(run: Run) -> list[list[str]]:
@@ -68,7 +67,7 @@ def step_numbers(run: Run) -> list[list[str]]:
         for label, (times, measured, predicted) in STEP_NUMBERS.items()
     ]
     known = [row for row in rows if any(row[1:3])]
-    cut_off = list(run.logged("completions/clipped_ratio").values())[-1:]
+    cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
     return table("step", rows=known, cut_off=cut_off) if len(known) > 1 else []
 
 
