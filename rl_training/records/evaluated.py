@@ -5,7 +5,7 @@
     RUN/evaluations/<name>/step_N/responses.jsonl[.gz]  every response with its prompt and scores
     RUN/evaluations/<name>/consolidated_metrics.csv     a row per step and metric, with the columns COLUMNS
 
-A step's folder and the table are there whole or not at all: written under another name, then renamed.
+Files are there whole or not at all, and metrics.json is written last: without it a step was not evaluated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import gzip
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,33 +53,26 @@ def write_step(
     responses: Sequence[Mapping[str, Any]],
     compress: bool = False,
 ) -> None:
-    """Writes step_N with its two files, whole or not at all. Raises OSError, naming the file, on a full disk.
+    """Writes the two files of step_N, or none. Raises OSError, naming the file, on a full disk.
 
     about  what else metrics.json says, beside the numbers: which checkpoint it was, how long it took
     """
-    scratch, final = folder / f".step_{step}.partial", folder / f"step_{step}"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a kill before this one
-    try:
-        scratch.mkdir(parents=True)
-        rows = (json.dumps(to_json(row, infinite_as_text=True), ensure_ascii=False) + "\n" for row in responses)
-        text = "".join(rows).encode()
-        # Without a time in the header, the same responses make the same bytes.
-        packed = gzip.compress(text, mtime=0) if compress else text
-        (scratch / f"{RESPONSES}{'.gz' * compress}").write_bytes(packed)
-        numbers = {
-            name: {
-                "value": e.value, "stderr": e.stderr, "num_prompts": e.num_samples, "reason": e.reason,
-                "interval": e.interval,
-            }
-            for name, e in metrics.items()
-        }  # fmt: skip
-        content = to_json({"step": step, **about, "metrics": numbers}, infinite_as_text=True)
-        (scratch / METRICS).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        scratch.rename(final)
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise cannot_write(final, error, MAKE_ROOM) from error
+    rows = (json.dumps(to_json(row, infinite_as_text=True), ensure_ascii=False) + "\n" for row in responses)
+    text = "".join(rows).encode()
+    names = (RESPONSES, f"{RESPONSES}.gz")
+    numbers = {
+        name: {
+            "value": e.value, "stderr": e.stderr, "num_prompts": e.num_samples, "reason": e.reason,
+            "interval": e.interval,
+        }
+        for name, e in metrics.items()
+    }  # fmt: skip
+    content = to_json({"step": step, **about, "metrics": numbers}, infinite_as_text=True)
+    home = folder / f"step_{step}"
+    # Without a time in the header, the same responses make the same bytes.
+    packed = {home / names[compress]: gzip.compress(text, mtime=0) if compress else text}
+    write_atomically({**packed, home / METRICS: json.dumps(content, indent=2).encode()}, MAKE_ROOM)
+    (home / names[not compress]).unlink(missing_ok=True)  # of an evaluation before this one
 
 
 def read_step(folder: Path, step: int) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, TypeAlias
@@ -104,10 +104,6 @@ class Series:
                 columns[place] = rows
         return cls(label, color, **columns, line=False, mark=mark, band=False, **style)
 
-    def heights(self) -> Iterator[float]:
-        """Yields its values, and the ends of their intervals."""
-        yield from (*self.y, *self.low, *self.high)
-
     def part(self, number: int) -> dict[str, Any]:
         """Returns what it is drawn as, and its points by column, thinned to MOST_POINTS."""
         every = max(1, math.ceil(len(self.x) / MOST_POINTS))
@@ -134,8 +130,6 @@ class Chart:
     missing: list[str]  # what is not in it, and why
     series: list[Series] = field(default_factory=list)  # none where there is nothing to draw
     facts: Mapping[str, Any] = field(default_factory=dict)  # that vega.yaml is filled in with
-    over_steps: bool = False  # its x-axis is the optimizer step
-    is_named: bool = False  # its y-axis names the series
 
     @functools.cached_property
     def data(self) -> list[dict[str, Any]]:
@@ -149,12 +143,12 @@ class Chart:
 
     def _drawn(self, in_page: bool) -> dict[str, Any]:
         template = ENVIRONMENT.get_template("vega.yaml")
-        return read_yaml(template.render(**self.facts, parts=self.data, over_steps=self.over_steps, in_page=in_page))
+        return read_yaml(template.render(**self.facts, parts=self.data, in_page=in_page))
 
     @property
     def legend(self) -> dict[str, Series]:
         """The series that can be hidden, by name: the first of each. None where an axis or a text names them."""
-        return {} if self.is_named else _first_by_label([one for one in self.series if not one.text])
+        return {} if self.facts["is_named"] else _first_by_label([one for one in self.series if not one.text])
 
     def standalone(self) -> dict[str, Any]:
         """Returns Vega-Lite that holds its data, with a legend: for PNG, SVG and other programs."""
@@ -215,6 +209,7 @@ def draw(
     if not series:
         return Chart(name or key, chart["title"], "", list(missing))
     labels, over_steps = _first_by_label(series), "x" not in chart and not cells
+    heights = [y for one in series for y in (*one.y, *one.low, *one.high)]
     y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
     if cells:
         y["axis"] |= dict.fromkeys(("labels", "ticks"), len(names) <= MAX_LABELS)
@@ -228,13 +223,13 @@ def draw(
         "zoomed": ["x"] if over_steps or names else ["x", "y"],
         "height": chart.get("height", height),
         "unit": chart.get("unit"),
-        "is_cut": ends is not None and any(not ends[0] <= y <= ends[1] for one in series for y in one.heights()),
+        "is_cut": ends is not None and any(not ends[0] <= y <= ends[1] for y in heights),
         "cells": cells,
         "start": start,
+        "over_steps": over_steps,
+        "is_named": set(names) == {*labels},  # the y-axis names the series
     }
-    is_named = set(names) == {*labels}
-    title, caption = chart["title"], chart.get("caption", "")
-    return Chart(name or key, title, caption, list(missing), series, facts, over_steps, is_named)
+    return Chart(name or key, chart["title"], chart.get("caption", ""), list(missing), series, facts)
 
 
 def axis(
