@@ -22,7 +22,8 @@ def mean_of(values: Sequence[float]) -> Estimate:
     """Returns the mean of independent values with its standard error; without one of a single value."""
     if not values:
         return Estimate.missing("there is no finite value")
-    count, mean = len(values), math.fsum(values) / len(values)
+    # Between the values, rounding or not: values that are all the same have no error.
+    count, mean = len(values), min(max(math.fsum(values) / len(values), min(values)), max(values))
     if count == 1:
         return Estimate(mean, num_samples=1, reason="one value has no error")
     squares = math.fsum((value - mean) * (value - mean) for value in values)  # nan where one is infinite

@@ -87,6 +87,12 @@ def test_an_infinite_value_makes_the_mean_infinite_and_its_error_unknown() -> No
     assert math.isnan(estimate.stderr)
 
 
+def test_values_that_are_all_the_same_have_no_error() -> None:
+    """0.1 + 0.1 + 0.1 is not 0.3 to the last bit."""
+    estimate = mean_over_prompts(torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64))
+    assert (estimate.value, estimate.stderr) == (0.1, 0.0)
+
+
 def test_standard_error_of_a_ratio_is_the_jackknife_over_prompts() -> None:
     a, b = [3.0, 1.0, 4.0, 1.0, 5.0], [2.0, 7.0, 1.0, 8.0, 2.0]
     left_out = [(sum(a) - x) / (sum(b) - y) for x, y in zip(a, b, strict=True)]
