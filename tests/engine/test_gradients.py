@@ -304,15 +304,6 @@ def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel,
             assert torch.equal(kept(rows)[name][k], gradient), name
 
 
-def test_rows_that_are_not_armed_keep_nothing(model: TiedModel, rows: GradientRows) -> None:
-    tokens = microbatches(1)[0]
-    model(tokens).backward()
-    assert rows.rows is None
-    rows.start_step(folds_of([3]))
-    model(tokens).backward()
-    assert not any(part.any() for part in rows.rows)
-
-
 def test_a_step_that_keeps_nothing_of_gradients_sets_no_hook(model: TiedModel, rows: GradientRows) -> None:
     rows.start_step(folds_of([3]), keep_rows=False)
     rows.arm(0)
@@ -362,15 +353,6 @@ def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
         rows.start_step(folds_of([1]), roots=shard.layout.zeros())
         assert {part.device.type for part in rows.rows} == {lies_on}
         assert rows.sq_norms.device.type == "cuda"
-
-
-def test_nothing_is_held_between_release_and_the_next_step(model: TiedModel, rows: GradientRows) -> None:
-    train_step(model, rows, microbatches(2))
-    held = rows.num_bytes
-    rows.release()
-    assert held == 2 * sum(p.numel() * 8 for p in model.parameters())
-    assert rows.num_bytes == 0
-    assert rows.rows is None
 
 
 class Linear(Policy):

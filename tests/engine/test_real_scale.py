@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from trainers import FEW, graded
 
 from rl_training import Probe
-from rl_training.job.build import build_run
 from rl_training.job.settings import accumulation_steps
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe, TokenClassesProbe
@@ -162,22 +161,6 @@ def test_qlora_composes_with_the_experiment_and_loads_4_bits(stand_in: Path) -> 
     model, _ = load_causal_lm(cfg.model.name, cfg.model.dtype, cfg.model.quantization)
     quantised = {name.split(".")[-1] for name, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
     assert quantised == LINEAR  # not the head, which is the embedding
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["adapter=qlora", "model.quantization=int3"], "use nf4"),
-        (["adapter=qlora", "++trainer.use_vllm=true"], "use adapter=lora model.dtype=float32"),
-        (
-            ["experiment=qwen_gsm8k", "model.dtype=bfloat16", "++trainer.use_vllm=true"],
-            "use adapter=lora model.dtype=float32",
-        ),
-    ],
-)
-def test_frozen_weights_that_would_not_last_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        build_run(composed("train", f"run_dir={tmp_path / 'run'}", *overrides))
 
 
 def test_without_bitsandbytes_4_bits_are_refused_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

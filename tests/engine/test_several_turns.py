@@ -55,18 +55,6 @@ def test_error_bars_hold_the_truth_and_forward_has_it_as_its_mean() -> None:
         assert 0.86 <= covered <= 1.0  # .940 ± .027 are expected
 
 
-@pytest.mark.parametrize("of_length", [False, True])
-def test_exact_derivatives_are_central_differences(of_length: bool) -> None:
-    step = 1e-5
-    _, derivative = exact(LOGITS, of_length=of_length)
-    for row, token in itertools.product(range(3), range(3)):
-        up, down = ([list(r) for r in LOGITS] for _ in range(2))
-        up[row][token] += step
-        down[row][token] -= step
-        difference = exact(up, of_length=of_length)[0] - exact(down, of_length=of_length)[0]
-        assert derivative[row][token] == pytest.approx(difference / (2 * step), abs=1e-8)
-
-
 # --- TRL's own turns --------------------------------------------------------------------------------------------------
 
 TEMPLATE = (

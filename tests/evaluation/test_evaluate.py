@@ -564,16 +564,3 @@ def test_an_infinite_number_stays_infinite_and_is_not_taken_for_a_missing_one(tm
     assert math.isnan(read["metrics"]["format"]["value"])
     evaluated.consolidate(tmp_path)
     assert evaluated.read_table(tmp_path)["value"].tolist()[:2] == [math.inf, -math.inf]
-
-
-def test_the_table_reads_back_what_was_measured(tmp_path: Path) -> None:
-    metrics = response_metrics([r for r in given() if r.number != GREEDY], max_k=2, right_reward=1.0, answers=True)
-    for step in (10, 9):
-        evaluated.write_step(tmp_path, step, {}, metrics, [])
-    evaluated.consolidate(tmp_path)
-    rows = [*evaluated.read_table(tmp_path).itertuples()]
-    assert [row.step for row in rows] == [9] * len(metrics) + [10] * len(metrics)
-    for row, (name, estimate) in zip(rows, metrics.items(), strict=False):
-        assert row.metric == name
-        assert row.value == pytest.approx(estimate.value, abs=0, nan_ok=True)
-        assert row.stderr == pytest.approx(estimate.stderr, abs=0, nan_ok=True)

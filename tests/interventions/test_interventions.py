@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import REFUSED
 from torch import Tensor
 
 from rl_training.engine.batch import Batch, Correction, LossSettings, Rollout
@@ -298,21 +299,7 @@ def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
     assert silent_share(advantages, prompts, lambda mine: mine + torch.tensor([1.0, 7.0])) == pytest.approx(3 / 10)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("bonnus", "unknown intervention 'bonnus': did you mean bonus?"),
-        ("what", "choose from bonus, psr"),
-        ("clip_cov:1.5", "must lie above 0, at most 1"),
-        ("bonus:0", "must lie above 0"),
-        ("lr:1", "and not 1, which has no effect"),
-        ("lr:nan", "must lie above 0"),
-        ("lr:fast", "must be a number, as in lr:0.5"),
-        ("psr:2", "psr has no strength"),
-        ("mis:2,0.5", "give the lower bound and the upper, as in mis:0.5,2"),
-        ("nowhere.py:softer", "there is no such file"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), REFUSED["intervention"].items())
 def test_a_mistake_is_reported_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         intervention(text)
@@ -395,22 +382,7 @@ def test_a_custom_function_in_a_file_is_an_intervention(own: Path) -> None:
     assert torch.equal(loss.weights.logps, plain_weights)  # it wrote into a copy
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("nan", "nan returned a tensor of shape (6, 5) as weights, or not finite"),
-        ("narrow", "narrow returned a tensor of shape (6, 4)"),
-        ("nothing", "nothing returned NoneType: return LossWeights(logps, entropies)"),
-        ("numbers", "numbers returned ndarray as weights"),
-        ("array", "array returned ndarray: return LossWeights"),
-        ("text", "text returned str: return LossWeights"),
-        ("raises", "raises failed: AttributeError: 'LossInputs' object has no attribute 'weight'"),
-        ("leaves", "leaves failed: SystemExit: 0"),
-        ("harder", "has no function 'harder'"),
-        ("lr", "lr is the name of another one in the metrics: rename the function"),
-        ("plain", "plain is the name of another one"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), REFUSED["own_intervention"].items())
 def test_a_custom_function_that_is_wrong_is_named_in_one_line(own: Path, name: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         intervention(f"{own}:{name}").weights(known())
@@ -437,22 +409,7 @@ def test_a_module_without_a_dot_is_one(own: Path, monkeypatch: pytest.MonkeyPatc
     assert intervention("mine:softer:0.5").name == "softer:0.5"
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ("bonus", "give a list of names"),
-        ({"bonus": 0.1}, "give a list of names"),
-        (5, "give a list of names"),
-        ([5], "5 is no name: write NAME or NAME:STRENGTH"),
-        ([["bonus"]], "['bonus'] is no name"),
-        ([{"bonus": 0.1}], "{'bonus': 0.1} is no name"),
-        ([None], "None is no name"),
-        (["lr:0.5", "lr:0.5"], "has lr:0.5 twice"),
-        (["bonus", "bonus:0.1"], "has bonus with 2 strengths: give it one"),
-        (["psr", "nsr"], "nsr and psr contradict each other"),
-        (["keep_truncated", "bonus", "drop_truncated"], "contradict each other"),
-    ],
-)
+@pytest.mark.parametrize(("names", "said"), REFUSED["interventions"])
 def test_a_list_to_train_with_that_means_nothing_is_refused_in_one_line(names: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         interventions_to_train(names)

@@ -140,35 +140,6 @@ def test_token_target_on_a_batch_that_is_the_population_is_the_exact_derivative_
     torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), expected, rtol=0, atol=1e-9)
 
 
-def test_token_target_is_the_quotient_rule_on_the_same_sample() -> None:
-    """∂H_tok = (∂H_seq − H_tok ∂E[T]) / mean length, with both gradients from the twin's weights on this very batch."""
-    policy = Tabular(TABLE)
-    chosen = torch.randint(len(reference.RESPONSES), (12,), generator=torch.Generator().manual_seed(5))
-    responses = [reference.RESPONSES[i] for i in chosen]
-    prompts = torch.tensor([0, 1, 2, 3] * 3)
-    scores = policy.scores(responses)
-    mean = torch.full((12,), 1 / 12, dtype=torch.float64)
-    d_entropy, d_length = (
-        policy.gradient(responses, mean, *twin_weights(*scores[1:], prompts, target))
-        for target in ("sequence", "length")
-    )
-    mean_length = sum(len(r) for r in responses) / 12
-    level = sum(sum(row) for row in ragged(scores[1].detach(), scores[2])) / 12 / mean_length
-    by_token = policy.gradient(responses, mean, *surrogate_weights(*scores[1:], prompts, "token"))
-    torch.testing.assert_close(by_token, (d_entropy - level * d_length) / mean_length, rtol=0, atol=1e-12)
-
-
-def test_exact_derivatives_of_the_reference_are_central_differences() -> None:
-    exact, step = reference.exact(TABLE), 1e-5
-    for row, token in itertools.product(range(len(TABLE)), range(3)):
-        up, down = ([list(r) for r in TABLE] for _ in range(2))
-        up[row][token] += step
-        down[row][token] -= step
-        above, below = reference.exact(up), reference.exact(down)
-        assert exact.d_entropy[row][token] == pytest.approx((above.entropy - below.entropy) / (2 * step), abs=1e-8)
-        assert exact.d_length[row][token] == pytest.approx((above.length - below.length) / (2 * step), abs=1e-8)
-
-
 # --- weight by weight -------------------------------------------------------------------------------------------------
 
 

@@ -104,25 +104,6 @@ def test_a_predicted_change_counts_by_its_variance_beside_what_is_known_of_the_r
     assert forecast.ahead(20).mean - math.log(0.5) == pytest.approx(-0.016 * (1 - 0.92**20) / 0.08, rel=1e-6)
 
 
-def test_without_noise_it_goes_on_as_entropy_does() -> None:
-    """v₁ = −.05, φ = .92: log H at step s is −.05 (1 − φ^(s−1))/(1 − φ)."""
-    forecast = EntropyForecast(STILL, (1.0,))
-    for step in range(1, 6):
-        entropy = math.exp(-0.05 * (1 - 0.92 ** (step - 1)) / 0.08)
-        forecast.see(step, entropy, EXACT * entropy)
-    assert forecast.ahead(20).mean == pytest.approx(-0.05 * (1 - 0.92**24) / 0.08, rel=1e-6)
-    assert forecast.ahead(20).sd < 1e-6
-
-
-def test_a_rate_that_forgets_itself_at_once_is_a_random_walk() -> None:
-    """φ = 0: each step is independent, its variance Q1 + Q2, but the first has Q1 and first_rate²."""
-    forecast = EntropyForecast(Dynamics(3e-4, 1e-4, damping=0.0, first_rate=0.03), (1.0,))
-    forecast.see(1, 0.2, 0.2 * EXACT)
-    said = forecast.ahead(10)
-    assert said.median == pytest.approx(0.2)
-    assert said.sd**2 == pytest.approx(9 * 4e-4 + 3e-4 + 9e-4)
-
-
 def test_range_and_chance_are_those_of_a_lognormal() -> None:
     """Φ(1) = .841345 and the 97.5 % quantile 1.959964, from a printed table."""
     said = Ahead(math.log(0.1), 0.5)

@@ -144,17 +144,6 @@ def test_value_and_left_out_values_are_those_of_the_plain_definition(
 
 
 @every_estimator
-def test_copies_of_a_response_tell_nothing_new_where_prompts_are_left_out(estimator: Estimator, plain: Plain) -> None:
-    responses = draws(12, 4)
-    copies = [response for response in responses for _ in range(8)]
-    once = estimator(*(as_scores(table, responses) for table in (OLD, moved(OLD, 0.5))))
-    before, after = (as_scores(table, copies) for table in (OLD, moved(OLD, 0.5)))
-    often = estimator(before, after, JackknifeUnits.of_rows(before.mask).in_blocks(8))
-    assert often.value.tolist() == pytest.approx(once.value.tolist(), abs=1e-12)
-    assert often.stderr.tolist() == pytest.approx(once.stderr.tolist(), rel=1e-9)
-
-
-@every_estimator
 @pytest.mark.parametrize("shift", [-2000.0, 2000.0])
 def test_ratios_matter_only_relative_to_one_another_and_never_overflow(
     estimator: Estimator, plain: Plain, shift: float
@@ -239,16 +228,6 @@ def test_totals_count_sampled_tokens_only() -> None:
 
 
 # --- decision by decision ---------------------------------------------------------------------------------------------
-
-
-def test_two_sequences_by_hand() -> None:
-    mask = torch.tensor([[1, 1], [1, 0]])
-    before = Scores(torch.tensor([[-0.7, -0.1], [-0.7, math.nan]]), torch.ones(2, 2), mask)
-    logps = torch.tensor([[-0.7 + math.log(1.5), -0.2], [-0.7 + math.log(0.5), math.nan]])
-    after = Scores(logps, torch.tensor([[2.0, 4.0], [2.0, math.inf]]), mask)
-    got = per_decision_change(before, after)
-    assert got.value.tolist() == pytest.approx([5 / 1.75 - 1, 3.5], rel=1e-6)
-    assert got.without.tolist() == [pytest.approx([1.0, 1.0]), pytest.approx([2.0, 4.0])]  # of "." alone, of "x." alone
 
 
 def test_one_sequence_longer_than_all_others_leaves_itself_out_everywhere() -> None:

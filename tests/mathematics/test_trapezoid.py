@@ -178,12 +178,3 @@ def test_state_through_a_file_continues_as_if_never_stopped(saved_after: int) ->
             for key in ("value", "stderr", "batches"):
                 assert torch.equal(getattr(one, key).nan_to_num(-7), getattr(other, key).nan_to_num(-7)), (name, key)
     close(answers[-1].predicted.value, twin_sum(plain, NUM_BATCHES - 1))
-
-
-def test_adding_leaves_a_state_taken_before_untouched() -> None:
-    plain, total = batches(seed=6), TrapezoidSum()
-    feed(total, plain[:2], [1, 2])
-    state = total.state_dict()
-    copies = {name: value.clone() for name, value in state.items()}
-    feed(total, plain[2:], [3, 4, 5, 6])
-    assert all(torch.equal(state[name], value) for name, value in copies.items())

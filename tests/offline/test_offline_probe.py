@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from analysed_runs import RUN, checkpoint
-from configs import composed, composing
+from configs import REFUSED, composed, composing
 from hydra import compose
 from safetensors.torch import load_file
 
@@ -90,21 +90,7 @@ def test_the_ready_files_run_and_explain_every_option(run: Path) -> None:
     assert len(probe_logs(Path(found["log"]).parent)) >= 1
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"batch_config": {"B_e": 3}}, r"batch_config.B_e: .*did you mean batch_config.B_E\?"),
-        ({"batch_config": {"is_mode": "pdis"}}, r"did you mean importance.is_mode\?"),
-        ({"importence": {}}, r"importence: .*did you mean importance\?"),
-        ({"checkpoint": {"backbone": "qwen2_5_1.5"}}, r"checkpoint.backbone=qwen2_5_1.5: choose .*did you mean qwen2"),
-        ({"importance": {"is_mode": "sniss"}}, r"importance.is_mode=sniss: .*did you mean snis\?"),
-        ({"memory_config": {"microbatch_size": "8"}}, "memory_config.microbatch_size=8 must be a whole number"),
-        ({"detailed_logging": True}, "detailed_logging=True must be a group of settings"),
-        ({"overrides": ["learning_rate"]}, "overrides must .*each KEY=VALUE"),
-        ({"checkpoint": {"dtype": ["auto"]}}, "checkpoint.dtype=.*choose from auto, bfloat16, float32"),
-        ({5: {"a": 1}}, "5: there is no such setting"),
-    ],
-)
+@pytest.mark.parametrize(("config", "says"), REFUSED["offline_probe"])
 def test_a_key_or_value_that_means_nothing_is_an_error_with_the_nearest(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         OfflineEntropyProbe(config)

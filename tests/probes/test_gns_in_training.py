@@ -14,7 +14,7 @@ from seen import Kept, Seen
 from torch import Tensor
 from trainers import FEW, LORA, graded
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from rl_training import attach
 from rl_training.probes import GradientNoiseScaleProbe
@@ -185,13 +185,3 @@ def test_microbatches_that_mix_prompts_are_nan_with_the_fix(make_trainer) -> Non
         trainer.train()
     assert set(SPLIT) < set(probe.all[0])
     assert all(math.isnan(e.value) and "whole_prompts=True" in e.reason for e in probe.all[0].values())
-
-
-def test_another_loss_has_a_noise_scale_but_no_split_of_the_trace(make_trainer) -> None:
-    probe = Answers(split_prompts=1)
-    other = {"scale_rewards": "group", "loss_type": "dr_grpo", "bf16": False, "use_cpu": True, **FEW}
-    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **other)
-    with attach(trainer, [probe], whole_prompts=True):
-        trainer.train()
-    assert math.isfinite(probe.all[0]["gns/trace"].value)
-    assert all("scale_rewards='none'" in probe.all[0][name].reason for name in SPLIT)

@@ -358,38 +358,36 @@ def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
     assert floors[torch.bfloat16] > max(1e-7, 10 * floors[torch.float32])
 
 
-def test_floor_scores_the_same_sequences_in_smaller_batches_also_where_one_batch_holds_all(make_trainer) -> None:
-    class Listens(TruthProbe):
-        def prepare(self, step: Any) -> None:
-            def listening(rollout: Rollout) -> Scores:
-                self.scored.append(rollout.prompt_index.tolist())
-                return step.policy.score_rollout(rollout)
+class Listens(TruthProbe):
+    """The probe, with what was scored before each step: prompts as text, and which sequences at once."""
 
-            self.scored: list[list[int]] = []
-            super().prepare(dataclasses.replace(step, policy=ScoredBy(step.policy, listening)))
+    def __init__(self, sequences: int) -> None:
+        super().__init__(sequences)
+        self.prompts: list[set[str]] = []
+        self.batches: list[list[list[int]]] = []
 
+    def prepare(self, step: Any) -> None:
+        def listening(rollout: Rollout) -> Scores:
+            self.prompts[-1] |= {step.policy.decode(ids) for ids in rollout.prompt_ids}
+            self.batches[-1].append(rollout.prompt_index.tolist())
+            return step.policy.score_rollout(rollout)
+
+        self.prompts.append(set())
+        self.batches.append([])
+        super().prepare(dataclasses.replace(step, policy=ScoredBy(step.policy, listening)))
+
+
+def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws_prompts_of_its_own(
+    make_trainer,
+) -> None:
+    """Also where one batch holds all."""
     probe = Listens(8)
-    make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
-    whole, *parts = probe.scored
-    assert whole == [*range(8)]
-    assert [len(part) for part in parts] == [4, 4]
-    assert sorted(parts[0] + parts[1]) == whole
-
-
-def test_every_measured_step_draws_prompts_of_its_own(make_trainer) -> None:
-    class Listens(TruthProbe):
-        def prepare(self, step: Any) -> None:
-            def listening(rollout: Rollout) -> Scores:
-                self.prompts[-1].extend(step.policy.decode(ids) for ids in rollout.prompt_ids)
-                return step.policy.score_rollout(rollout)
-
-            self.prompts.append([])
-            super().prepare(dataclasses.replace(step, policy=ScoredBy(step.policy, listening)))
-
-    probe = Listens(8)
-    probe.prompts = []
-    make_trainer(probes=[probe], **FEW).train()
-    first, second = map(set, probe.prompts)
+    make_trainer(probes=[probe], **FEW | {"per_device_train_batch_size": 8}).train()
+    for whole, *parts in probe.batches:
+        assert whole == [*range(8)]
+        assert [len(part) for part in parts] == [4, 4]
+        assert sorted(parts[0] + parts[1]) == whole
+    first, second = probe.prompts
     assert len(first - second) > 4
 
 

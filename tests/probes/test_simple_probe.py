@@ -156,52 +156,6 @@ def test_each_split_of_forward_adds_up_to_forward(causes) -> None:
                 assert total == pytest.approx(answer[f"delta_h/forward{suffix}"].value, rel=1e-6), split
 
 
-def test_measuring_per_sequence_adds_a_twin_to_each_change_and_to_bars_per_token_the_noise_of_the_level_alone(
-    make_trainer,
-) -> None:
-    said = []
-    for both in (False, True):
-        probes = [SimpleEntropyProbe(per_sequence=both, error_decay=0.0)]
-        trainer = make_trainer(probes=probes, max_completion_length=12, **EIGHT_FOLDS, **SMOOTH)
-        trainer.train()
-        said.append(dict(trainer.attachment.latest))
-    alone, both = said
-    for name in ("delta_length/forward", "delta_length/truncated", "delta_reward/forward"):
-        assert name not in alone
-        del both[name]
-    for name in ("delta_h/needed_prompts", "delta_h/relative_error"):  # made of bars
-        del alone[name], both[name]
-    added = {f"{name}_sequence" for name in alone if name.startswith("delta_h/")} - alone.keys()
-    assert both.keys() - alone.keys() == {name for name in added if "cumulative_measured" not in name}
-    for name, estimate in alone.items():
-        bars_differ = name.startswith("delta_h/") and "measured" not in name and estimate.stderr > 0
-        assert both[name].value == pytest.approx(estimate.value, rel=1e-5, abs=1e-9, nan_ok=True), name
-        same = both[name].stderr == pytest.approx(estimate.stderr, rel=1e-6, abs=1e-15, nan_ok=True)
-        assert same != bars_differ, name
-
-
-def test_folds_of_several_microbatches_and_slices_of_one_measure_the_same_step(make_trainer) -> None:
-    """The same batch of 8 prompts in 8 folds: as 8 microbatches, as halves of 4, and, in 4 folds, as pairs of 8."""
-    forward = {}
-    for microbatches, num_folds in ((8, None), (4, 8), (8, 4), (4, None)):
-        probe = Answers(num_folds=num_folds)
-        make_trainer(
-            probes=[probe],
-            num_generations=2,
-            per_device_train_batch_size=16 // microbatches,
-            gradient_accumulation_steps=microbatches,
-            max_completion_length=8,
-            max_steps=1,
-            reward=graded,
-            **SMOOTH,
-        ).train()
-        forward[microbatches, num_folds] = probe.all[0]["delta_h/forward"]
-    assert forward[4, 8].value == pytest.approx(forward[8, None].value, rel=1e-3)
-    assert forward[4, 8].stderr == pytest.approx(forward[8, None].stderr, rel=1e-3)
-    assert forward[8, 4].value == pytest.approx(forward[4, None].value, rel=1e-3)
-    assert forward[8, 4].num_samples == 4
-
-
 def test_a_lora_update_is_the_change_of_its_matrices_and_splits_by_layer(make_trainer) -> None:
     recorder, probe = Recorder(), Answers(per_sequence=True)
     adapter = LoraConfig(r=2, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False)

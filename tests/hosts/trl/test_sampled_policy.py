@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import REFUSED
 from seen import Seen
 from trainers import trainer_maker
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config
@@ -50,23 +51,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trainer_maker(tmp_path_factory.mktemp("plain"))(GRPOTrainer)
 
 
-@pytest.mark.parametrize(
-    ("settings", "way_out"),
-    [
-        ({"top_p": 0.9}, "set top_p=1.0"),
-        ({"top_k": 20}, "set top_k=0"),
-        ({"min_p": 0.1}, "set min_p=0.0"),
-        ({"repetition_penalty": 1.1}, "set repetition_penalty=1.0"),
-        ({"generation_kwargs": {"top_p": 0.5}}, "set top_p=1.0"),
-        ({"generation_kwargs": {"do_sample": False}}, "set do_sample=True"),
-        ({"generation_kwargs": {"num_beams": 2}}, "set num_beams=1"),
-        ({"generation_kwargs": {"temperature": 0.3}}, "set temperature=1.0"),
-        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "set no_repeat_ngram_size=0"),
-        ({"generation_kwargs": {"presence_penalty": 1.0}}, "set presence_penalty=0.0"),
-        ({"use_vllm": True, "vllm_structured_outputs_regex": "[0-9]+"}, "set vllm_structured_outputs_regex=None"),
-        ({}, ""),
-    ],
-)
+@pytest.mark.parametrize(("settings", "way_out"), [*REFUSED["sampling"], ({}, "")])
 def test_every_way_of_sampling_by_more_than_the_temperature_is_named(plain, settings, way_out) -> None:
     args = {**vars(plain.args), **settings}
     trainer = SimpleNamespace(args=SimpleNamespace(**args), model=plain.model)
