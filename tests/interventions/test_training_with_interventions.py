@@ -125,7 +125,7 @@ def test_training_with_a_correction_is_that_with_trl_s_own(
     plain = plain_change(make_trainer, **common)
     assert float((own - theirs).norm() / theirs.norm()) < 1e-6
     assert (float((plain - theirs).norm() / theirs.norm()) > 1e-4) == (name != "none")
-    assert 0 < probe.results()["sampler/kl"].value < 0.1
+    assert 0 < probe.results()["sampler/kl"].value < 0.2
     assert (probe.results()["sampler/corrected_share"].value > 0) == (name != "none")
 
 

@@ -219,7 +219,9 @@ def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> 
     batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
-        ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=L_MAX, use_cache=True)
+        ids = model.eval().generate(
+            **batch, do_sample=True, top_k=0, max_new_tokens=trainer.max_completion_length, use_cache=True
+        )
         width = batch["input_ids"].shape[1]
         mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, width:])], dim=1)
         logps = model(ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(dim=-1)
@@ -247,7 +249,8 @@ def plain_change_and_errors(before: Tensor, after: Tensor) -> dict[str, tuple[fl
 @pytest.mark.parametrize(("learning_rate", "resampled"), [(3e-4, 0), (1.5e-3, 1)])
 def test_the_measured_change_is_what_many_fresh_samples_say(make_trainer, learning_rate, resampled) -> None:
     probe = TruthProbe(320)
-    trainer = make_trainer(probes=[probe], learning_rate=learning_rate, max_steps=1, **ONE_BATCH)
+    longer = {"max_completion_length": 24, "max_steps": 1, **ONE_BATCH}
+    trainer = make_trainer(probes=[probe], learning_rate=learning_rate, **longer)
     start = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
     twin = type(trainer.model)(trainer.model.config)
@@ -352,7 +355,7 @@ def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
     floors = {}
     for dtype in (torch.float32, torch.bfloat16):
         probe = TruthProbe(40)
-        make_trainer(probes=[probe], dtype=dtype, max_steps=1).train()
+        make_trainer(probes=[probe], dtype=dtype, max_steps=1, max_completion_length=24).train()
         floors[dtype] = max(abs(answers["delta_h/true_floor"].value) for answers in probe.all)
     assert floors[torch.float32] < 1e-7
     assert floors[torch.bfloat16] > max(1e-7, 10 * floors[torch.float32])

@@ -237,7 +237,7 @@ def test_off_policy_tokens_are_weighed_by_the_ratio_of_their_prefix(make_trainer
     width, units = now[0].shape[1], JackknifeUnits(step.fold, int(step.fold.max()) + 1)
     sampled = Scores(step.rollout.sampling_logps[:, :width], torch.zeros_like(now[0]), mask[:, :width])
     level = per_decision_change(sampled, Scores(*now, mask[:, :width]), units)
-    assert answer["entropy/token"].value == pytest.approx(float(level.value[0]), rel=1e-6)
+    assert answer["entropy/token"].value == pytest.approx(float(level.value[0]), rel=1e-5)
     assert answer["entropy/token"].stderr == pytest.approx(float(level.stderr[0]), rel=0.05)
     # The loss has per-token ratios and clipping: the real step is the reference.
     reuse = twin.change(step.update, per_sequence)
