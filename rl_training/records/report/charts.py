@@ -142,8 +142,9 @@ class Chart:
         return self._drawn(in_page=True)
 
     def _drawn(self, in_page: bool) -> dict[str, Any]:
+        legend = {"values": [*self.legend]} if self.legend and not in_page else None
         template = ENVIRONMENT.get_template("vega.yaml")
-        return read_yaml(template.render(**self.facts, parts=self.data, in_page=in_page))
+        return read_yaml(template.render(**self.facts, parts=self.data, legend=legend, in_page=in_page))
 
     @property
     def legend(self) -> dict[str, Series]:
@@ -157,9 +158,8 @@ class Chart:
             for part in self.data
             for number in range(len(part["x"]))
         ]
-        style = config(with_legend=bool(self.legend or self.facts["cells"]))  # that of cells is of their colours
-        drawn = self._drawn(in_page=False)
-        return {**drawn, "datasets": {"rows": rows}, "width": WIDTH, "background": "white", "config": style}
+        facts = {"datasets": {"rows": rows}, "width": WIDTH, "background": "white", "config": template("style.yaml")}
+        return self._drawn(in_page=False) | facts
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,6 @@ class Section:
     table: list[list[str]]  # its first row is headings
     charts: list[Chart]
     commands: Sequence[str] = ()  # that try what is said
-
-
-def config(with_legend: bool) -> dict[str, Any]:
-    """Returns the style of all charts."""
-    style = template("style.yaml")
-    return {**style["config"], "legend": style["legend"] if with_legend else {"disable": True}}
 
 
 def _first_by_label(series: Sequence[Series]) -> dict[str, Series]:

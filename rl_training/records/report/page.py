@@ -23,7 +23,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.report.charts import Chart, config
+from rl_training.records.report.charts import Chart, template
 from rl_training.records.report.words import ENVIRONMENT
 from rl_training.version import VERSION
 
@@ -63,7 +63,7 @@ def render(name: str, script: str = "", **values: Any) -> str:
     scripts = [own] if script else [javascript(), own]
     shared = {
         "contents": CONTENTS, "scripts": SCRIPTS, "hashes": map(_csp_hash, scripts), "version": VERSION,
-        "config": None if script else config(with_legend=False), "reload": 0,
+        "config": None if script else template("style.yaml"), "reload": 0,
     }  # fmt: skip
     page = _with_contents(PAGES.get_template(name).render({**shared, **values}))
     return page.replace(SCRIPTS, "\n".join(f"<script>{text}</script>" for text in scripts))
