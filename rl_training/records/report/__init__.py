@@ -23,7 +23,6 @@ from rl_training.records.report.words import sentences
 
 REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
-OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after interventions
 
 
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
@@ -36,24 +35,14 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
     run = _read(run_dir)
-    charts, sections, interventions = draw_figures(run), analyses_of(run), interventions_of_run(run)
-    shown = [*charts, *(chart for one in (interventions, *sections) if one for chart in one.charts)]
+    charts, analyses, interventions = draw_figures(run), analyses_of(run), interventions_of_run(run)
+    shown = [*charts, *(chart for section in (interventions, *analyses) if section for chart in section.charts)]
+    page, drawn = run.folder / REPORT_FOLDER / PAGE_FILE, draw_pictures(shown, pictures)
     return write_page(
-        run.folder / REPORT_FOLDER / PAGE_FILE,
-        "run.html",
-        draw_pictures(shown, pictures),
-        run=run,
-        opening=[*opening(run), *(verdict for section in sections for verdict in section.sentences[-1:])],
-        rows=summarize(run),
-        interventions=interventions,
-        step_numbers=step_numbers(run),
-        sampler=sentences("sampler", run=run),
-        charts=charts,
-        of_the_batch=OF_THE_BATCH,
-        reload=reload,
-        analyses=sections,
-        findings=findings,
-    )
+        page, "run.html", drawn, run=run, reload=reload, opening=opening(run), rows=summarize(run),
+        step_numbers=step_numbers(run), charts=charts, interventions=interventions, analyses=analyses,
+        findings=findings, sentences=sentences,
+    )  # fmt: skip
 
 
 def print_summary(run_dir: str | Path | Run) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,19 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
     contents = [read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")]
     contents.sort(key=lambda analysis: analysis["step"])
     whole = results[results["kind"] == "whole"].sort_values("step")
-    charts = [_numbers(contents[-1], name), _agreement(results, name)]
+    charts = [_numbers(contents[-1]), _agreement(results)]
     if (results["kind"] == "size").any():
-        charts.append(_relative_error(results, name))
+        charts.append(_relative_error(results))
     if (results["kind"] == "eta").sum() + 1 >= MIN_POINTS:
-        charts.append(_step_size(results, name))
+        charts.append(_step_size(results))
     if len(whole) > 1:
-        charts.append(_evolution(whole, name, run))
+        charts.append(_evolution(whole, run))
     if contents[-1]["tables"].get("conditioning"):
-        charts.append(_conditioning(contents[-1], name))
+        charts.append(_conditioning(contents[-1]))
     verdicts = [sentence for content in contents if (sentence := verdict(content["step"] + 1, content["results"]))]
     shown = results[results["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
     labels = {key: STYLES[key][0] for key in IN_TABLE}
+    charts = [replace(one, name=f"offline_{name}_{one.name}", title=f"Offline {name}: {one.title}") for one in charts]
     return Section(name, verdicts, table("analyses", labels=labels, rows=shown.to_dict("records")), charts)
 
 
@@ -96,12 +98,7 @@ def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
     return {f"offline/{name}": results[name] for name in names if math.isfinite(results.get(name, math.nan))}
 
 
-def _chart(folder: str, key: str, series: Sequence[Series], missing: str = "", **more: Any) -> Chart:
-    """Returns the chart of the analyses in this folder; without series, one that says why."""
-    return draw(key, series, [] if series else [missing], name=f"offline_{folder}_{key}", folder=folder, **more)
-
-
-def _numbers(content: Mapping[str, Any], name: str) -> Chart:
+def _numbers(content: Mapping[str, Any]) -> Chart:
     """Returns the chart of a result.json: a row for each number with its 95 % interval, per token."""
     known = {
         key: value for key, value in content["results"].items() if isinstance(value, float) and math.isfinite(value)
@@ -114,9 +111,9 @@ def _numbers(content: Mapping[str, Any], name: str) -> Chart:
             rows += [(key, (f"{words}: {key.rpartition('/')[2]}", BLUE, "circle")) for key in parts]
     results = pd.DataFrame([known])
     series = [Series.cloud(*look, estimated(results, key), [look[0]], MILLI) for key, look in rows]
-    missing, labels = "neither prediction nor truth is a finite number", [label for _, (label, *_) in rows]
+    missing, names = ["neither prediction nor truth is a finite number"], [label for _, (label, *_) in rows]
     facts = {"step": content["step"], "results": content["results"]}
-    return _chart(name, "step", series, missing, names=labels, height=30 + 24 * len(rows), **facts)
+    return draw("step", series, [] if rows else missing, names=names, height=30 + 24 * len(rows), **facts)
 
 
 def estimated(table: pd.DataFrame, key: str) -> pd.DataFrame:
@@ -125,7 +122,7 @@ def estimated(table: pd.DataFrame, key: str) -> pd.DataFrame:
     return pd.DataFrame({"value": value, "low": value - half, "high": value + half})
 
 
-def _agreement(table: pd.DataFrame, name: str) -> Chart:
+def _agreement(table: pd.DataFrame) -> Chart:
     shown = table[table["kind"] != "size"].dropna(subset=["deltaH1", "deltaH_true"])
     series = []
     for truth in ("deltaH_true", "deltaH_odd"):
@@ -138,18 +135,19 @@ def _agreement(table: pd.DataFrame, name: str) -> Chart:
         label = f"−Cov(log π, A), scaled: r = {r['covariance']:.2f} (predicted: {r['deltaH1']:.2f})"
         series.append(Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x)))
     series = [one for one in series if len(one.x)]
-    missing = "prediction or truth was not asked for"
-    return _chart(name, "agreement", [diagonal(series, "y = x"), *series] if series else [], missing)
+    if not series:
+        return draw("agreement", [], ["prediction or truth was not asked for"])
+    return draw("agreement", [diagonal(series, "y = x"), *series])
 
 
-def _relative_error(table: pd.DataFrame, name: str) -> Chart:
+def _relative_error(table: pd.DataFrame) -> Chart:
     sizes, whole = table[table["kind"] == "size"], table[table["kind"] == "whole"].set_index("step")
     truth = sizes["step"].map(whole["deltaH_odd"].fillna(whole["deltaH_true"]).abs())
     series = []
     for key, (label, color, mark) in STYLES.items():
         error = (Z_95 * sizes[f"{key}_se"] / truth).groupby(sizes["evaluation_size"]).mean().dropna()
         series.append(Series(label, color, error.index, error, mark=mark))
-    return _chart(name, "sizes", series)
+    return draw("sizes", series)
 
 
 def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
@@ -163,7 +161,7 @@ def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
     return float(np.polyfit(x, y, 1)[0]), float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
-def _step_size(table: pd.DataFrame, name: str) -> Chart:
+def _step_size(table: pd.DataFrame) -> Chart:
     shown = table[table["kind"].isin(["whole", "eta"])].sort_values("eta")
     series = []
     for step, of_step in shown.groupby("step"):
@@ -177,10 +175,10 @@ def _step_size(table: pd.DataFrame, name: str) -> Chart:
             elif not first:
                 label = f"{label}, step {step + 1}"
             series.append(Series(label, color, etas, MILLI * np.abs(changes), mark=mark, faint=1.0 if first else 0.3))
-    return _chart(name, "eta", series)
+    return draw("eta", series)
 
 
-def _evolution(whole: pd.DataFrame, name: str, run: Run | None) -> Chart:
+def _evolution(whole: pd.DataFrame, run: Run | None) -> Chart:
     series = []
     if run is not None and len(run.known("delta_h/forward")):
         series.append(Series.of_rows("in training: forward", GREY, run.measured("delta_h/forward"), "circle"))
@@ -188,10 +186,10 @@ def _evolution(whole: pd.DataFrame, name: str, run: Run | None) -> Chart:
         label, color, mark = STYLES[key]
         steps = whole["step"] + 1 + offset
         series.append(Series.cloud(f"{label} offline", color, mark, steps, estimated(whole, key)))
-    return _chart(name, "checkpoints", series)
+    return draw("checkpoints", series)
 
 
-def _conditioning(content: Mapping[str, Any], name: str) -> Chart:
+def _conditioning(content: Mapping[str, Any]) -> Chart:
     """Returns the chart of δH₁ under other preconditioners."""
     table = pd.DataFrame(content["tables"]["conditioning"])
     kinds = {"same ‖δθ‖": ("delta_h1", BLUE, "circle"), "same gain in reward": ("delta_h1_same_gain", ORANGE, "square")}
@@ -200,4 +198,4 @@ def _conditioning(content: Mapping[str, Any], name: str) -> Chart:
         for label, (column, color, mark) in kinds.items()
     ]
     facts = {"names": table["name"].tolist(), "height": 40 + 30 * len(table), "step": content["step"]}
-    return _chart(name, "conditioning", series, **facts)
+    return draw("conditioning", series, **facts)
