@@ -60,6 +60,7 @@ def train(
     steps: int = 3,
     *,
     size: int = MICROBATCH,
+    count: int | None = None,  # microbatches of a step, of all that there are
     entropies: bool = True,
     clip: float | None = CLIP,
     zero_grad: bool = True,
@@ -75,7 +76,7 @@ def train(
     with measured:
         for number in range(1, steps + 1):
             with measured.step(number) as metrics:
-                for part in (parts := microbatches(number, size)):
+                for part in (parts := microbatches(number, size)[:count]):
                     logps, of_model = forward(model, part)
                     if sampler is not None:
                         part = dataclasses.replace(part, sampling_logps=sampler(logps.detach(), part.completion_ids))

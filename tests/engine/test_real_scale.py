@@ -30,11 +30,11 @@ LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 # --- the experiment ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "steps"), [("float32", 2), ("bfloat16", 1)])
-def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(stand_in, tmp_path, dtype, steps) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(stand_in, tmp_path, dtype: str) -> None:
     truth = ("probe=[simple,gns,ess,ground_truth]", "probes.ground_truth.every=1", "probes.ground_truth.sequences=16")
     other = [] if dtype == "float32" else [f"model.dtype={dtype}"]
-    run = experiment(stand_in, tmp_path / "run", f"trainer.max_steps={steps}", *truth, *other)
+    run = experiment(stand_in, tmp_path / "run", "trainer.max_steps=1", *truth, *other)
     model = run.trainer.model
     adapted = {name.split(".")[-2] for name, module in model.named_modules() if name.endswith("lora_A")}
     assert adapted == LINEAR
@@ -52,14 +52,13 @@ def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(stan
     of_training = {(True, in_backward, True, torch.bfloat16) for in_backward in (True, False)}  # in it: recomputed
     of_evaluation = {(False, in_backward, False, torch.float32) for in_backward in (True, False)}
     assert set(seen) == of_training | of_evaluation
-    lines = read_metrics(tmp_path / "run" / "logs")
-    assert [line["step"] for line in lines] == [*range(1, steps + 1)]
-    for line in lines:
-        assert line["reward"] > 0
-        assert all(math.isfinite(line[name]) for name in ("delta_h/forward_se", "delta_h/true", "ess/advantage"))
-        assert line["delta_h/forward"] != 0
-        assert line["gns/trace"] > 0
-    layers = {name for name in lines[0] if name.startswith("delta_h/layer/")}
+    (line,) = read_metrics(tmp_path / "run" / "logs")
+    assert line["step"] == 1
+    assert line["reward"] > 0
+    assert all(math.isfinite(line[name]) for name in ("delta_h/forward_se", "delta_h/true", "ess/advantage"))
+    assert line["delta_h/forward"] != 0
+    assert line["gns/trace"] > 0
+    layers = {name for name in line if name.startswith("delta_h/layer/")}
     assert {"delta_h/layer/0", "delta_h/layer/1"} <= layers
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from layouts import OPTIONS, model_of
 from plain_loop import CLIP, Action, nothing, train
-from shared_rollouts import PROMPTS, G
+from shared_rollouts import G
 
 from rl_training import Estimate, measured_loop
 from rl_training.engine import step_check
 from rl_training.mathematics.adamw import adamw_delta
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 
-SIZE = PROMPTS * G // 4
+SIZE, COUNT = 2 * G, 4
 
 
 def estimates(
@@ -34,7 +34,7 @@ def estimates(
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5)
     probes = probes or [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1)]
     measured = measured_loop(
-        model, optimizer, probes, responses_per_prompt=G, microbatch_size=SIZE, microbatches=4, max_grad_norm=CLIP,
+        model, optimizer, probes, responses_per_prompt=G, microbatch_size=SIZE, microbatches=COUNT, max_grad_norm=CLIP,
         dr_grpo=True,
     )  # fmt: skip
 
@@ -42,7 +42,7 @@ def estimates(
         wrong.get("late", nothing)(model, optimizer)
         handle = optimizer.register_step_post_hook(lambda *_: (after(model, optimizer), handle.remove()))
 
-    return train(model, optimizer, measured, 2, size=SIZE, **wrong | {"late": behind})
+    return train(model, optimizer, measured, 2, size=SIZE, count=COUNT, **wrong | {"late": behind})
 
 
 def each_gradient(change: Callable[[torch.Tensor], torch.Tensor]) -> Action:
