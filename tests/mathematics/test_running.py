@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -65,6 +66,13 @@ def test_mean_its_variance_and_its_degrees_of_freedom_by_hand() -> None:
     assert float(mean.covariance[0, 0]) == pytest.approx(2 / 2.25)
     assert float(mean.covariance[1, 1]) == pytest.approx(1.25 / 2.25)
     assert mean.degrees == pytest.approx(20.0)
+
+
+def test_one_step_has_the_degrees_of_its_folds_whatever_its_variance() -> None:
+    """8 folds are 8 samples of an error bar, and not 7 where a quotient is rounded down."""
+    for number in range(1, 50):
+        one = dataclasses.replace(pair(3.0, 0.0, 0.1 * number), degrees=7.0)
+        assert RunningPair(decay=0.9).add(one).estimate(0).num_samples == 8
 
 
 def test_what_a_checkpoint_does_not_have_begins_anew() -> None:
