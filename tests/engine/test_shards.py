@@ -24,7 +24,10 @@ TWO: dict[str, dict[str, Any]] = {
     "fsdp2_slices": {"kind": "fsdp2", "num_folds": 8},
 }
 NUMERICS = {"fsdp2_numerics": {"kind": "fsdp2", "reshard": False, "numerics": True}}
-FOUR = {"fsdp2_four": {"kind": "fsdp2"} | LAST}  # a microbatch of two of the four processes is a fold
+FOUR = {  # a microbatch of two of the four processes is a fold
+    "fsdp2_four": {"kind": "fsdp2"} | LAST,
+    "ddp_four": {"kind": "ddp"} | LAST,
+}
 CASES = dict.fromkeys(TWO, 2) | dict.fromkeys(FOUR, 4)
 every_case = pytest.mark.parametrize("name", CASES)
 
