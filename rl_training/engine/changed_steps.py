@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_training.engine.entropy_gradients import add_gradients, passes_in_lockstep
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
-from rl_training.engine.updates import EVERY_FOLD, FoldMeans, Piece, StepsWithoutFolds, clipping, fold_means
+from rl_training.engine.updates import EVERY_FOLD, Entries, FoldMeans, Piece, StepsWithoutFolds, clipping, fold_means
 from rl_training.mathematics.vectors import Vector, dots
 
 AT_ONCE = 2**28  # bytes of bases' rows that are held together
@@ -38,10 +38,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction of each fold, factor · rows, and perhaps its sum, factor · total."""
+    """A direction of each fold, factor · rows, and perhaps that of all, factor · mean."""
 
     rows: Vector  # (F, n) of each bucket
-    total: Vector | None = None  # Σ n_k rows_k, where the step is not taken as given
+    mean: Entries | None = None  # Σ n_k rows_k / Σ n_k, where the step is not taken as given
     factor: float = 1.0
 
 
@@ -152,7 +152,7 @@ class ChangedSteps:
     ) -> None:
         """basis: the gradient of further weights, D. A collective, as is `products`."""
         self._plain, self._reduce = plain, reduce
-        self._sizes = plain.gradient.sizes.to(plain.gradient.mean[0].device)
+        self._sizes = plain.gradient.sizes.to(plain.gradient.share_of_mean.device)
         self._terms = [plain.gradient] if basis is None else [plain.gradient, basis]  # of a changed gradient
         self._squares = self._inner_products()
 
@@ -161,7 +161,7 @@ class ChangedSteps:
     ) -> list[tuple[Tensor, Tensor]]:
         """Returns X_k · Δ_(−k) of each fold and Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ) without each, both (F, directions).
 
-        For each change, and each direction X; the second is 0 of a direction without a total. A change of None is the
+        For each change, and each direction X; the second is 0 of a direction without a mean. A change of None is the
         plain step itself, δθ in the place of Δ.
         """
         own, lost = (self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2))
@@ -174,9 +174,10 @@ class ChangedSteps:
                 for number, direction in enumerate(directions):
                     rows = piece.of(direction.rows).to(moved.device)
                     own[c, :, number] += direction.factor * dots(rows, without)
-                    if direction.total is not None:
+                    if direction.mean is not None:
                         less = without - whole
-                        others = dots(less, piece.of(direction.total)) - self._sizes * dots(rows, less)
+                        total = self._sizes.sum() * dots(less, piece.of(direction.mean))
+                        others = total - self._sizes * dots(rows, less)
                         lost[c, :, number] += direction.factor * others
         both = self._reduce(torch.stack([own, lost])).cpu()
         return list(zip(*both, strict=True))
@@ -205,7 +206,7 @@ class ChangedSteps:
         mixed = sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
         gradient = clips.to(gradients[0]).unsqueeze(1) * mixed
         state = dataclasses.replace(piece.state, lr=change.lr_factor * piece.state.lr)
-        return dataclasses.replace(piece, state=state).delta(gradient).total
+        return dataclasses.replace(piece, state=state).total(gradient)
 
 
 class GradientParts(ChangedSteps):

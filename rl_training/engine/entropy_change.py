@@ -47,7 +47,7 @@ from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 from rl_training.mathematics.quantities import Quantity
 from rl_training.mathematics.rounding import kept_change
-from rl_training.mathematics.vectors import Vector, add, dot
+from rl_training.mathematics.vectors import Vector, add, dots
 
 LEVELS = 3  # columns of a row before the products
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
@@ -136,15 +136,15 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFold
     if step.optimizer.states is None:
         return None, None, None
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
-    mean = layout.vector(gradients.mean.values())
-    intended = whole_update(layout, pieces, mean, float(clipping(reduce(dot(mean, mean)), max_grad_norm)))
+    square = torch.stack([dots(own, own) for own in (piece.of(gradients.mean) for piece in pieces)]).sum()
+    intended = whole_update(layout, pieces, gradients.mean, float(clipping(reduce(square), max_grad_norm)))
     update = intended
     if step.optimizer.rounded:
         by_name = layout.by_name(intended)
         update = layout.vector(kept_change(weight, by_name[name]) for name, weight in gradients.weights.items())
     if gradients.rows is None or _why_no_forward(step):
         return intended, update, None
-    folds = fold_means(mean, gradients.rows, step.fold_sizes)
+    folds = fold_means(gradients.mean, gradients.rows, step.fold_sizes)
     return intended, update, StepsWithoutFolds(pieces, folds, max_grad_norm, reduce)
 
 

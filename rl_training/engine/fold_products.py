@@ -6,14 +6,15 @@ calculated here is this process's part, and all parts are added up once, at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.engine.attribution import Attribution
-from rl_training.engine.updates import CAUSES, StepsWithoutFolds, split_products
+from rl_training.engine.updates import CAUSES, Piece, StepsWithoutFolds, split_products
+from rl_training.mathematics.adamw import UpdateParts
 from rl_training.mathematics.vectors import Layout, Vector, add, dot, dots
 
 # What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
@@ -72,13 +73,13 @@ class FoldProducts:
         """Returns S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), (F, targets)."""
         if self.steps is None:
             return torch.full_like(own, torch.nan)
-        products = torch.zeros_like(own)
-        for piece in self.steps.pieces:
-            for fold, product in enumerate(products):
-                moved = self.steps.step(fold, piece).total
-                for target, x in enumerate(self._sums):
-                    product[target].add_(dots(moved, piece.of(x)))
-        return products - self._dots(self.update, self._sums) - own
+        products = [
+            dots(moved, piece.of(x))
+            for piece in self.steps.pieces
+            for moved in self.steps.totals(piece)
+            for x in self._sums
+        ]
+        return torch.stack(products).view(-1, *own.shape).sum(dim=0) - self._dots(self.update, self._sums) - own
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""
@@ -91,13 +92,20 @@ class FoldProducts:
         if self.steps is None:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)
-        products = split_products(self.steps.parts(k), directions, len(self.layout.names))
+        steps, clip = self.steps, float(self.steps.clips[k])
+        unclipped: list[Tensor] = []
+
+        def parts() -> Iterator[tuple[Piece, UpdateParts]]:  # both kinds of a piece at once: it takes time to join one
+            for piece in steps.pieces:
+                gradient = steps.gradient.without(k, piece)
+                if clip != 1.0:
+                    moved = piece.total(gradient)
+                    unclipped.extend(dots(moved, piece.of(x)) for x in directions)
+                    gradient.mul_(clip)
+                yield piece, piece.delta(gradient)
+
+        products = split_products(parts(), directions, len(self.layout.names))
         forward = products[: len(CAUSES)].sum(dim=0)
-        if self.steps.clips[k] == 1.0:
+        if not unclipped:
             return forward, forward, products
-        unclipped = torch.zeros_like(forward)
-        for piece in self.steps.pieces:
-            moved = self.steps.step(k, piece, clipped=False).total
-            for target, x in enumerate(directions):
-                unclipped[target].add_(dots(moved, piece.of(x)))
-        return forward, unclipped, products
+        return forward, torch.stack(unclipped).view(-1, len(forward)).sum(dim=0), products

@@ -61,7 +61,7 @@ class GradientRows:
     def arm(self, first_row: int) -> None:
         """Sets the hooks: the gradients that reach the leaves from now on are of the microbatch that begins there.
 
-        None where the step keeps nothing of them.
+        It sets none where the step keeps nothing of them.
         """
         if self.rows is None and self.sq_norms is None:
             return

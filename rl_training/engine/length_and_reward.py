@@ -37,7 +37,7 @@ def reward_products(step: Step, steps: StepsWithoutFolds | None) -> Tensor:
     factor = reward_factor(step)
     if factor is None or steps is None:
         return torch.full((step.num_folds, 2), torch.nan, dtype=torch.float64)
-    direction = Direction(steps.gradient.rows, [step.num_sequences * part for part in steps.gradient.mean], factor)
+    direction = Direction(steps.gradient.rows, steps.gradient.mean, factor)
     ((own, lost),) = ChangedSteps(steps, step.ranks.reduce).products([None], [direction])
     return torch.cat([step.fold_sizes.unsqueeze(1) * own, lost], dim=1)
 

@@ -17,7 +17,7 @@ from rl_training.mathematics.sgd import SGDState
 
 
 def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, Tensor], OptimizerView]:
-    """Returns this process's entries of the step's gradient by name, not clipped; and what steps on them.
+    """Returns this process's entries of the step's gradient, in at least fp32, not clipped; and what steps on them.
 
     A parameter that the loss does not reach gets zeros, and torch's optimizers do not update it. (ZeRO's do: to them
     zeros are a gradient.) Raises ValueError when none has a gradient.
@@ -30,7 +30,8 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
             "by layer, cannot be measured; use AdamW (optim=adamw_torch), or train without probes (probe=none)"
         )
     weights = shard.weights() if unreached else {}
-    gradients = {name: torch.zeros_like(weights[name]) if g is None else g for name, g in found.items()}
+    dtype = shard.layout.dtype
+    gradients = {name: (torch.zeros_like(weights[name]) if g is None else g).to(dtype) for name, g in found.items()}
     if unreached and view.states is not None:
         states = {name: state.not_updated() if name in unreached else state for name, state in view.states.items()}
         view = dataclasses.replace(view, states=states)
@@ -43,7 +44,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
     reason = _why_no_formula(optimizer, shard.readable_optimizers)
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
-    groups, states = shard.states()
+    groups, states = shard.groups(), shard.states()
     outside = [name for name in shard.trained if name not in groups]
     if outside:
         return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")

@@ -28,8 +28,6 @@ from rl_training.engine.precision import named
 from rl_training.mathematics.adamw import clipping_threshold
 from rl_training.mathematics.vectors import Layout
 
-States = dict[str, dict[str, Any]]  # by name of the parameter: its optimizer's state, or its group's hyperparameters
-
 
 def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
     """Returns where part `number` of a vector starts and stops, as torch.chunk cuts it; later parts may be empty.
@@ -103,9 +101,14 @@ class Shard:
         """Returns which entries of the flat parameter are kept by a process: start and stop."""
         return chunk_of(self.numel(name), self.num_ranks, rank)
 
+    @functools.cached_property
+    def cuts(self) -> dict[str, list[tuple[int, int]]]:
+        """The cuts of each parameter, by process."""
+        return {name: [self.cut(name, rank) for rank in range(self.num_ranks)] for name in self.trained}
+
     def width(self, name: str) -> int:
         """Returns the most entries of a parameter that any process keeps."""
-        return max(stop - start for start, stop in (self.cut(name, rank) for rank in range(self.num_ranks)))
+        return max(stop - start for start, stop in self.cuts[name])
 
     def own(self, name: str, value: Tensor) -> Tensor:
         """Returns this process's entries of a tensor that the loop holds of a parameter, (n,)."""
@@ -114,9 +117,19 @@ class Shard:
 
     # --- what the loop holds ------------------------------------------------------------------------------------------
 
+    @property
+    def optimized(self) -> Mapping[str, Tensor]:
+        """The tensors that the optimizer updates, by name of the parameter whose entries they have."""
+        return self.trained
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """Returns the hyperparameters of each parameter's group; none for one that is not in the optimizer."""
+        groups = {param: group for group in self.optimizer.param_groups for param in group["params"]}
+        return {name: groups[param] for name, param in self.trained.items() if param in groups}
+
     def weights(self) -> dict[str, Tensor]:
         """Returns the weights that the optimizer updates, by name, (n,) each."""
-        return {name: self.own(name, param) for name, param in self.trained.items()}
+        return {name: self.own(name, value) for name, value in self.optimized.items()}
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradient, the mean over processes, not clipped, (n,); None for a parameter that got none."""
@@ -124,18 +137,15 @@ class Shard:
             name: None if param.grad is None else self.own(name, param.grad) for name, param in self.trained.items()
         }
 
-    def states(self) -> tuple[States, States]:
-        """Returns the hyperparameters of each parameter's group and its state; no state before the first step."""
-        groups = {param: group for group in self.optimizer.param_groups for param in group["params"]}
-        found = {name: self.optimizer.state.get(param, {}) for name, param in self.trained.items()}
-        states = {
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Returns the optimizer's state of each parameter: nothing before the first step."""
+        return {
             name: {
                 key: self.own(name, value) if isinstance(value, Tensor) and key != "step" else value
-                for key, value in state.items()
+                for key, value in self.optimizer.state.get(optimized, {}).items()
             }
-            for name, state in found.items()
+            for name, optimized in self.optimized.items()
         }
-        return {name: groups[param] for name, param in self.trained.items() if param in groups}, states
 
     # --- other weights for a moment -----------------------------------------------------------------------------------
 
@@ -160,8 +170,8 @@ class Shard:
             table = own.new_empty(self.num_ranks, len(own))
             dist.all_gather(list(table), own)
             for name, columns in zip(widths, table.split([*widths.values()], dim=1), strict=True):
-                cuts = (self.cut(name, rank) for rank in range(self.num_ranks))
-                whole = torch.cat([row[: stop - start] for row, (start, stop) in zip(columns, cuts, strict=True)])
+                parts = zip(columns, self.cuts[name], strict=True)
+                whole = torch.cat([row[: stop - start] for row, (start, stop) in parts])
                 self.trained[name].data.copy_(whole.view_as(self.trained[name]))
 
     # --- gradients ----------------------------------------------------------------------------------------------------

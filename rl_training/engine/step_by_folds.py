@@ -77,7 +77,7 @@ def pairs_of(
     bases = bases_of(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])
     if reward is not None:
         gradient, factor = (folds.steps.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
-        directions.append(Direction(gradient.rows, [step.num_sequences * part for part in gradient.mean], factor))
+        directions.append(Direction(gradient.rows, gradient.mean, factor))
     pairs: dict[str, Pair] = {}
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:

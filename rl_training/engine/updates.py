@@ -20,12 +20,15 @@ from torch import Tensor
 
 from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import shares_of_others
-from rl_training.mathematics.rounding import kept_share
+from rl_training.mathematics.rounding import kept_change, kept_share
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import Layout, Vector, dot, dots, join, sums_of_spans
+from rl_training.mathematics.vectors import Layout, Vector, dots, join, sums_of_spans
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 EVERY_FOLD = slice(None)
+
+# A vector by bucket, or as tensors that somebody else holds, by name: these are joined a piece at a time.
+Entries = Vector | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,10 @@ class Run:
     parameters: slice  # their numbers
     sizes: tuple[int, ...]  # how many entries of each are in it; of some none
 
-    def of(self, vector: Vector) -> Tensor:
+    def of(self, vector: Entries) -> Tensor:
         """Returns these entries of a vector, (n,), or of several, (rows, n)."""
+        if isinstance(vector, Mapping):
+            return self.joined(vector[name] for name in self.names)
         return vector[self.bucket][..., self.columns]
 
     def joined(self, tensors: Iterable[Tensor]) -> Tensor:
@@ -56,13 +61,17 @@ class Piece(Run):
     param: Tensor  # (n,), before the step, as it is kept
     state: AdamWState | SGDState  # of (n,) tensors, in at least fp32
 
-    def intended(self, gradient: Tensor) -> UpdateParts:
-        """Returns the optimizer's step with a clipped gradient, (…, n), in its parts."""
-        return self.state.delta(self.param.to(gradient.dtype), gradient)
+    def intended(self, gradient: Tensor) -> Tensor:
+        """Returns the optimizer's step with a clipped gradient, (…, n)."""
+        return self.state.total(self.param.to(gradient.dtype), gradient)
+
+    def total(self, gradient: Tensor) -> Tensor:
+        """Returns what the rounding of the weights leaves of it."""
+        return kept_change(self.param, self.intended(gradient))
 
     def delta(self, gradient: Tensor) -> UpdateParts:
-        """Returns what the rounding of the weights leaves of it: of an entry, of each part the same share."""
-        parts = self.intended(gradient)
+        """Returns the parts of `total`: of an entry, rounding leaves of each the same share."""
+        parts = self.state.delta(self.param.to(gradient.dtype), gradient)
         if self.param.dtype == gradient.dtype:
             return parts
         share = kept_share(self.param, parts.total)
@@ -73,7 +82,7 @@ class Piece(Run):
         factor = self.state.gradient_factor(self.param.to(gradient.dtype), gradient)
         if self.param.dtype == gradient.dtype:
             return factor
-        return factor * kept_share(self.param, self.intended(gradient).total)
+        return factor * kept_share(self.param, self.intended(gradient))
 
 
 class OptimizerPieces:
@@ -104,8 +113,7 @@ class OptimizerPieces:
                 for key, value in vars(alike[0]).items()
                 if isinstance(value, Tensor)
             }
-            param = run.joined(self._parameters[name] for name in run.names)
-            yield Piece(**vars(run), param=param, state=dataclasses.replace(alike[0], **moments))
+            yield Piece(**vars(run), param=run.of(self._parameters), state=dataclasses.replace(alike[0], **moments))
 
 
 def _runs(
@@ -153,11 +161,11 @@ def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
     return clip_coefficient(square_norm.double().sqrt(), max_grad_norm)
 
 
-def whole_update(layout: Layout, pieces: Iterable[Piece], gradient: Vector, clip: float) -> Vector:
+def whole_update(layout: Layout, pieces: Iterable[Piece], gradient: Entries, clip: float) -> Vector:
     """Returns δθ of the step with this mean gradient, before the weights are rounded."""
     update = layout.zeros()
     for piece in pieces:
-        piece.of(update).copy_(piece.intended(clip * piece.of(gradient)).total)
+        piece.of(update).copy_(piece.intended(clip * piece.of(gradient)))
     return update
 
 
@@ -165,15 +173,13 @@ def split_products(
     parts: Iterable[tuple[Piece, UpdateParts]], directions: Sequence[Vector], num_parameters: int
 ) -> Tensor:
     """Returns X · δθ by cause and by parameter, (causes + parameters, directions) fp64, of one step in pieces, (n,)."""
-    products = directions[0][0].new_zeros(len(CAUSES) + num_parameters, len(directions), dtype=torch.float64)
-    by_cause, by_parameter = products[: len(CAUSES)], products[len(CAUSES) :]
+    by_both = directions[0][0].new_zeros(len(CAUSES), num_parameters, len(directions), dtype=torch.float64)
     for piece, step in parts:
-        causes, total = torch.stack(step), step.total
+        causes = torch.stack(step)
         for target, x in enumerate(directions):
-            own = piece.of(x)
-            by_cause[:, target].add_(dots(causes, own))
-            by_parameter[piece.parameters, target].add_(sums_of_spans(total * own, piece.sizes))
-    return products
+            sums = sums_of_spans((causes * piece.of(x)).flatten(), piece.sizes * len(CAUSES))
+            by_both[:, piece.parameters, target].add_(sums.view(len(CAUSES), -1))
+    return torch.cat([by_both.sum(dim=1), by_both.sum(dim=0)])
 
 
 def adam_roots(
@@ -191,25 +197,35 @@ def adam_roots(
 class FoldMeans:
     """A gradient's mean over all folds, and over each: this process's entries."""
 
-    mean: Vector
+    mean: Entries
     rows: Vector  # (F, n) of each bucket, perhaps in host memory, or in bf16
     sizes: Tensor  # (F,) fp64, n_k
     share_of_mean: Tensor  # (F, 1), where the entries are
     share_of_fold: Tensor  # (F, 1)
 
-    def without(self, folds: int | slice, piece: Piece) -> Tensor:
-        """Returns g_(−k) of a fold, (n,), or of some, (folds, n), where the parameters are."""
-        mean = piece.of(self.mean)
+    def without(self, folds: int | slice, piece: Piece, mean: Tensor | None = None) -> Tensor:
+        """Returns g_(−k) of a fold, (n,), or of some, (folds, n), where the parameters are.
+
+        mean  its entries in this piece, where they are at hand
+        """
+        mean = piece.of(self.mean) if mean is None else mean
         rows = piece.of(self.rows)[folds].to(mean)
         return torch.addcmul(rows * self.share_of_fold[folds], self.share_of_mean[folds], mean)  # in two passes
 
+    def without_each(self, piece: Piece) -> Iterator[Tensor]:
+        """Yields g_(−k) of one fold after another, (n,)."""
+        mean = piece.of(self.mean)
+        for fold in range(len(self.sizes)):
+            yield self.without(fold, piece, mean)
 
-def fold_means(mean: Vector, rows: Vector, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
+
+def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
     """Returns a gradient by fold, with what it takes to leave one out. ValueError when a fold is everything.
 
     total_size  of all folds; None where these are all
     """
-    shares = torch.stack(shares_of_others(sizes, total_size)).to(mean[0]).unsqueeze(2)
+    entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
+    shares = torch.stack(shares_of_others(sizes, total_size)).to(entries).unsqueeze(2)
     return FoldMeans(mean, rows, sizes, *shares)
 
 
@@ -225,20 +241,21 @@ class StepsWithoutFolds:
         self, pieces: OptimizerPieces, gradient: FoldMeans, max_grad_norm: float, reduce: Callable[[Tensor], Tensor]
     ) -> None:
         self.pieces, self.gradient, self.max_grad_norm = pieces, gradient, max_grad_norm
-        mean, rows = gradient.mean, gradient.rows
         a, b = gradient.share_of_mean.squeeze(1).double(), gradient.share_of_fold.squeeze(1).double()
-        squares = a**2 * dot(mean, mean) + 2 * a * b * dot(rows, mean) + b**2 * dot(rows, rows).to(b.device)
+        squares = torch.zeros_like(a)
+        for piece in pieces:
+            mean = piece.of(gradient.mean)
+            rows = piece.of(gradient.rows).to(mean)
+            squares += a**2 * dots(mean, mean) + 2 * a * b * dots(rows, mean) + b**2 * dots(rows, rows)
         # (F,) fp64 in host memory, the factor by which the gradient without each fold is clipped.
         self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
 
-    def step(self, fold: int, piece: Piece, *, clipped: bool = True) -> UpdateParts:
-        """Returns the step without a fold in this piece, (n,)."""
-        gradient = self.gradient.without(fold, piece)
-        if clipped:
-            gradient.mul_(float(self.clips[fold]))
-        return piece.delta(gradient)
+    def totals(self, piece: Piece) -> Iterator[Tensor]:
+        """Yields the steps without one fold after another in this piece, (n,)."""
+        for clip, gradient in zip(self.clips.tolist(), self.gradient.without_each(piece), strict=True):
+            yield piece.total(gradient.mul_(clip))
 
     def parts(self, fold: int) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the step without a fold in it."""
         for piece in self.pieces:
-            yield piece, self.step(fold, piece)
+            yield piece, piece.delta(self.gradient.without(fold, piece).mul_(float(self.clips[fold])))

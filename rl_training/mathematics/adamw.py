@@ -49,22 +49,40 @@ class AdamWState:
         `grad` after clipping. It may carry leading dimensions, (..., *param.shape): each is a step of its own from the
         same state, as leave-fold-out needs.
         """
-        beta1, decay = self.betas[0], self.weight_decay
+        decay = self.weight_decay
         factor = self.gradient_factor(param, grad)
         return UpdateParts(
-            momentum=factor * (beta1 / (1.0 - beta1) * self.exp_avg),
+            momentum=factor * (self._inertia * self.exp_avg),
             gradient=factor * grad,
             decay=(-self.lr * decay) * param if self.decoupled else (decay * factor) * param,
         )
 
+    def total(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Returns the sum of the parts of `delta`, in fewer passes: this is in the hot path."""
+        scale, root = self._scale_and_root(param, grad)
+        moment = torch.add(self._seen(param, grad), self.exp_avg, alpha=self._inertia)
+        if not self.decoupled:
+            return moment.div_(root).mul_(scale)
+        return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=scale)
+
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Returns a, elementwise: `delta(param, grad).gradient` is a · grad. Few passes: this is in the hot path."""
+        """Returns a, elementwise: `delta(param, grad).gradient` is a · grad."""
+        scale, root = self._scale_and_root(param, grad)
+        return torch.tensor(scale, dtype=root.dtype) / root  # a number over a tensor would take two passes
+
+    def _scale_and_root(self, param: Tensor, grad: Tensor) -> tuple[float, Tensor]:
+        """Returns −lr (1−β1) / (1−β1^t) and √v̂ + ε of this step."""
         beta1, beta2 = self.betas
         seen = self._seen(param, grad)
         correction = 1.0 - beta2 ** (self.step + 1)
         old = (beta2 / correction) * self.exp_avg_sq
-        root = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / correction).sqrt_()
-        return (-self.lr * (1.0 - beta1) / (1.0 - beta1 ** (self.step + 1))) / root.add_(self.eps)
+        root = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / correction).sqrt_().add_(self.eps)
+        return -self.lr * (1.0 - beta1) / (1.0 - beta1 ** (self.step + 1)), root
+
+    @property
+    def _inertia(self) -> float:
+        """The weight of the old m, where that of the gradient is 1."""
+        return self.betas[0] / (1.0 - self.betas[0])
 
     def _seen(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns the gradient that the moments take in: Adam's has its decay in it."""

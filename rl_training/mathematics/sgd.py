@@ -49,6 +49,10 @@ class SGDState:
         momentum = (-self.lr * buffer_factor) * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
 
+    def total(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Returns the sum of the parts of `delta`."""
+        return self.delta(param, grad).total
+
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns a: `delta(param, grad).gradient` is a · grad."""
         inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # how much of d enters b

@@ -19,7 +19,7 @@ from torch import Tensor
 
 JOINED = 2**18  # entries that are handled at once on a CPU, which has them in its cache
 # On a GPU, where an operation's start is the cost: at least these, and no more parts than these of all entries.
-JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 16
+JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 8
 SEGMENT = 2**16  # entries that one block of a GPU sums
 SHARD = "shard."  # how names of tensors in a checkpoint begin that hold one process's entries
 
@@ -119,13 +119,17 @@ def dots(rows: Tensor, others: Tensor) -> Tensor:
     torch.sum adds in a tree: a running fp32 sum, as of BLAS, loses 2 % of a square norm over the 2e8 entries of an
     embedding. Not a product of matrices, which would be rounded to TF32 where that is switched on.
     """
+    return _products(rows, others).double()
+
+
+def _products(rows: Tensor, others: Tensor) -> Tensor:
     exact = torch.promote_types(torch.promote_types(rows.dtype, others.dtype), torch.float32)
-    return (rows.to(exact) * others).sum(dim=-1).double()
+    return (rows.to(exact) * others).sum(dim=-1)
 
 
 def dot(one: Vector, other: Vector) -> Tensor:
     """Returns the inner products of vectors, or of several, (…) fp64, on the device of the second."""
-    return torch.stack([dots(a.to(b.device), b) for a, b in zip(one, other, strict=True)]).sum(dim=0)
+    return torch.stack([_products(a.to(b.device), b) for a, b in zip(one, other, strict=True)]).double().sum(dim=0)
 
 
 def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -134,9 +138,9 @@ def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
     >>> sums_of_spans(torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 1))
     tensor([6., 4.], dtype=torch.float64)
     """
-    lengths, span = _segments(sizes, values.device)
+    lengths, counts = _segments(sizes, values.device)
     sums = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)  # unsafe: no wait for a check
-    return sums if len(lengths) == len(sizes) else sums.new_zeros(len(sizes)).index_add_(0, span, sums)
+    return torch.segment_reduce(sums, "sum", lengths=counts, unsafe=True)
 
 
 def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] | None) -> Tensor:
@@ -147,17 +151,18 @@ def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] |
     found = []
     for bucket, part, root in zip(layout.buckets, rows, roots or [math.nan] * len(rows), strict=True):
         own = (row.to(layout.device, layout.dtype) for row in part)
-        squares = (torch.cat([row, row * root]).square_() for row in own)
-        found.append(torch.stack([sums_of_spans(both, bucket.sizes * 2).view(2, -1) for both in squares]))
+        sums = [sums_of_spans(some.square(), bucket.sizes) for row in own for some in (row, row * root)]
+        found.append(torch.stack(sums).view(len(part), 2, -1))
     return torch.cat(found, dim=2).transpose(1, 2)
 
 
 @functools.lru_cache(maxsize=2**12)
 def _segments(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the lengths of segments that the spans are cut into, and the span of each; kept, where they are used."""
-    cut = [(number, min(SEGMENT, size - at)) for number, size in enumerate(sizes) for at in range(0, size, SEGMENT)]
-    span, lengths = torch.tensor(cut, dtype=torch.long, device=device).view(-1, 2).unbind(dim=1)
-    return lengths.contiguous(), span.contiguous()
+    """Returns the lengths of the segments that spans are cut into, and how many each has; kept, where they are used."""
+    cut = [[min(SEGMENT, size - at) for at in range(0, size, SEGMENT)] for size in sizes]
+    lengths, counts = [*itertools.chain(*cut)], [*map(len, cut)]
+    both = torch.tensor([*lengths, *counts], dtype=torch.long, device=device)  # one transfer
+    return both[: len(lengths)], both[len(lengths) :]
 
 
 def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:

@@ -77,6 +77,17 @@ def test_each_part_equals_the_scalar_twin(hyper: dict[str, Any], step: int) -> N
 
 
 @every_hyperparameter
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_total_is_the_sum_of_the_parts_of_several_steps_from_one_state(hyper: dict[str, Any], decoupled) -> None:
+    param, _, *moments = random_state(2, 3)
+    grads = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    state = AdamWState(*moments, 12, **hyper, decoupled=decoupled)
+    expected = state.delta(param, grads).total
+    assert expected.shape == grads.shape
+    torch.testing.assert_close(state.total(param, grads), expected, rtol=1e-10, atol=1e-15)
+
+
+@every_hyperparameter
 def test_leading_dimensions_of_the_gradient_are_separate_steps_from_one_state(hyper: dict[str, Any]) -> None:
     param, _, exp_avg, exp_avg_sq = random_state(2, 3)
     grads = torch.randn(4, 5, 2, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)

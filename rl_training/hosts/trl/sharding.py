@@ -9,15 +9,15 @@ Stage 3 cuts each flat parameter into equal parts, weights too; its own getters 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from rl_training.engine.shards import FullyShard, Shard, States, chunk_of
+from rl_training.engine.shards import FullyShard, Shard, chunk_of
 
 
 def shard_of(trainer: GRPOTrainer) -> Shard:
@@ -69,48 +69,42 @@ class Zero(Shard):
 
     def _find_places(self) -> dict[str, tuple[int, int, int]]:
         zero = self._zero
-        places: dict[str, tuple[int, int, int]] = {}
-        self._starts: dict[str, int] = {}  # where each whole parameter starts in its group
+        places: dict[nn.Parameter, tuple[int, int, int]] = {}
         for group, params in enumerate(zero.round_robin_bit16_groups):
-            starts = dict(zip(params, zero.round_robin_bit16_offsets[group], strict=True))
-            own = {name: starts[param] for name, param in self.trained.items() if param in starts}
             first = self.rank * self._flats[group].numel()
-            self._starts |= own
-            places |= {name: (group, group, max(0, start - first)) for name, start in own.items()}
-        return places
+            starts = zip(params, zero.round_robin_bit16_offsets[group], strict=True)
+            places |= {param: (group, group, start - first) for param, start in starts}
+        return {name: places[param] for name, param in self.trained.items()}
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
-        start, width, entries = self._starts[name], self._flats[self._place[name][0]].numel(), self.numel(name)
-        begin, end = (min(entries, max(0, border * width - start)) for border in (rank, rank + 1))
-        return begin, end
+        group, _, start = self._place[name]  # less than 0 where it starts on a rank before this one
+        width, entries = self._flats[group].numel(), self.numel(name)
+        start += (self.rank - rank) * width
+        return min(entries, max(0, -start)), min(entries, max(0, width - start))
 
-    def _entries(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's entries of each parameter in flat vectors that lie as the weights'."""
-        entries = {}
-        for name in self.trained:
-            (begin, end), (_, number, first) = self.cut(name, self.rank), self._place[name]
-            entries[name] = flats[number].detach().reshape(-1)[first : first + end - begin]
-        return entries
+    @property
+    def optimized(self) -> dict[str, Tensor]:
+        return {name: self._flats[number] for name, (_, number, _) in self._place.items()}
 
-    def weights(self) -> dict[str, Tensor]:
-        return self._entries(self._flats)
+    def groups(self) -> dict[str, dict[str, Any]]:
+        return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._place.items()}
+
+    def own(self, name: str, value: Tensor) -> Tensor:
+        """Returns this rank's entries of a parameter in a flat vector that lies as that of the weights."""
+        begin, end = self.cut(name, self.rank)
+        return value.detach().reshape(-1)[max(0, self._place[name][2]) :][: end - begin]
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns this rank's entries; call it before engine.step. Zeros for a parameter that got none."""
-        pieces = [self._zero.averaged_gradients[group] for group in range(len(self._flats))]
-        gradients = [torch.cat([piece.reshape(-1) for piece in of_group]) for of_group in pieces]
-        return dict(self._entries([part.to(flat.dtype) for part, flat in zip(gradients, self._flats, strict=True)]))
+        averaged = self._zero.averaged_gradients
+        flats = [
+            torch.cat([piece.reshape(-1) for piece in averaged[group]]).to(flat.dtype)
+            for group, flat in enumerate(self._flats)
+        ]
+        return {name: self.own(name, flats[group]) for name, (group, _, _) in self._place.items()}
 
-    def states(self) -> tuple[States, States]:
-        groups = {name: self.optimizer.param_groups[self._place[name][0]] for name in self.trained}
-        held = [self.optimizer.state.get(flat, {}) for flat in self._flats]
-        states: States = {name: {} for name in self.trained}
-        for key in {key for state in held for key in state}:
-            values = [state[key] for state in held]
-            of_flats = {name: values[self._place[name][1]] for name in self.trained}
-            for name, value in (of_flats if key == "step" else self._entries(values)).items():
-                states[name][key] = value
-        return groups, states
+    def held(self) -> dict[str, Tensor]:
+        return {name: Shard.own(self, name, param).clone() for name, param in self.trained.items()}
 
 
 class Zero3(Zero):
