@@ -259,23 +259,6 @@ def test_prompt_learning_is_refused() -> None:
         Scorer(tuned)
 
 
-def test_scores_do_not_depend_on_the_chunk_and_the_padding() -> None:
-    model = model_of("softcap")
-    sequences = sampled()
-    expected = of_tokens(Scorer(model).score(sequences, ROWS))
-    for chunk in (1, 4 * VOCABULARY, 2**30):
-        torch.testing.assert_close(
-            of_tokens(Scorer(model, chunk_logits=chunk).score(sequences, ROWS)), expected, rtol=1e-6, atol=1e-6
-        )
-    other = dataclasses.replace(
-        sequences,
-        prompt_ids=torch.where(sequences.prompt_mask.bool(), sequences.prompt_ids, 5),
-        completion_ids=torch.where(sequences.token_mask.bool(), sequences.completion_ids, 9),
-    )
-    for found, value in zip(of_tokens(Scorer(model).score(other, ROWS)), expected, strict=True):
-        assert torch.equal(found, value)
-
-
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation gives."""
 

@@ -469,15 +469,6 @@ def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
     assert metrics["reward"].stderr == pytest.approx(0.25)  # prompts say 0.5 and 0
 
 
-def test_a_reward_whose_least_and_most_are_known_has_an_interval_between_them() -> None:
-    """Three prompts, all right: Wilson's of 3 of 3 is 3/6.8415 to 1."""
-    right = [response(row, 0, 1.0, [0.5], "3") for row in range(3)]
-    metrics = response_metrics(right, max_k=1, right_reward=1.0, answers=True, reward_range=(0.0, 1.0))
-    for name in ("reward", "pass_at_1", "majority", "format"):
-        assert metrics[name].interval == (pytest.approx(3 / 6.8415, rel=1e-4), 1.0)
-    assert response_metrics(right, max_k=1, right_reward=1.0, answers=True)["reward"].interval is None
-
-
 def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_where_all_say_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,17 +160,6 @@ def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, pr
         load_probe_states([probe], checkpoint)
 
 
-def test_a_checkpoint_is_complete_with_the_last_of_its_files_only(run_dir: Path, tmp_path: Path) -> None:
-    """In the order in which they are written: whichever is missing at the moment of a kill, it is not taken."""
-    whole = run_dir / TRAINING_STATE / "checkpoint-3"
-    partial = tmp_path / "checkpoint-3"
-    partial.mkdir()
-    for part in PARTS:
-        assert what_is_wrong_with(partial)
-        shutil.copy(whole / part, partial)
-    assert what_is_wrong_with(partial) == ""
-
-
 def test_the_random_states_of_every_process_must_be_there(run_dir: Path) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     save_probe_states([], checkpoint, num_processes=2)

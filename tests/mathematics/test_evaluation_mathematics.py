@@ -26,15 +26,6 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response() -> None:
                 assert pass_at_k(torch.tensor([right]), n, k).item() == pytest.approx(share, abs=1e-14)
 
 
-def test_pass_at_k_is_unbiased_for_the_chance_that_k_fresh_responses_succeed() -> None:
-    """The mean over all outcomes of n draws with chance p; 1 − (1 − c/n)^k would not do."""
-    n, p = 6, 0.3
-    chance = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    for k in range(1, n + 1):
-        mean = float(pass_at_k(torch.arange(n + 1), n, k) @ torch.tensor(chance, dtype=torch.float64))
-        assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-14)
-
-
 def test_pass_at_k_of_many_responses_neither_over_nor_underflows() -> None:
     twin = 1 - math.comb(990, 500) / math.comb(1000, 500)
     assert pass_at_k(torch.tensor([10]), 1000, 500).item() == pytest.approx(twin, rel=1e-12)

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from rl_training import Probe
-from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, InterventionsProbe, SimpleEntropyProbe
+from rl_training.probes import (
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    InterventionsProbe,
+    MeasuredStepProbe,
+    SimpleEntropyProbe,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +23,8 @@ from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, Interv
         (SimpleEntropyProbe, {"responses_per_prompt": 0}, "at least 1"),
         (SimpleEntropyProbe, {"error_decay": 1.0}, "must lie in"),
         (SimpleEntropyProbe, {"every": 0}, "every=0 must be at least 1"),
+        (MeasuredStepProbe, {"responses_per_prompt": 0}, "measured: responses_per_prompt=0 must be at least 1"),
+        (MeasuredStepProbe, {"error_decay": 1.0}, "measured: error_decay=1.0 must lie in [0, 1)"),
         (GradientNoiseScaleProbe, {"decay": 1.0}, "between 0 and 1"),
         (GradientNoiseScaleProbe, {"decay": 0.0}, "between 0 and 1"),
         (GradientNoiseScaleProbe, {"split_prompts": -1}, "or more"),

@@ -360,14 +360,6 @@ def test_measuring_every_second_step_leaves_out_what_needs_neighbours(make_train
     assert "step 2 was not measured" in probe.all[1]["delta_h/backward"].reason
 
 
-def test_all_zero_advantages_leave_momentum_and_decay_only(make_trainer) -> None:
-    probe = Answers()
-    settings = {**FEW, "reward": lambda completions, **kwargs: [1.0] * len(completions)}
-    make_trainer(probes=[probe], weight_decay=0.0, **settings).train()
-    assert all(answer["delta_h/forward"].value == 0.0 for answer in probe.all)
-    assert all(answer["delta_h/reuse"].value == 0.0 for answer in probe.all)
-
-
 def test_prompts_that_a_step_takes_are_four_variances_of_a_prompt_over_the_square_of_the_change_summed_over_steps(
     make_trainer,
 ) -> None:

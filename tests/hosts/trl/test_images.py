@@ -81,7 +81,7 @@ def score(step: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:
     return Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
 
 
-def trained(make_trainer: Any, probes: list[Any], whole_prompts: bool) -> tuple[Ending, Any]:
+def trained(make_trainer: Any, probes: list[Any]) -> tuple[Ending, Any]:
     model, processor = seeing()
     colours = [(40 * i % 256, 255 - 30 * i % 256, 90 * i % 256) for i in range(16)]
     rows = {
@@ -93,7 +93,7 @@ def trained(make_trainer: Any, probes: list[Any], whole_prompts: bool) -> tuple[
         GRPOTrainer, model=model, dtype=torch.float64, processing_class=processor,
         train_dataset=Dataset.from_dict(rows), **settings,
     )  # fmt: skip
-    attachment = attach(trainer, probes, whole_prompts=whole_prompts)
+    attachment = attach(trainer, probes, whole_prompts=True)
     return ending(trainer), attachment
 
 
@@ -105,8 +105,8 @@ def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(
     contexts = Contexts()
     probes = [SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), GradientNoiseScaleProbe()]
     probes += [EffectiveSampleSizeProbe(), contexts]
-    probed, attachment = trained(make_trainer, probes, whole_prompts=True)
-    assert differing(probed, trained(make_trainer, [], whole_prompts=True)[0]) == []
+    probed, attachment = trained(make_trainer, probes)
+    assert differing(probed, trained(make_trainer, [])[0]) == []
     for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/advantage"):
         assert math.isfinite(attachment.latest[name].value)
     assert "text" in attachment.latest["delta_h/true"].reason
@@ -122,12 +122,6 @@ def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(
         width = swapped.logps.shape[1]
         difference = (swapped.logps - step.batch.scores.logps[:2, :width])[mask[:2, :width]].abs().max()
         assert float(difference) > 0.05  # images are seen
-
-
-def test_a_plain_trainer_without_whole_prompts_is_left_alone(make_trainer) -> None:
-    probed, attachment = trained(make_trainer, [SimpleEntropyProbe()], whole_prompts=False)
-    assert differing(probed, trained(make_trainer, [], whole_prompts=False)[0]) == []
-    assert math.isfinite(attachment.latest["delta_h/reuse"].value)
 
 
 # --- the rows of other models' inputs ---------------------------------------------------------------------------------
