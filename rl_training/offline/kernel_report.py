@@ -177,7 +177,7 @@ def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
         steps, values = zip(*known, strict=True) if known else ((), ())
         missing = [] if known else ["only where E is drawn from the policy itself"]
         series = [Series(title, BLUE, steps, values, mark="circle")]
-        charts.append(draw("evolution", series, missing, name=f"evolution_{key.rpartition('/')[2]}", title=title))
+        charts.append(draw("evolution", series, missing, quantity=key.rpartition("/")[2], title=title))
     return charts
 
 
@@ -192,8 +192,7 @@ def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: b
         cells = torch.nn.functional.adaptive_avg_pool2d(own[places][:, places].float().unsqueeze(0), size)[0]
         # Signed roots make small values visible: the few pairs near 1 dominate a linear scale.
         table = pd.DataFrame((cells.sign() * cells.abs().sqrt()).tolist())
-        name = f"evolution_cosines_{row['step']}"
-        charts.append(heatmap("cosines", table, 1.0, name=name, step=row["step"], ordered=ordered))
+        charts.append(heatmap("cosines", table, 1.0, step=row["step"], ordered=ordered))
     return charts
 
 
@@ -206,4 +205,4 @@ def _spectrum(rows: Sequence[Row], within: Sequence[Tensor]) -> Chart:
         places, shares = zip(*known, strict=True)
         red = round(255 * (0.15 + 0.7 * number / max(len(rows) - 1, 1)))
         series.append(Series(f"step {row['step']}", f"rgb({red}, 77, {255 - red})", places, shares))
-    return draw("spectrum", series, name="evolution_spectrum")
+    return draw("spectrum", series)

@@ -145,8 +145,7 @@ def _overlay(
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
     known = finite(pd.concat(shown))
     ends, rules = framed(known, is_share, floor) if len(known) else None, {"x": branching_steps(groups)}
-    name = "_".join(words.values()) or key
-    return draw(f"overlay_{key}", series, missing, name=name, ends=ends, rules=rules, **words)
+    return draw(f"overlay_{key}", series, missing, ends, rules=rules, **words)
 
 
 def _trunks(groups: Sequence[Group], quantity: Quantity) -> list[Series]:

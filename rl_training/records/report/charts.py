@@ -183,7 +183,6 @@ def draw(
     key: str,
     series: Sequence[Series],
     missing: Sequence[str] = (),
-    name: str = "",
     ends: tuple[float, float] | None = None,
     names: Sequence[str] = (),
     rules: Mapping[str, Sequence[float]] | None = None,
@@ -194,14 +193,15 @@ def draw(
 ) -> Chart:
     """Returns the chart that charts.yaml calls `key`; without a point in any series, only what is missing.
 
-    name    of its files, if that is not the key        ends   of the y-axis        names   along it, instead of numbers
+    ends    of the y-axis        names   along it, instead of numbers
     rules   straight lines across it, beside those of charts.yaml: "y" and "x", their places
     cells   of a matrix: half of their width, the largest value, and the ends of the x-axis
     start   what a second axis adds                     words  for its texts
     """
     chart, series = declared(key, words), [one for one in series if len(one.x)]
+    name, title, caption = chart.get("name", key), chart["title"], chart.get("caption", "")
     if not series:
-        return Chart(name or key, chart["title"], "", list(missing))
+        return Chart(name, title, "", list(missing))
     labels, over_steps = _first_by_label(series), "x" not in chart and not cells
     heights = [y for one in series for y in (*one.y, *one.low, *one.high)]
     y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
@@ -223,7 +223,7 @@ def draw(
         "over_steps": over_steps,
         "is_named": set(names) == {*labels},  # the y-axis names the series
     }
-    return Chart(name or key, chart["title"], chart.get("caption", ""), list(missing), series, facts)
+    return Chart(name, title, caption, list(missing), series, facts)
 
 
 def axis(

@@ -36,11 +36,9 @@ def draw_figures(run: Run) -> list[Chart]:
     if len(run.measured("ess/advantage")):
         drawn.append(_declared("ess", run))
     for evaluation in run.evaluations:
-        names = run.names(evaluation)
-        for key, is_share in (("solved", True), ("certain", False)):
-            name = f"evaluation_{evaluation}_{'solved' if is_share else 'entropy'}"
-            words: dict[str, Any] = {"evaluation": evaluation, "pass_at": largest_pass_at(names)}
-            drawn.append(_declared(key, run, evaluation, is_share, [], name=name, **words))
+        pass_at = largest_pass_at(run.names(evaluation))
+        for key in ("solved", "certain"):
+            drawn.append(_declared(key, run, evaluation, evaluation=evaluation, pass_at=pass_at))
     return drawn
 
 
@@ -70,22 +68,22 @@ def _declared(
     key: str,
     run: Run,
     source: str = PROBES_FILE,
-    is_share: bool = False,
-    missing: Sequence[str] | None = None,
     further: Sequence[Series] = (),
     without: Sequence[str] = (),
     **words: Any,
 ) -> Chart:
     """Returns a chart whose series charts.yaml names: lines with bands, without some, after further series."""
-    looks = charts.declared(key, words)["series"]
+    chart = charts.declared(key, words)
+    looks = chart["series"]
     quantities = {label: run.measured(look["metric"], source) for label, look in looks.items()}
     drawn = [
         Series.of_rows(label, NAMED[look["color"]], quantities[label], look["mark"], dash=look.get("dash", ()))
         for label, look in looks.items()
         if label not in without and len(finite(quantities[label]))
     ]
-    missing = what_is_missing(quantities) if missing is None else missing
-    ends = framed(finite(pd.concat(quantities.values())), is_share=True) if is_share and drawn else None
+    missing = what_is_missing(quantities) if source == PROBES_FILE else []
+    is_share = drawn and chart.get("is_share")
+    ends = framed(finite(pd.concat(quantities.values())), is_share=True) if is_share else None
     return draw(key, [*further, *drawn] if drawn else [], missing, ends=ends, **words)
 
 
