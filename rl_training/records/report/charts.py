@@ -1,6 +1,6 @@
 """Charts as Vega-Lite: series of points, the layers of templates/vega.yaml, and the words of templates/charts.yaml.
 
-A page draws them in the browser, and vl-convert as PNG.
+A page draws them in the browser, and vl-convert as PNG or SVG.
 """
 
 from __future__ import annotations
