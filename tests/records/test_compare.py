@@ -18,8 +18,8 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import compare_groups, final_figures, fit_law, last_common_step, since_branching
-from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
-from rl_training.records.compare.page import _trunks, draw_overlays, pool, write_comparison
+from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups, trunks_of
+from rl_training.records.compare.page import draw_overlays, pool, write_comparison
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.charts import framed
@@ -83,7 +83,7 @@ def test_branches_are_told_from_what_they_branch_off_by_their_step_and_pooled_ov
     assert [len(group.members) for group in groups] == [2, 2, 2]
     assert differences(groups) == {"branch at step": ["–", "5", "5"], "trainer.learning_rate": ["0.1", "0.1", "0.2"]}
     assert branching_steps(groups) == [5]
-    assert not any(group.trunks for group in groups)  # they are compared themselves
+    assert not trunks_of(groups)  # they are compared themselves
 
 
 def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_compared(tmp_path: Path) -> None:
@@ -93,16 +93,15 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
     later = record(tmp_path / "later", rate=0.4, first=9, branch=f"{first}/training_state/checkpoint-8")
     evaluate(plain, {4: (1.0, 0.5), 6: (0.9, 0.5)})
     groups = read_groups([again, later])
-    assert [[(t.run.name, t.last_step) for t in group.trunks] for group in groups] == [
-        [("plain0", 5)], [("plain0_0.2", 8), ("plain0", 5)],
-    ]  # fmt: skip
-    trunk = groups[0].trunks[0]
-    assert trunk.run.measured("reward", "sums").index.tolist() == [4]
-    assert trunk.run.measured("delta_h/cumulative_measured").index.max() == 5
-    drawn = _trunks(groups, lambda run: run.measured("delta_h/cumulative_measured"))
-    assert [list(one.x) for one in drawn] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    trunk, branch = trunks_of(groups)
+    assert [(run.name, run.steps[-1]) for run in (trunk, branch)] == [("plain0", 5), ("plain0_0.2", 8)]
+    assert trunk.measured("reward", "sums").index.tolist() == [4]
+    assert trunk.measured("delta_h/cumulative_measured").index.max() == 5
     assert branching_steps(groups) == [5, 8]
-    assert [chart.name for chart in draw_overlays(groups)] == ["reward", "entropy", "change"]
+    drawn = {chart.name: chart for chart in draw_overlays(groups)}
+    assert [*drawn] == ["reward", "entropy", "change"]
+    before = [one for one in drawn["change"].series if one.label == "before they branch off"]
+    assert [list(one.x) for one in before] == [[1, 2, 3, 4, 5], [6, 7, 8]]
 
 
 F_6, V_6, V_7 = 1e-4, 10e-4, 2e-4  # variances of ½F of batch 6, of ½(F + B) of all batches up to 6, and of batch 7

@@ -57,7 +57,6 @@ class Group:
     members: list[Member]  # one per seed
     repeats: list[Member]  # further runs of a member's seed: the same run again, not a second sample
     label: str = ""
-    trunks: Sequence[Member] = ()  # what they have branched off from, up to there, where that is not compared itself
 
     @property
     def name(self) -> str:
@@ -75,7 +74,7 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
         member = _read_member(path)
         key = path if member.settings is None else tuple(sorted(member.settings.items()))
         groups.setdefault(key, []).append(member)
-    made = [_make_group(_letter(index), members, paths) for index, members in enumerate(groups.values())]
+    made = [_make_group(_letter(index), members) for index, members in enumerate(groups.values())]
     return [replace(group, label=label) for group, label in zip(made, _labels(made), strict=True)]
 
 
@@ -120,16 +119,16 @@ def _counts(name: str, settings: Mapping[str, str]) -> bool:
     return name.rpartition(".")[2] not in SEEDS and name != "branch" and not name.startswith(NOT_OF_TRAINING)
 
 
-def _trunks(members: Sequence[Member], compared: Sequence[Path]) -> list[Member]:
+def trunks_of(groups: Sequence[Group]) -> list[Run]:
     """Returns the runs that these have branched off from, each up to the step where it was; not those compared too."""
-    found: dict[tuple[Path, int], Member] = {}
-    for member in members:
-        for folder, step in _ancestors(member).items():
+    compared = {member.run.folder for group in groups for member in (*group.members, *group.repeats)}
+    found: dict[tuple[Path, int], Run] = {}
+    for ancestors in (_ancestors(member) for group in groups for member in group.members):
+        for folder, step in ancestors.items():
             if folder in compared or not (folder / LOGS_FOLDER / METRICS_FILE).is_file():
                 break
             if (folder, step) not in found:
-                trunk = _read_member(folder)
-                found[folder, step] = replace(trunk, run=trunk.run.until(step))
+                found[folder, step] = read_run(folder).until(step)
     return list(found.values())
 
 
@@ -154,13 +153,13 @@ def branching_steps(groups: Sequence[Group]) -> list[int]:
     return sorted({member.branch[1] for group in groups for member in group.members if member.branch is not None})
 
 
-def _make_group(letter: str, members: list[Member], compared: Sequence[Path]) -> Group:
+def _make_group(letter: str, members: list[Member]) -> Group:
     by_seed: dict[str, list[Member]] = {}
     for member in members:
         by_seed.setdefault(member.seed, []).append(member)
     chosen = [max(runs, key=lambda member: member.last_step) for runs in by_seed.values()]
     repeats = [member for member in members if member not in chosen]
-    return Group(letter, chosen, repeats, trunks=_trunks(chosen, compared))
+    return Group(letter, chosen, repeats)
 
 
 def _letter(index: int) -> str:

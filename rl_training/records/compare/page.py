@@ -13,7 +13,7 @@ import pandas as pd
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare import final
-from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups
+from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups, trunks_of
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.folder import COMPARISON_FILE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
@@ -31,6 +31,7 @@ DOTTED = (2, 2)
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
 FAR = 1e3
+SUMS = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
 NO_ERROR = "a logged number has no error"
 
 Quantity = Callable[[Run], pd.DataFrame]
@@ -103,17 +104,17 @@ def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
 
 def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
     """Returns the charts of what any of the groups has."""
+    trunks = trunks_of(groups)
     charts = [
-        _overlay(groups, "reward", _reward, is_share=True),
-        _overlay(groups, "entropy", _entropy),
-        _overlay(groups, "change", _recorded("delta_h/cumulative_measured"), _recorded("delta_h/cumulative_predicted")),
-        _overlay(groups, "noise_scale", final.noise_scales, mean=final.mean_noise_scale),
+        _overlay(groups, trunks, "reward", _reward, is_share=True),
+        _overlay(groups, trunks, "entropy", _entropy),
+        _overlay(groups, trunks, "change", _recorded(SUMS[0]), dotted=_recorded(SUMS[1])),
+        _overlay(groups, trunks, "noise_scale", final.noise_scales, mean=final.mean_noise_scale),
     ]
     for evaluation, metric in _evaluated_metrics(groups):
         quantity, floor = _recorded(metric, evaluation), 0.1 if metric == "length" else 0.0
-        drawn = _overlay(groups, "evaluated", quantity, None, final.mean_over_runs, metric.startswith(SHARES), floor,
-                         evaluation=evaluation, metric=metric)  # fmt: skip
-        charts.append(drawn)
+        charts.append(_overlay(groups, trunks, "evaluated", quantity, is_share=metric.startswith(SHARES), floor=floor,
+                               evaluation=evaluation, metric=metric))  # fmt: skip
     return [drawn for drawn in charts if drawn is not None]
 
 
@@ -122,7 +123,7 @@ def _recorded(metric: str, source: str = PROBES_FILE) -> Quantity:
 
 
 def _overlay(
-    groups: Sequence[Group], key: str, quantity: Quantity, dotted: Quantity | None = None,
+    groups: Sequence[Group], trunks: Sequence[Run], key: str, quantity: Quantity, dotted: Quantity | None = None,
     mean: Mean = final.mean_over_runs, is_share: bool = False, floor: float = 0.0, **words: Any,
 ) -> Chart | None:  # fmt: skip
     """Returns the chart of the curves of all groups; None when no run has any.
@@ -133,8 +134,8 @@ def _overlay(
     having = [group for group in groups if any(len(quantity(member.run)) for member in group.members)]
     if not having:
         return None
-    shown = [quantity(trunk.run) for group in having for trunk in group.trunks]
-    series = _trunks(groups, quantity)
+    shown = [finite(quantity(trunk)) for trunk in trunks]
+    series = [Series("before they branch off", GREY, rows.index, rows["value"]) for rows in shown]
     for group in having:
         color, stroke = _look(groups.index(group))
         curves, means = _curves(group, quantity, mean, color, stroke, group.name)
@@ -146,13 +147,6 @@ def _overlay(
     known = finite(pd.concat(shown))
     ends, rules = framed(known, is_share, floor) if len(known) else None, {"x": branching_steps(groups)}
     return draw(f"overlay_{key}", series, missing, ends, rules=rules, **words)
-
-
-def _trunks(groups: Sequence[Group], quantity: Quantity) -> list[Series]:
-    """Returns what runs have branched off from, once, where it is not compared itself."""
-    trunks = {(trunk.run.folder, trunk.last_step): trunk for group in groups for trunk in group.trunks}
-    found = [finite(quantity(trunk.run)) for trunk in trunks.values()]
-    return [Series("before they branch off", GREY, rows.index, rows["value"]) for rows in found]
 
 
 def _curves(
