@@ -44,12 +44,11 @@ from rl_training.tasks.tiny import build_tokenizer
 
 LINES = 50  # of a response, 4 tokens each
 EASY, ERROR = (1, 2, 3), (0.002, 0.02)  # additions; how often a worked line with one of them, or another, is wrong
-# hidden size, layers, steps of the base model's training and their rate, prompts x responses of a GRPO step
-SIZES = {"1m": (128, 5, 300, 2e-3, 16, 8), "10m": (320, 8, 150, 1e-3, 8, 4)}
+# hidden size, layers, steps of the base model's training and their rate, prompts x responses and rate of a GRPO step
+SIZES = {"1m": (128, 5, 300, 2e-3, 16, 8, 3e-4), "10m": (320, 8, 150, 1e-3, 8, 4, 5e-5)}
 
 STATES = (10, 20, 30, 40)
-INTERVENTIONS = ["bonus:0.1", "psr", "nsr", "w_reinforce", "std_norm", "length_norm", "clip_cov:0.02", "top_entropy",
-                 "steer"]  # fmt: skip
+INTERVENTIONS = ["bonus:0.1", "psr", "nsr", "w_reinforce", "std_norm", "clip_cov:0.02", "top_entropy", "steer"]
 
 
 def prompts(seed: int, number: int) -> list[str]:
@@ -85,7 +84,7 @@ def _is_right(total: int, text: str) -> bool:
 
 def base_model(folder: Path, size: str) -> None:
     """Trains the model that GRPO starts from on worked responses, and saves it with its tokenizer."""
-    hidden, layers, steps, rate, _, _ = SIZES[size]
+    hidden, layers, steps, rate, *_ = SIZES[size]
     tokenizer = build_tokenizer()
     tokenizer.model_max_length = 256
     torch.manual_seed(0)
@@ -121,11 +120,11 @@ def trainer_of(
     base = output / f"base_{size}"
     if not base.is_dir():
         base_model(base, size)
-    num_prompts, responses = SIZES[size][-2:]
+    num_prompts, responses, rate = SIZES[size][-3:]
     train_dataset, eval_dataset = (Dataset.from_dict({"prompt": prompts(seed, 4096)}) for seed in (-1, -2))
     settings = {"peft_config": LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")} if lora else {}
     return default_trainer(
-        scratch, probes, steps, 2e-3 if lora else 3e-4, records=records, model_folder=base,
+        scratch, probes, steps, 2e-3 if lora else rate, records=records, model_folder=base,
         task=Task(train_dataset, eval_dataset, all_lines_right), num_generations=responses,
         per_device_train_batch_size=num_prompts * responses // 8, max_completion_length=4 * LINES, **settings,
     )  # fmt: skip
@@ -141,7 +140,7 @@ def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences
         trainer.add_callback(Progress(bar))
         trainer.train()
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    facts = {"parameters": parameters, "prompts": SIZES[size][-2], "seconds": time.time() - began}
+    facts = {"parameters": parameters, "prompts": SIZES[size][-3], "seconds": time.time() - began}
     facts["rewards"] = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
