@@ -174,11 +174,11 @@ def row_of(folder: Path) -> str:
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     truth = by_name["delta_h/true"]
     cells = [folder.name, f"{facts['parameters']:,}", f"{facts['rewards'][0]:.2f} → {facts['rewards'][-1]:.2f}"]
-    for name in ("forward", "backward", "trapezoid"):
+    for name in ("measured/delta_h", "delta_h/forward", "delta_h/backward", "delta_h/trapezoid"):
         pairs = [
             (p, true)
             for step, true in truth.items()
-            if (p := by_name[f"delta_h/{name}"].get(step)) and p["value"] is not None and p["stderr"] is not None
+            if (p := by_name.get(name, {}).get(step)) and p["stderr"] is not None and math.isfinite(p["stderr"])
         ]
         held = [
             interval_covers(p["value"] - true["value"], p["stderr"], int(p["num_samples"]), true["stderr"])
@@ -218,7 +218,7 @@ def main() -> None:
     if options.part == "interventions":
         interventions(options.output, options.size, options.batches, options.sequences)
         return
-    titles = ("run", "parameters", "reward", "forward", "backward", "trapezoid", "Σ trapezoid", "Σ true",
+    titles = ("run", "parameters", "reward", "measured", "forward", "backward", "trapezoid", "Σ trapezoid", "Σ true",
               "run: predicted", "measured", "error of forward / change", "prompts by it", "by the probe")  # fmt: skip
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for folder in sorted(path.parent for path in options.output.glob("*/facts.json")):
