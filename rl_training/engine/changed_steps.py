@@ -151,7 +151,7 @@ class ChangedSteps:
         self, plain: StepsWithoutFolds, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
     ) -> None:
         """basis: the gradient of further weights, D. A collective, as is `products`."""
-        self._plain, self._reduce = plain, reduce
+        self._plain, self._reduce, self._pieces = plain, reduce, plain.pieces.halved()
         self._sizes = plain.gradient.sizes.to(plain.gradient.share_of_mean.device)
         self._terms = [plain.gradient] if basis is None else [plain.gradient, basis]  # of a changed gradient
         self._squares = self._inner_products()
@@ -165,7 +165,7 @@ class ChangedSteps:
         plain step itself, δθ in the place of Δ.
         """
         own, lost = (self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2))
-        for piece in self._plain.pieces:
+        for piece in self._pieces:
             gradients = self._gradients(piece)
             plain = self._steps(piece, gradients, Change())
             for c, change in enumerate(changes):
@@ -190,7 +190,7 @@ class ChangedSteps:
         """Returns (F + 1, s, s): g · g, and with a basis g · D and D · D."""
         count = len(self._terms)
         squares = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
-        for piece in self._plain.pieces:
+        for piece in self._pieces:
             gradients = self._gradients(piece)
             for one in range(count):
                 for other in range(count):

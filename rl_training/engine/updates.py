@@ -97,19 +97,28 @@ class OptimizerPieces:
         layout: Layout,
         parameters: Mapping[str, Tensor],
         states: Mapping[str, AdamWState | SGDState] | None,
+        at_once: int | None = None,
     ) -> None:
-        self._parameters, self._states, self._dtype = parameters, states or {}, layout.dtype
-        self._runs = list(_runs(layout, parameters, states)) if states else []
+        """at_once: entries of a piece at most; None: as the layout has them."""
+        self._layout, self._parameters, self._states = layout, parameters, states or {}
+        self._at_once = at_once or layout.at_once
+        self._runs = list(_runs(layout, parameters, states, self._at_once)) if states else []
         self._kept = list(self._made()) if layout.num_entries <= layout.at_once else None
 
     def __iter__(self) -> Iterator[Piece]:
         return self._made() if self._kept is None else iter(self._kept)
 
+    def halved(self) -> OptimizerPieces:
+        """Returns pieces of half as many entries, for who holds several vectors of each; the same of few entries."""
+        if self._kept is not None:
+            return self
+        return OptimizerPieces(self._layout, self._parameters, self._states, max(1, self._at_once // 2))
+
     def _made(self) -> Iterator[Piece]:
         for run in self._runs:
             alike = [self._states[name] for name in run.names]
             moments: dict[str, Any] = {
-                key: run.joined(getattr(state, key) for state in alike).to(self._dtype)
+                key: run.joined(getattr(state, key) for state in alike).to(self._layout.dtype)
                 for key, value in vars(alike[0]).items()
                 if isinstance(value, Tensor)
             }
@@ -117,15 +126,15 @@ class OptimizerPieces:
 
 
 def _runs(
-    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState]
+    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState], at_once: int
 ) -> Iterator[Run]:
     before = 0  # parameters in the buckets before
     for number, bucket in enumerate(layout.buckets):
         bounds = [columns for _, columns in bucket.bounds()]
         for first, last in _alike(bucket.names, parameters, states):
             start, stop = bounds[first].start, bounds[last - 1].stop
-            for begin in range(start, stop, layout.at_once):
-                end = min(begin + layout.at_once, stop)
+            for begin in range(start, stop, at_once):
+                end = min(begin + at_once, stop)
                 sizes = (max(0, min(own.stop, end) - max(own.start, begin)) for own in bounds[first:last])
                 yield Run(
                     bucket=number,

@@ -72,8 +72,12 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
     torch.testing.assert_close(torch.cat(whole_update(layout, pieces, gradient, clip=1.0)), step)
     flat = torch.cat(gradient)
     assert all(torch.equal(flat[piece.flat], piece.of(gradient)) for piece in pieces)
+    halves = list(OptimizerPieces(layout, parameters, states).halved())
+    assert max(len(piece.param) for piece in halves) == longest // 2
+    halved = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in halves])
+    torch.testing.assert_close(halved, step)
     names = list(SHAPES)
-    for piece in pieces:
+    for piece in [*pieces, *halves]:
         for name, own in zip(names[piece.parameters], piece.of(gradient).split(piece.sizes), strict=True):
             assert set(own.tolist()) <= set(gradients[name].flatten().tolist())
 
