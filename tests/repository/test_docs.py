@@ -23,7 +23,6 @@ from rl_training.probes import InterventionsProbe, SimpleEntropyProbe, TokenClas
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
-SCRIPTS = {"train": "train.py", "analyze": "offline.py", "evaluate": "evaluate.py"}
 OURS = (
     *("step/", "update/", "delta_h", "entropy/", "gns", "ess", "sampler/", "covariance", "intervention", "tokens/"),
     *("forecast", "buffer", "probe_cost", "calib", "measured/", "delta_length", "delta_reward"),
@@ -46,10 +45,10 @@ def typed_in_a_terminal(line: str, folder: Path) -> None:
     """
     name, command, *arguments = shlex.split(line)
     assert name == "rl-training"
-    words = [argument.replace("=runs/", f"={folder}/runs/") for argument in arguments]
+    words = [re.sub("(^|=)runs/", rf"\1{folder}/runs/", argument) for argument in arguments]
     if command == "train":
         words += [word for word in QUICK if word != "logger=none"]
-    done = forks.run(SCRIPTS[command], *words)
+    done = forks.run("rl_training/__main__.py", command, *words)
     assert done.returncode == 0, done.stderr
 
 
