@@ -155,10 +155,9 @@ class Corrections(InterventionsProbe):
         self.batches += 1
         if step.entropy_change.why_none:
             return
-        (loss,) = loss_inputs(dataclasses.replace(step.batch, microbatch_rows=(range(len(step.batch.scores.mask)),)),
-                              step.ranks.reduce)  # fmt: skip
-        weights = [each.weights(loss) for each in self.which]
-        pairs = [[each.logps, each.entropies] for each in weights]
+        loss = loss_inputs(step.batch, step.ranks.reduce)  # by microbatch: some choose tokens within each
+        weights = [torch.cat([each.weights(part).stacked() for part in loss], dim=1) for each in self.which]
+        pairs = [[logps, entropies if entropies.any() else None] for logps, entropies in weights]
         gradients = gradients_of(step.policy, step.batch.rollout, pairs)
         made, *changed = (self.run.step(gradient, self.state) for gradient in gradients)
         for each, other in zip(self.which[1:], changed, strict=True):
