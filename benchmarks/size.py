@@ -48,7 +48,7 @@ EASY, ERROR = (1, 2, 3), (0.002, 0.02)  # additions; how often a worked line wit
 SIZES = {"1m": (128, 5, 300, 2e-3, 16, 8, 3e-4), "10m": (320, 8, 150, 1e-3, 8, 4, 5e-5)}
 
 STATES = (10, 20, 30, 40)
-INTERVENTIONS = ["bonus:0.1", "psr", "nsr", "w_reinforce", "std_norm", "clip_cov:0.02", "top_entropy", "steer"]
+INTERVENTIONS = ["bonus:0.1", "psr", "nsr", "w_reinforce", "std_norm", "clip_cov:0.02", "top_entropy"]
 
 
 def prompts(seed: int, number: int) -> list[str]:

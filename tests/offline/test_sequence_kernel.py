@@ -412,7 +412,7 @@ def test_a_kernel_that_lost_a_row_is_refused(cases: Any, finished: Any) -> None:
     value = float(load_kernel(finished("full")).about["pairs_sum"])
     by_rows = torch.tensor([value, 50 * abs(value)], dtype=torch.float64)
     proof = prove_identity(found, case.inputs, by_rows, value, 1e-4)
-    assert float(proof["identity_error"]) == 0.0
+    assert float(proof["identity_error"]) < 1e-12
     found["entropy_kernel"][2] = 0.0
     with pytest.raises(ValueError, match="rows of the kernel are missing or wrong"):
         prove_identity(found, case.inputs, by_rows, value, 1e-4)
