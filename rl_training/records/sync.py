@@ -81,13 +81,9 @@ class Outcome:
 
 
 def sync(
-    source: str,
-    destination: Path,
-    checkpoints: Checkpoints = "none",
-    checksum: bool = False,
-    retries: int = 0,
+    source: str, destination: Path, checkpoints: Checkpoints = "none", checksum: bool = False, retries: int = 0,
     pause: float = 1.0,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Returns what was copied of the source.
 
     checksum  compare contents, not times: every file of the same size is fetched to be compared
