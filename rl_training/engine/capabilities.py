@@ -15,6 +15,10 @@ OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
     "share per response is not known"
 )
+HOOKED = (
+    "parameters have hooks on their gradients (register_hook, wandb.watch), which entropy gradients would run through "
+    "too: edit .grad after the backward, or use register_post_accumulate_grad_hook"
+)
 NOT_DR_GRPO = "the trace can be split only for Dr-GRPO's loss"
 
 
@@ -37,4 +41,5 @@ class Capabilities:
     no_baseline: str = ""  # that, or G is 1: a response has no others to the same prompt
     mixed_prompts: str = ""  # or lies in several folds
     other_terms: str = ""  # the loss has terms beside log-probabilities and entropies
+    hooked: str = ""  # on some rank, gradients run through hooks of the loop
     not_dr_grpo: str = ""  # the loss is not −A ∂log π summed over all tokens on one scale, A = reward − group's mean

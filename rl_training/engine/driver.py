@@ -35,7 +35,7 @@ from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, announcement, needs_of
 from rl_training.engine.shards import reshard
 from rl_training.engine.step import Gradients, Step
-from rl_training.engine.step_check import StepGuard, predicting, why_not_the_sum
+from rl_training.engine.step_check import StepGuard, predicting, refuse_other_parameters, why_not_the_sum
 from rl_training.engine.streams import streams_put_back
 from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.estimate import Estimate
@@ -107,15 +107,16 @@ class StepDriver:
             of_ranks = self._loop.ranks.gather(own).long().tolist()
         sizes = self._loop.shape.sizes if sizes is None else sizes
         folds = self._requirements.folds(self._loop.shape, sizes, of_ranks)
-        optimizer = view_optimizer(self._loop.shard)
+        refuse_other_parameters(self._loop.shard)
         if self._guard is not None:
             self._guard.notice_edits()
         if self._rows is not None:
-            needs, weights = needs_of(probes), self._loop.shard.weights()
-            roots = adam_roots(self._layout, weights, optimizer.states) if Need.SQ_NORMS in needs else None
+            needs, shard, roots = needs_of(probes), self._loop.shard, None
+            if Need.SQ_NORMS in needs:
+                roots = adam_roots(self._layout, shard.weights(), view_optimizer(shard).states)
             is_sliced = len(folds) > len(sizes)  # norms of slices take their rows
             self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
-        self.open_step = OpenStep(number, probes, folds, optimizer)
+        self.open_step = OpenStep(number, probes, folds)
 
     def microbatch(
         self, rollout: Rollout, scores: Scores, other_terms: bool = False, seen: Scores | None = None
@@ -244,11 +245,11 @@ class StepDriver:
     def _view(self, step: OpenStep) -> Step:
         """Returns what probes see of a step whose gradients are all in. A collective."""
         loop, reduce, rollout = self._loop, self._loop.ranks.reduce, join_rollouts(step.rollouts)
-        assert step.optimizer is not None
-        mismatch = loop.sampling_mismatch or self._padding.why_it_matters(rollout, loop.policy, reduce)
+        edited = "" if self._guard is None else self._guard.why_edited()
+        mismatch = loop.sampling_mismatch or edited or self._padding.why_it_matters(rollout, loop.policy, reduce)
         capabilities = step.capabilities(loop, self._learned, mismatch)
         batch = step.join(loop, rollout, in_folds=not capabilities.mixed_prompts)
-        mean, optimizer = gradients_and_states(loop.shard, step.optimizer)
+        mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
         is_sliced = len(step.folds) > len(batch.microbatch_rows)
         # The share of a slice in another term of the loss is not known.
         other_terms = f"{OTHER_TERMS}: use at most one fold per microbatch" if step.other_terms and is_sliced else ""

@@ -113,7 +113,8 @@ def _why_no_entropy_gradient(step: Step) -> str:
 
     X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
     """
-    logs, reason = log_ratios(step.batch), step.capabilities.sampling_mismatch or step.capabilities.no_baseline
+    logs, can = log_ratios(step.batch), step.capabilities
+    reason = can.sampling_mismatch or can.no_baseline or can.hooked
     if reason or logs is None:
         return reason or NO_SAMPLING_LOGPS
     if step.batch.rollout.sampling_logps is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width
 from rl_training.engine.capabilities import (
+    HOOKED,
     MIXED_PROMPTS,
     NOT_DR_GRPO,
     ONE_RESPONSE,
@@ -25,7 +26,7 @@ from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
-from rl_training.engine.step import OptimizerView, Step
+from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import FoldGroup, ranges_of, split_prompts
 from rl_training.mathematics.scores import Scores
@@ -68,7 +69,6 @@ class OpenStep:
     number: int
     probes: Sequence[Probe]  # that measure it; there may be none
     folds: Sequence[FoldGroup] = ()
-    optimizer: OptimizerView | None = None  # as it is before the step; None where no probe measures
     rollouts: list[Rollout] = field(default_factory=list)  # by microbatch
     scores: list[Scores] = field(default_factory=list)
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
@@ -108,7 +108,9 @@ class OpenStep:
         is_incomplete = (counts != group).any().double()
         is_mixed = torch.full_like(is_incomplete, num_in_folds > len(prompts))
         is_reused = torch.full_like(is_incomplete, not learned.isdisjoint(prompts.tolist()))
-        incomplete, mixed, reused = loop.ranks.reduce(torch.stack([is_incomplete, is_mixed, is_reused])).tolist()
+        is_hooked = torch.full_like(is_incomplete, any(leaf._backward_hooks for leaf in loop.shard.leaves.values()))
+        facts = torch.stack([is_incomplete, is_mixed, is_reused, is_hooked])
+        incomplete, mixed, reused, hooked = loop.ranks.reduce(facts).tolist()
         # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
         mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
         fixes = loop.fixes
@@ -121,6 +123,7 @@ class OpenStep:
             no_baseline=ONE_RESPONSE if group == 1 else split,
             mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "",
             other_terms=OTHER_TERMS if self.other_terms else "",
+            hooked=HOOKED if hooked else "",
             not_dr_grpo="" if loop.dr_grpo else f"{NOT_DR_GRPO}: {fixes.dr_grpo}",
         )
 

@@ -30,7 +30,8 @@ HALF_PRECISION = 2.0**-5  # of a step: how much that of an optimizer may differ 
 KEPT = 0.9  # share of a step below which what is lost is worth a remark
 NOT_THE_FORMULA = (
     "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
-    "(step/formula_error); clip as max_grad_norm says, and step once, with this optimizer and learning rate"
+    "(step/formula_error); clip as max_grad_norm says, step once, with this optimizer and learning rate, and change "
+    "weights by nothing else"
 )
 NOT_TO_NEAREST = "; if all of that is so, it rounds otherwise than to nearest, and its steps are not predicted"
 SHARE = "update/surviving_share"
@@ -42,6 +43,10 @@ IN_PARTS = (
     "once for each microbatch, and use checkpointing with use_reentrant=False"
 )
 EDITED = "weights were changed after it by something else than the optimizer"
+EDITED_WITHIN = (
+    "weights were changed in this step before the optimizer's, so its responses and gradients are not those of the "
+    "policy that is updated: swap or edit weights between steps"
+)
 ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
 
 
@@ -61,6 +66,16 @@ def why_not_the_sum(sums: Tensor, rounded: bool) -> str:
         f"the gradient differs from that of the microbatches by {off / norm if norm else math.inf:.2g} of its norm: a "
         "backward too many, a zero_grad missing or between microbatches, a GradScaler, or gradients that were edited"
     )
+
+
+def refuse_other_parameters(shard: Shard) -> None:
+    """Raises ValueError where parameters are no longer those that were trained when measuring began."""
+    trained = {name for name, param in shard.model.named_parameters() if param.requires_grad}
+    for name in sorted(trained ^ shard.trained.keys()):
+        raise ValueError(
+            f"{name} is {'' if name in trained else 'not '}trained now, unlike when probes began to measure: freeze, "
+            "unfreeze and untie before training, or train and measure each stage by itself"
+        )
 
 
 def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
@@ -85,7 +100,8 @@ class StepGuard:
         self._probes: list[Probe] = []  # of the step that is checked
         self._states: list[Mapping[str, Tensor]] = []  # theirs before it
         self._why_unknown = self._rounded = ""
-        self._before = torch.empty(0)  # some weights before the step, and what the formula adds to them
+        self._begun: Tensor | None = None  # some weights, when the step begins
+        self._before = torch.empty(0)  # before the optimizer's, and what the formula adds to them
         self._formula: Tensor | None = None
         self._after: Tensor | None = None  # and after it
 
@@ -96,11 +112,24 @@ class StepGuard:
 
     def notice_edits(self) -> None:
         """Forgets the step before where weights are no longer those that it ended with. A collective."""
-        if self._after is not None:
-            changed = (sampled(self._layout, self._shard.weights().values()) != self._after).any()
-            if float(self._reduce(changed.double())) > 0.0:
-                self._memory.forget(EDITED)
+        self._begun = self._sampled_weights()
+        if self._after is not None and self._differ(self._begun, self._after):
+            self._memory.forget(EDITED)
         self._after = None
+
+    def why_edited(self) -> str:
+        """Returns that weights were changed since the step has begun, "" if they were not. A collective."""
+        self._before = self._sampled_weights()
+        if self._begun is None or not self._differ(self._begun, self._before):
+            return ""
+        return EDITED_WITHIN
+
+    def _sampled_weights(self) -> Tensor:
+        return sampled(self._layout, self._shard.weights().values())
+
+    def _differ(self, one: Tensor, other: Tensor) -> bool:
+        same = torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+        return float(self._reduce((~same).any().double())) > 0.0
 
     def ready(self, step: Step, probes: Sequence[Probe]) -> None:
         """Keeps what it takes to check the step that follows."""
@@ -108,7 +137,6 @@ class StepGuard:
         if self._probes and change is not None:
             self._states = [probe.state_dict() for probe in self._probes]
             self._rounded, self._why_unknown = step.optimizer.rounded, change.why_none or step.optimizer.reason
-            self._before = sampled(self._layout, step.gradients.weights.values())
             if change.intended is not None:
                 self._formula = sampled(self._layout, self._layout.by_name(change.intended).values())
 
@@ -119,7 +147,7 @@ class StepGuard:
         names = ["step/formula_error", SHARE, *(f"{SHARE}/layer/{name}" for name in self._layers)]
         if self._formula is None:
             return dict.fromkeys(names, Estimate.missing(self._why_unknown))
-        self._after = sampled(self._layout, self._shard.weights().values())
+        self._after = self._sampled_weights()
         error, *shares = self._compare(self._after - self._before, self._formula)
         if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT):
             reason = NOT_THE_FORMULA.format(error=error) + (NOT_TO_NEAREST if self._rounded else "")

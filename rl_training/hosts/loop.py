@@ -73,6 +73,7 @@ def measured_loop(
     """Returns the context in which these probes measure a training loop. See the module's docstring.
 
     model                 a causal language model of Hugging Face's, DDP around one, or one cut by fully_shard
+    optimizer             torch's, or accelerate's around it
     microbatch_size       sequences of one forward and backward on this process, `microbatches` of them to a step
     max_grad_norm         where the loop clips the gradient with clip_grad_norm_; None where it does not
     records               where metrics.jsonl and probes.jsonl are written, by rank 0
@@ -87,6 +88,7 @@ def measured_loop(
     Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     shape = Shape(responses_per_prompt, microbatch_size, microbatches, all_ranks().count)
     loop_refusals.refuse_impossible_settings(shape, temperature, max_grad_norm)
     loop_refusals.refuse_what_cannot_be_measured(probes, model, module, optimizer)
@@ -192,7 +194,7 @@ class MeasuredLoop:
         if rollout.on_policy and self._learned == self._rollout_number:
             raise ValueError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         if step.probes and not self._scores_checked:
-            loop_refusals.refuse_other_scores(rollout, logps, self._policy)
+            loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
             self._scores_checked = True
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)

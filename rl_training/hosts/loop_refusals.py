@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Rollout
@@ -13,6 +14,7 @@ from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 
 FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
+FARTHEST_ENTROPY = 0.2  # of their mean: that of entropies, of which bits are .44 more
 
 
 def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Module, optimizer: Any) -> None:
@@ -52,7 +54,9 @@ def refuse_impossible_settings(shape: Shape, temperature: Any, max_grad_norm: An
 
 
 def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
-    """Raises ValueError where an optimizer trains no parameter of the model."""
+    """Raises ValueError for what is no optimizer of torch's kind, and one that trains no parameter of the model."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the one inside it, which steps")
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
     if trained.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
@@ -76,19 +80,28 @@ def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
         raise ValueError("logps have no graph: pass those that the loss is computed from, not detached")
 
 
-def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy) -> None:
-    """Raises ValueError where a loop's own log-probabilities are not the scorer's: a shift by a token costs nats."""
+def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | None, policy: Policy) -> None:
+    """Raises ValueError where a loop's own scores are not the scorer's: a shift by a token costs nats."""
     mask = rollout.completion_mask.bool()
-    exact, noisy = (
-        policy.score_rollout(rollout).logps,
-        policy.score_rollout(rollout, as_training=True, dropout=True).logps,
-    )
-    off, noise = (float((other - exact)[mask].abs().mean()) for other in (logps.detach(), noisy))
+    exact, noisy = policy.score_rollout(rollout), policy.score_rollout(rollout, as_training=True, dropout=True)
+
+    def mean_distance(one: Tensor, other: Tensor) -> float:
+        return float((one.detach() - other)[mask].abs().mean())
+
+    off, noise = mean_distance(logps, exact.logps), mean_distance(noisy.logps, exact.logps)
     if mask.any() and not off <= FARTHEST + 2 * noise:
         raise ValueError(
             f"logps are {off:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: check "
             "the shift by one token, the temperature and the attention mask"
         )
+    if mask.any() and entropies is not None:
+        off, noise = mean_distance(entropies, exact.entropies), mean_distance(noisy.entropies, exact.entropies)
+        level = float(exact.entropies[mask].mean())
+        if not off <= FARTHEST_ENTROPY * level + 2 * noise:
+            raise ValueError(
+                f"entropies are {off:.2g} off the model's, whose mean is {level:.2g} nats per token: give those of all "
+                "of the vocabulary, in nats, at the same temperature, or leave them out"
+            )
 
 
 def refuse_missing_backward(step: OpenStep) -> None:

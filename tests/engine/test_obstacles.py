@@ -64,7 +64,10 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
 
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         shape, ranks = SimpleNamespace(responses_per_prompt=2), Ranks(2, reduce, rank)
-        loop: Any = SimpleNamespace(shape=shape, ranks=ranks, fixes=Fixes(), no_fresh_responses="", dr_grpo=True)
+        shard = SimpleNamespace(leaves={})
+        loop: Any = SimpleNamespace(
+            shape=shape, ranks=ranks, fixes=Fixes(), no_fresh_responses="", dr_grpo=True, shard=shard
+        )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4)
         step = OpenStep(1, [], plan_folds([4], 2, 2), rollouts=[rollout])
         why = step.capabilities(loop, learned={1} if rank == 0 else set(), mismatch="")

@@ -74,6 +74,10 @@ def no_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
+def doubled_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    next(model.parameters()).register_hook(lambda gradient: 2.0 * gradient)
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "a GradScaler that has not unscaled": {
         "backward": lambda loss: (1024.0 * loss).backward(),
@@ -88,6 +92,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "another learning rate": {"late": another_rate},
     "a second optimizer": {"late": another_optimizer},
     "zero_grad forgotten": {"zero_grad": False},
+    "weights edited between microbatches": {"between": each_weight(lambda weight: 1.01 * weight)},
+    "weights edited before the probes": {"ready": each_weight(lambda weight: 1.01 * weight)},
+    "gradients that run through hooks": {"between": doubled_gradients},
 }
 
 
@@ -96,8 +103,8 @@ def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(wr
     last = estimates(**wrong)[-1]
     for name in ("delta_h/forward", "intervention/lr:0.5/delta_h"):
         assert math.isnan(last[name].value)
-        assert re.search("the gradient differs|not the optimizer's formula", last[name].reason)
-    assert last["entropy/token"].value > 0.0
+        assert re.search("gradient differs|not the optimizer's formula|weights were changed|hooks", last[name].reason)
+    assert last["entropy/token"].value > 0.0 or last["entropy/token"].reason == last["delta_h/forward"].reason
 
 
 class ExactShares:
@@ -193,6 +200,26 @@ def test_a_right_loop_is_the_formula_to_rounding() -> None:
 def test_weights_that_change_between_steps_are_no_step_of_the_optimizer(change: Any) -> None:
     last = estimates(after=each_weight(change))[-1]
     assert "step 1: weights were changed" in last["delta_h/backward"].reason
+
+
+def test_a_learning_rate_that_is_set_within_the_step_is_that_of_the_step() -> None:
+    """A loop may set it where it likes, before gradients_ready()."""
+    inside, before = estimates(ready=another_rate), estimates(rate=6e-4)
+    assert inside[0]["delta_h/forward"] == before[0]["delta_h/forward"]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_that_are_frozen_or_trained_later_are_refused_by_name(trained: bool) -> None:
+    """Of those that are trained later the steps would be left out of every product, silently."""
+
+    def change(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model.model.norm.requires_grad_(False)
+        model.register_parameter("late", torch.nn.Parameter(torch.ones(1), requires_grad=trained))
+        if trained:
+            model.model.norm.requires_grad_(True)
+
+    with pytest.raises(ValueError, match="late is trained now" if trained else "model.norm.weight is not trained now"):
+        estimates(after=change)
 
 
 def test_a_step_after_a_wrong_one_does_not_look_back_on_it_and_means_leave_it_out() -> None:

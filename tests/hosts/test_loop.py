@@ -16,6 +16,8 @@ import forks
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from plain_loop import CLIP, loss_of, microbatches, rollout_of, scores_of, train
 from replay import ReplayTrainer
 from same_estimates import OF_TRL_ALONE, differences, of_records, too_far
@@ -307,6 +309,10 @@ def first_logps(model: Any) -> Tensor:
     return scores_of(model, microbatches(1)[0])[0]
 
 
+def first_entropies(model: Any) -> Tensor:
+    return scores_of(model, microbatches(1)[0])[1]
+
+
 # By what is done; an optimizer's step at the wrong moment is in a test of its own.
 MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
     "not entered": (lambda loop, model: loop.step(1).__enter__(), r"begin step\(\.\.\.\) inside .*outside"),
@@ -334,6 +340,10 @@ MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
     "other size": (
         in_a_step(lambda loop, model: a_microbatch(loop, model, rollout=rollout_of(1))),
         r"64 sequences, but measured_loop\(microbatch_size=8\)",
+    ),
+    "entropies in bits": (
+        in_a_step(lambda loop, model: a_microbatch(loop, model, entropies=first_entropies(model) / math.log(2.0))),
+        r"entropies are [\d.]+ off the model's, whose mean is [\d.]+ nats per token: give those .* in nats",
     ),
     "shifted by a token": (
         in_a_step(lambda loop, model: a_microbatch(loop, model, logps=first_logps(model).roll(1, dims=1))),
@@ -410,9 +420,22 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model, torch.optim.AdamW(other.parameters()), [], **shape)
+    with pytest.raises(ValueError, match=r"SimpleNamespace is no torch\.optim\.Optimizer: give the one inside"):
+        measured_loop(model, SimpleNamespace(step=None), [], **shape)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model.requires_grad_(False), optimizer, [], **shape)
+
+
+def test_an_optimizer_of_accelerates_is_measured_as_the_one_inside_it() -> None:
+    Accelerator(cpu=True)
+    model, optimizer, _ = new_loop([])
+    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
+    outer = AcceleratedOptimizer(optimizer)
+    measured = measured_loop(model, outer, [SimpleEntropyProbe()], max_grad_norm=CLIP, **shape)
+    found = train(model, outer, measured, steps=1)[0]
+    plain = new_loop([SimpleEntropyProbe()])
+    assert found["delta_h/forward"] == train(*plain, steps=1)[0]["delta_h/forward"]
 
 
 def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason() -> None:
@@ -496,7 +519,10 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
     )
     for own in (Fixes(), Fixes("do this", "do that"), of_trl):
         shape = SimpleNamespace(responses_per_prompt=4)
-        loop: Any = SimpleNamespace(fixes=own, dr_grpo=False, no_fresh_responses="", shape=shape, ranks=all_ranks())
+        shard = SimpleNamespace(leaves={})
+        loop: Any = SimpleNamespace(
+            fixes=own, dr_grpo=False, no_fresh_responses="", shape=shape, ranks=all_ranks(), shard=shard
+        )
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2)
         why = OpenStep(1, [], plan_folds([2], 4), rollouts=[part]).capabilities(loop, set(), mismatch="")
         reasons = why.split_prompts, why.mixed_prompts

@@ -106,7 +106,8 @@ def read_scores(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor |
     for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
         returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
         _demand(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
-    _demand(found[0].grad_fn is not None, f"the log-probabilities of {scores} have no graph")
+    merged = "(is an adapter still merged, or switched off, after generation?)"
+    _demand(found[0].grad_fn is not None, f"the log-probabilities of {scores} have no graph {merged}")
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +13,10 @@ import pytest
 import torch
 from seen import Seen
 from trainers import FEW, SHORT_LAST_STEP, bare_ending, differing, ending, trainer_maker
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from rl_training import Estimate, attach
+from rl_training import DrGRPOTrainer, Estimate, attach
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need
 from rl_training.probes import (
@@ -387,3 +389,83 @@ def test_gradients_that_are_used_up_within_the_backward_are_an_error(make_traine
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with pytest.raises(ValueError, match="no trainable parameter has a gradient after the backward pass"):
         trainer.train()
+
+
+class Acting(TrainerCallback):
+    """A user's callback, that does something to the trainer in one of its moments."""
+
+    def __init__(self, trainer: Any, moment: str, act: Callable[[Any], object]) -> None:
+        setattr(self, moment, lambda *args, **kwargs: act(trainer) and None)
+
+
+class BackwardTwice(DrGRPOTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.accelerator.backward(loss, retain_graph=True)
+        return loss
+
+
+class NotUnscaled(DrGRPOTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        each_gradient(lambda gradient: gradient.mul_(1024.0))(self)
+        return loss
+
+
+def each_gradient(change: Callable[[torch.Tensor], object]) -> Callable[[Any], object]:
+    return lambda trainer: [change(parameter.grad) for parameter in trainer.model.parameters()]
+
+
+def each_weight(change: Callable[[torch.Tensor], object]) -> Callable[[Any], object]:
+    return lambda trainer: [change(parameter.data) for parameter in trainer.model.parameters()]
+
+
+def another_rate(trainer: Any) -> None:
+    trainer.optimizer.param_groups[0]["lr"] *= 2.0
+
+
+def another_optimizer(trainer: Any) -> None:
+    torch.optim.SGD(trainer.model.parameters(), lr=0.1).step()
+
+
+def no_clip(trainer: Any) -> None:
+    trainer.accelerator.clip_grad_norm_ = lambda *args, **kwargs: torch.tensor(1.0)
+
+
+def no_zero_grad(trainer: Any) -> None:
+    trainer.model.zero_grad = lambda *args, **kwargs: None
+
+
+BEFORE, BETWEEN, AFTER = "on_pre_optimizer_step", "on_substep_end", "on_step_end"
+WRONG_STEPS: dict[str, tuple[type[GRPOTrainer], str, Callable[[Any], object]]] = {
+    "backward twice": (BackwardTwice, AFTER, str),
+    "scaled gradients": (NotUnscaled, AFTER, str),
+    "a promised clip that is not made": (DrGRPOTrainer, "on_train_begin", no_clip),
+    "a clip that was not promised": (DrGRPOTrainer, BEFORE, each_gradient(lambda g: g.clamp_(-1e-4, 1e-4))),
+    "zero_grad forgotten": (DrGRPOTrainer, "on_train_begin", no_zero_grad),
+    "zero_grad between microbatches": (DrGRPOTrainer, BETWEEN, each_gradient(torch.Tensor.zero_)),
+    "gradients reversed": (DrGRPOTrainer, BEFORE, each_gradient(torch.Tensor.neg_)),
+    "another learning rate": (DrGRPOTrainer, BEFORE, another_rate),
+    "a second optimizer": (DrGRPOTrainer, BEFORE, another_optimizer),
+    "weights edited between microbatches": (DrGRPOTrainer, BETWEEN, each_weight(lambda w: w.mul_(1.01))),
+    "garbage": (DrGRPOTrainer, BEFORE, each_weight(torch.Tensor.normal_)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STEPS)
+def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(make_trainer, wrong: str) -> None:
+    trainer_class, moment, act = WRONG_STEPS[wrong]
+    trainer = make_trainer(trainer_class, probes=[SimpleEntropyProbe()], max_grad_norm=0.05, **FEW)
+    trainer.add_callback(Acting(trainer, moment, act))
+    trainer.train()
+    forward = trainer.attachment.latest["delta_h/forward"]
+    assert math.isnan(forward.value)
+    assert re.search("gradient differs|not the optimizer's formula|weights were changed in", forward.reason)
+
+
+def test_weights_that_a_callback_edits_between_steps_are_no_step_of_the_optimizer(make_trainer) -> None:
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], **FEW)
+    trainer.add_callback(Acting(trainer, AFTER, each_weight(lambda weight: weight.mul_(1.01))))
+    trainer.train()
+    assert math.isfinite(trainer.attachment.latest["delta_h/forward"].value)
+    assert "step 1: weights were changed" in trainer.attachment.latest["delta_h/backward"].reason
