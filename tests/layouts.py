@@ -46,6 +46,7 @@ OPTIONS: dict[str, Any] = {
     "sync": "each",  # gradients are reduced at each microbatch, or at the last one
     "reshard": True,  # FSDP2 frees gathered weights after the forward pass
     "lora": False,
+    "row": False,  # only matrices of one row are trained: under FSDP2 only the first process holds any of it
     "checkpointing": False,
     "probes": True,
     "sampler": False,  # another policy has sampled
@@ -83,13 +84,14 @@ def probes(case: dict[str, Any]) -> list[Any]:
 def model_of(case: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     model = load_tiny()[0].to(case["dtype"])
-    if case["lora"]:
+    if case["lora"] or case["row"]:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        rank = 1 if case["row"] else 4
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
         for name, param in model.named_parameters():
             if "lora_B" in name:
-                nn.init.normal_(param, std=0.02)
+                nn.init.normal_(param, std=0.02).requires_grad_(not case["row"])
     if case["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()

@@ -137,7 +137,9 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFold
     if step.optimizer.states is None:
         return None, None, None
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
-    square = torch.stack([dots(own, own) for own in (piece.of(gradients.mean) for piece in pieces)]).sum()
+    square = torch.zeros((), dtype=torch.float64, device=layout.device)
+    for own in (piece.of(gradients.mean) for piece in pieces):
+        square += dots(own, own)
     intended = whole_update(layout, pieces, gradients.mean, float(clipping(reduce(square), max_grad_norm)))
     update = intended
     if step.optimizer.rounded:

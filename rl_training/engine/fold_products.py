@@ -73,13 +73,11 @@ class FoldProducts:
         """Returns S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), (F, targets)."""
         if self.steps is None:
             return torch.full_like(own, torch.nan)
-        products = [
-            dots(moved, piece.of(x))
-            for piece in self.steps.pieces
-            for moved in self.steps.totals(piece)
-            for x in self._sums
-        ]
-        return torch.stack(products).view(-1, *own.shape).sum(dim=0) - self._dots(self.update, self._sums) - own
+        lost = -self._dots(self.update, self._sums) - own
+        for piece in self.steps.pieces:
+            products = [dots(moved, piece.of(x)) for moved in self.steps.totals(piece) for x in self._sums]
+            lost += torch.stack(products).view_as(lost)
+        return lost
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""

@@ -13,7 +13,8 @@ import torch
 from same_estimates import differences, too_far
 
 Found = dict[str, Any]
-ONE = {"one": {}, "one_lora": {"lora": True}, "one_sampler": {"sampler": True}, "one_slices": {"microbatch": 4}}
+ONE = {"one": {}, "one_lora": {"lora": True}, "one_sampler": {"sampler": True}, "one_slices": {"microbatch": 4},
+       "one_row": {"row": True}}  # fmt: skip
 HALF = {"microbatch": 4, "num_folds": 4}
 LAST = {"sync": "last"} | HALF  # a microbatch of both processes is a fold
 TWO: dict[str, dict[str, Any]] = {
@@ -22,6 +23,7 @@ TWO: dict[str, dict[str, Any]] = {
     "fsdp2_sampler": {"kind": "fsdp2", "sampler": True} | HALF,
     "fsdp2_groups_lora": {"kind": "fsdp2", "reshard": False, "lora": True, "checkpointing": True, "sync": "last"},
     "fsdp2_slices": {"kind": "fsdp2", "num_folds": 8},
+    "fsdp2_row": {"kind": "fsdp2", "row": True},  # the second process holds nothing
 }
 NUMERICS = {"fsdp2_numerics": {"kind": "fsdp2", "reshard": False, "numerics": True}}
 FOUR = {  # a microbatch of two of the four processes is a fold
