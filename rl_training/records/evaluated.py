@@ -94,7 +94,8 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
 
 def read_table(folder: Path) -> pd.DataFrame:
     """Returns the numbers of all evaluated steps, in their order: COLUMNS and `reason`; no rows before the first."""
-    steps = sorted(int(path.parent.name.removeprefix("step_")) for path in folder.glob(f"step_*/{METRICS}"))
+    names = (path.parent.name.removeprefix("step_") for path in folder.glob(f"step_*/{METRICS}"))
+    steps = sorted(int(name) for name in names if name.isdecimal())  # a copy, step_8.old, is none
     rows = [
         {"step": step, "metric": name, **row, **dict(zip(("low", "high"), row.get("interval") or (), strict=False))}
         for step in steps

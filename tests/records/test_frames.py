@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -47,6 +48,7 @@ def test_evaluations_holds_those_checkpoint_evaluations_and_those_of_the_trainer
     for name, value in (("sums", 0.5), ("chains", 0.25)):
         write_step(tmp_path / "evaluations" / name, 20, {}, {"pass@1": Estimate(value, 0.1, 64)}, [])
     (tmp_path / "evaluations" / "begun").mkdir()  # no step yet
+    shutil.copytree(tmp_path / "evaluations" / "sums" / "step_20", tmp_path / "evaluations" / "sums" / "step_20.old")
     rows = evaluations(tmp_path).drop(columns=["stderr", "low", "high", "reason"]).values.tolist()
     assert rows[0][:4] == ["in training", 2, "reward", 0.75]
     assert rows[1:] == [["chains", 20, "pass@1", 0.25, 64], ["sums", 20, "pass@1", 0.5, 64]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from pathlib import Path
@@ -146,6 +147,13 @@ def test_each_interval_in_the_plane_lies_along_its_own_axis(tmp_path: Path) -> N
     (cross,) = (one for one in drawn.series if one.label == "psr")
     ends = [*cross.left, *cross.right, *cross.low, *cross.high]
     assert ends == pytest.approx([2 - T_7, 2 + T_7, 1 - 0.1 * T_7, 1 + 0.1 * T_7])
+
+
+def test_an_interval_without_an_end_does_not_widen_the_plane_without_end() -> None:
+    endless, known = Estimate(1e-3, math.inf, 8), Estimate(1e-3, 1e-4, 8)
+    drawn = plane([Effect(name, e, e, NONE, NONE, NONE, NONE, 1) for name, e in (("psr", endless), ("nsr", known))])
+    top = 1 + 0.1 * T_7
+    assert drawn.facts["y"]["scale"]["domain"] == pytest.approx([-0.03 * top, 1.03 * top])
 
 
 def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:

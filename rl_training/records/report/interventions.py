@@ -155,9 +155,11 @@ def plane(effects: Sequence[Effect]) -> Chart:
     rewards, entropies = (rows[np.isfinite(changes) & (changes > 0)] for rows in (rewards, entropies))
     if rewards.empty:
         return draw("interventions", [], ["no intervention has a known effect"])
-    ends = ["value", "low", "high"]
-    low, high = MILLI * min(entropies[ends].min(axis=None), 0.0), MILLI * max(entropies[ends].max(axis=None), 0.0)
-    far, room = MILLI * rewards[ends].abs().max(axis=None), 0.03 * (high - low) or 0.5
+    reach, heights = (
+        MILLI * rows[["value", "low", "high"]].where(np.isfinite).stack() for rows in (rewards, entropies)
+    )
+    low, high, far = min(heights.min(), 0.0), max(heights.max(), 0.0), reach.abs().max()
+    room = 0.03 * (high - low) or 0.5
     series = [
         *(Series(f"price {at:g}", GREY, [-far, far], [far / at, -far / at], dash=(2, 3)) for at in PRICES),
         *(
