@@ -1,5 +1,5 @@
 "use strict";
-// Draws each chart when it comes into sight; the curves that are chosen, and the step that is pointed at, in all of them.
+// Draws the charts in sight first, and the others in pauses; the curves that are chosen, and the step that is pointed at, in all of them.
 // A canvas does not know the page's colour of text.
 const colored = text => JSON.parse(text.replaceAll('"currentColor"', JSON.stringify(getComputedStyle(document.body).color)));
 const config = colored(document.getElementById("config").textContent);
@@ -42,4 +42,10 @@ for (const figure of figures) {
   seen.observe(figure);
   figure.addEventListener("change", () => choose(figure));
 }
-addEventListener("beforeprint", () => figures.forEach(draw));
+// Now, as a print does not wait for charts that are begun with it.
+(async () => {
+  for (const figure of figures) {
+    await new Promise(done => (globalThis.requestIdleCallback || setTimeout)(done));
+    if (figure.offsetWidth) await draw(figure);
+  }
+})();
