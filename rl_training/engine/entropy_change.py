@@ -136,18 +136,20 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFold
     layout = gradients.layout
     if step.optimizer.states is None:
         return None, None, None
+    is_small = layout.num_entries <= layout.at_once
+    mean = layout.vector(gradients.mean.values()) if is_small else gradients.mean  # else joined a piece at a time
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
-    for own in (piece.of(gradients.mean) for piece in pieces):
+    for own in (piece.of(mean) for piece in pieces):
         square += dots(own, own)
-    intended = whole_update(layout, pieces, gradients.mean, float(clipping(reduce(square), max_grad_norm)))
+    intended = whole_update(layout, pieces, mean, float(clipping(reduce(square), max_grad_norm)))
     update = intended
     if step.optimizer.rounded:
         by_name = layout.by_name(intended)
         update = layout.vector(kept_change(weight, by_name[name]) for name, weight in gradients.weights.items())
     if gradients.rows is None or _why_no_forward(step):
         return intended, update, None
-    folds = fold_means(gradients.mean, gradients.rows, step.fold_sizes)
+    folds = fold_means(mean, gradients.rows, step.fold_sizes)
     return intended, update, StepsWithoutFolds(pieces, folds, max_grad_norm, reduce)
 
 

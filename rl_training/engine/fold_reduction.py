@@ -171,6 +171,9 @@ class FoldReduction:
         if self._group is None and not any(name in self._held for name in names):
             return
         whole, dtype, at_once = self._taken(names, map(shard.numel, names)), shard.layout.dtype, shard.layout.at_once
+        if self._group is None:  # all entries are this process's
+            self._target[number][0].add_(join(whole).to(self._target[number].device))
+            return
         for first in range(0, max(map(shard.width, names)), at_once):
             parts = [
                 [flat[start:stop][first : first + at_once] for flat, (start, stop) in zip(whole, cuts, strict=True)]
@@ -189,8 +192,6 @@ class FoldReduction:
 
         sizes  how many entries are sent to each
         """
-        if self._group is None:
-            return sent.unsqueeze(0)
         own = sizes[self.shard.rank]
         received = sent.new_empty(len(sizes), own)
         self.bytes_sent += sent.numel() * sent.element_size()

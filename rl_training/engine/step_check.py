@@ -20,7 +20,7 @@ from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.quantities import NOT_FINITE
 from rl_training.mathematics.rounding import kept_change
-from rl_training.mathematics.vectors import Layout
+from rl_training.mathematics.vectors import Layout, sums_of_spans
 
 SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
 LIMIT = 1e-3  # of the norm of what was calculated
@@ -91,9 +91,10 @@ class StepGuard:
         self._shard, self._layout, self._memory, self._reduce = shard, shard.layout, memory, reduce
         weights, layers = shard.weights(), [layer(name) for name in shard.trained]
         self._layers = list(dict.fromkeys(layers))
-        numbers = [self._layers.index(own) for own in layers]
-        self._layer_of = self._of_each(numbers).long()
-        self._is_short = self._of_each([weight.dtype.itemsize < 4 for weight in weights.values()]).bool()
+        self._layer_of = torch.tensor([self._layers.index(own) for own in layers], device=self._layout.device)
+        is_short = [torch.tensor(weight.dtype.itemsize < 4).expand(len(weight)) for weight in weights.values()]
+        self._is_short = sampled(self._layout, is_short).bool()
+        self._sizes = tuple(len(sampled(self._layout, [part])) for part in is_short)  # of each parameter's sample
         dtypes = {weight.dtype for weight in weights.values()}
         self._short = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
@@ -104,11 +105,6 @@ class StepGuard:
         self._before = torch.empty(0)  # before the optimizer's, and what the formula adds to them
         self._formula: Tensor | None = None
         self._after: Tensor | None = None  # and after it
-
-    def _of_each(self, numbers: Sequence[float]) -> Tensor:
-        """Returns the number of the parameter that each entry of the sample belongs to."""
-        pairs = zip(numbers, self._shard.weights().values(), strict=True)
-        return sampled(self._layout, [torch.tensor(float(number)).expand(len(weight)) for number, weight in pairs])
 
     def notice_edits(self) -> None:
         """Forgets the step before where weights are no longer those that it ended with. A collective."""
@@ -128,8 +124,8 @@ class StepGuard:
         return sampled(self._layout, self._shard.weights().values())
 
     def _differ(self, one: Tensor, other: Tensor) -> bool:
-        same = torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-        return float(self._reduce((~same).any().double())) > 0.0
+        changed = (one.view(torch.int64) != other.view(torch.int64)).any()  # bit by bit: nan is itself
+        return float(self._reduce(changed.double())) > 0.0
 
     def ready(self, step: Step, probes: Sequence[Probe]) -> None:
         """Keeps what it takes to check the step that follows."""
@@ -165,12 +161,15 @@ class StepGuard:
         The error is inf where weights move that would not, or become no numbers, and nan where the formula has none. A
         share is nan where the formula moves nothing.
         """
-        ends = [self._kept((1.0 + off) * formula) for off in (-HALF_PRECISION, HALF_PRECISION)]
-        off = moved - torch.where(self._is_short, moved.clamp(torch.minimum(*ends), torch.maximum(*ends)), formula)
-        off = (off.abs() - torch.where(self._is_short, 0.0, self._precision * self._before.abs())).clamp_(min=0.0)
+        off = ((moved - formula).abs() - self._precision * self._before.abs()).clamp_(min=0.0)
+        if self._short.itemsize < 4:
+            ends = [self._kept((1.0 + part) * formula) for part in (-HALF_PRECISION, HALF_PRECISION)]
+            between = moved.clamp(torch.minimum(*ends), torch.maximum(*ends))
+            off = torch.where(self._is_short, moved - between, off)
         products = (off.square(), self._kept(formula).square(), moved * formula, formula.square())
-        sums = torch.zeros(len(self._layers), 4, dtype=torch.float64, device=moved.device)
-        by_layer = self._reduce(sums.index_add_(0, self._layer_of, torch.stack(products, dim=1))).cpu()
+        sums = sums_of_spans(torch.cat(products), self._sizes * len(products)).view(len(products), -1)
+        by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=moved.device)
+        by_layer = self._reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
         by_part = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # all of it first
         off_square, square = by_part[0, :2].tolist()
         error = math.sqrt(off_square / square) if square else math.inf if off_square else 0.0
@@ -180,6 +179,8 @@ class StepGuard:
 
     def _kept(self, change: Tensor) -> Tensor:
         """Returns what rounding leaves of a change of the sampled weights."""
+        if self._short.itemsize >= 4:
+            return change
         return torch.where(self._is_short, kept_change(self._before.to(self._short), change), change)
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 JOINED = 2**18  # entries that are handled at once on a CPU, which has them in its cache
 # On a GPU, where an operation's start is the cost: at least these, and no more parts than these of all entries.
 JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 8
-SEGMENT = 2**16  # entries that one block of a GPU sums
 SHARD = "shard."  # how names of tensors in a checkpoint begin that hold one process's entries
 
 Vector = list[Tensor]  # by bucket: (n,), or (rows, n)
@@ -133,14 +132,17 @@ def dot(one: Vector, other: Vector) -> Tensor:
 
 
 def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Returns the sums of (n,) values that lie one after another, so many in each, (spans,) fp64. One operation.
+    """Returns the sums of (n,) values that lie one after another, so many in each, (spans,) fp64.
+
+    Two operations, however many spans: first of all blocks of a length that divides every size, which run in parallel.
 
     >>> sums_of_spans(torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 1))
     tensor([6., 4.], dtype=torch.float64)
     """
-    lengths, counts = _segments(sizes, values.device)
-    sums = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)  # unsafe: no wait for a check
-    return torch.segment_reduce(sums, "sum", lengths=counts, unsafe=True)
+    block = math.gcd(*sizes) or 1
+    sums = values.double().view(-1, block).sum(dim=1)
+    # unsafe: no wait for a check
+    return torch.segment_reduce(sums, "sum", lengths=_counts(sizes, block, values.device), unsafe=True)
 
 
 def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] | None) -> Tensor:
@@ -157,12 +159,9 @@ def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] |
 
 
 @functools.lru_cache(maxsize=2**12)
-def _segments(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the lengths of the segments that spans are cut into, and how many each has; kept, where they are used."""
-    cut = [[min(SEGMENT, size - at) for at in range(0, size, SEGMENT)] for size in sizes]
-    lengths, counts = [*itertools.chain(*cut)], [*map(len, cut)]
-    both = torch.tensor([*lengths, *counts], dtype=torch.long, device=device)  # one transfer
-    return both[: len(lengths)], both[len(lengths) :]
+def _counts(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """Returns how many blocks each span has; kept, where they are used."""
+    return torch.tensor([size // block for size in sizes], dtype=torch.long, device=device)
 
 
 def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:

@@ -23,7 +23,7 @@ from rl_training.engine.step_check import IN_PARTS, why_not_the_sum
 from rl_training.mathematics import vectors
 from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import SEGMENT, Layout, Vector, add, dot, dots, num_bytes, sums_of_spans
+from rl_training.mathematics.vectors import Layout, Vector, add, dot, dots, num_bytes, sums_of_spans
 
 VOCABULARY, WIDTH = 11, 4
 
@@ -202,11 +202,11 @@ def test_sums_over_many_entries_keep_what_fp32_would_lose() -> None:
 
 
 def test_sums_of_spans_are_those_of_each_whatever_their_lengths() -> None:
-    """An empty one, one of an entry, one that is cut into segments, and one as long as a segment."""
-    sizes = (3, 0, 2 * SEGMENT + 5, 1, SEGMENT)
-    values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = [float(part.sum()) for part in values.split(sizes)]
-    assert sums_of_spans(values, sizes).tolist() == pytest.approx(expected, rel=1e-12)
+    """Lengths without a common divisor, an empty one and one of an entry among them, and lengths with one."""
+    for sizes in (3, 0, 2**17 + 5, 1, 2**16), (96, 0, 2**16, 32):
+        values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        expected = [float(part.sum()) for part in values.split(sizes)]
+        assert sums_of_spans(values, sizes).tolist() == pytest.approx(expected, rel=1e-12)
     assert sums_of_spans(values[:3].float(), (2, 1)).tolist() == pytest.approx(
         [float(values[:2].float().double().sum()), float(values[2].float())], rel=1e-15
     )
