@@ -131,7 +131,7 @@ def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
     for group, passes in passes_in_lockstep(step, weighed(weights)):
         targets = [[part[group.folds.start : group.folds.stop] for part in rows] for rows in found]
         for rows in passes:
-            add_gradients(step, targets, group.fold_of_rank, rows, weights, shares)
+            add_gradients(step, targets, rows, weights, shares)
     return found
 
 

@@ -91,7 +91,7 @@ def fold_gradients(
     for group, passes in passes_in_lockstep(step, chosen):
         found = [gradients.layout.zeros(len(group.folds)) for _ in directions]
         for rows in passes:
-            add_gradients(step, found, group.fold_of_rank, rows, directions, shares)
+            add_gradients(step, found, rows, directions, shares)
         yield group, found
 
 
@@ -115,7 +115,6 @@ def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, 
 def add_gradients(
     step: Step,
     targets: Sequence[Vector],
-    fold_of_rank: Sequence[int],
     rows: Tensor,
     weights: Sequence[LossWeights],
     shares: Tensor,
@@ -135,7 +134,7 @@ def add_gradients(
             fresh = step.policy.score(rollout or step.batch.rollout, rows)
         share = shares[rows].to(fresh.logps.dtype)
         own = weight.of_rows(rows, fresh.logps.shape[1], share)
-        step.gradients.reduction.add(target, fold_of_rank, fresh, own, keep_graph)
+        step.gradients.reduction.add(target, fresh, own, keep_graph)
         fresh = fresh if keep_graph else None
 
 
@@ -153,5 +152,5 @@ def gradients_of_processes(
     layout, none = step.gradients.layout, torch.zeros(0, dtype=torch.long, device=shares.device)
     for rows in step.ranks.in_step(list(parts), none):
         found = [layout.zeros(step.ranks.count) for _ in weights]
-        add_gradients(step, found, range(step.ranks.count), rows, weights, shares, rollout)
+        add_gradients(step, found, rows, weights, shares, rollout)
         yield found

@@ -59,47 +59,40 @@ class FoldReduction:
         self._reduced = False  # each backward reduces by itself
         self._before: Vector = []  # what it adds to
 
-    def add(
-        self, target: Vector, fold_of_rank: Sequence[int], fresh: Scores, weights: LossWeights, keep_graph: bool = False
-    ) -> None:
+    def add(self, target: Vector, fresh: Scores, weights: LossWeights, keep_graph: bool = False) -> None:
         """Adds Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of each process's rows to the target. A collective.
 
         fresh       scores of some rows, with graph; not empty on any process
         weights     of these rows, c and d
         keep_graph  for another backward through the same scores
         """
-        self.arm(target, fold_of_rank, consume=True)
+        self.arm(target, consume=True)
         try:
             self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
-        except BaseException:
+            self.disarm()
+        finally:
             self.forget()
-            raise
-        self.disarm()
 
-    def arm(self, target: Vector, fold_of_rank: Sequence[int], consume: bool = False) -> None:
+    def arm(self, target: Vector, consume: bool = False) -> None:
         """Sets the hooks.
 
-        target        (folds, n) of each bucket
-        fold_of_rank  the row of it that the gradient of each process is added to; equal ones are neighbours
-        consume       the gradients go nowhere else: they are freed as they arrive
+        target   (folds, n) of each bucket; the processes of a fold are neighbours, and as many as those of any other
+        consume  the gradients go nowhere else: they are freed as they arrive
         """
         self.disarm()
         shard, self._target = self.shard, target
-        if len(set(fold_of_rank)) == 1 and shard.reduces_each_backward:
-            self._reduced = True
-            if consume:
-                for name, param in shard.trained.items():
-                    hook = functools.partial(self._catch_reduced, name)
-                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
-            else:
-                self._hold_gradients()
-                self._before = [torch.cat(self._taken(bucket.names, bucket.sizes)) for bucket in self._buckets]
-            return
-        self._unsent = len(self._buckets)
-        first = {fold: fold_of_rank.index(fold) for fold in fold_of_rank}
-        self._ranks_of = {fold: slice(rank, rank + fold_of_rank.count(fold)) for fold, rank in first.items()}
-        for name, leaf in shard.leaves.items():
-            self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
+        self._reduced = len(target[0]) == 1 and shard.reduces_each_backward
+        if not self._reduced:
+            self._unsent = len(self._buckets)
+            for name, leaf in shard.leaves.items():
+                self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
+        elif consume:
+            for name, param in shard.trained.items():
+                hook = functools.partial(self._catch_reduced, name)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        else:
+            self._hold_gradients()
+            self._before = [torch.cat(self._taken(bucket.names, bucket.sizes)) for bucket in self._buckets]
 
     def disarm(self) -> None:
         """Adds or sends what is left, and removes the hooks. A collective, if they were set."""
@@ -108,7 +101,8 @@ class FoldReduction:
         if self._reduced:
             for number in range(len(self._buckets)):
                 self._add_reduced(number)
-        self._send_complete(all_of_them=True)
+        while self._unsent:
+            self._send_next()
         self.forget()
 
     def _hold_gradients(self) -> None:
@@ -119,9 +113,8 @@ class FoldReduction:
         assert param.grad is not None
         self._hold(name, self.shard.own(name, param.grad))
         param.grad = None
-        number = self._bucket_of[name]
-        if all(other in self._held for other in self._buckets[number].names):
-            self._add_reduced(number)
+        if self._is_complete(self._bucket_of[name]):
+            self._add_reduced(self._bucket_of[name])
 
     def _add_reduced(self, number: int) -> None:
         """Adds what a backward has left in `.grad` of a bucket, means over processes, to the only row."""
@@ -133,8 +126,10 @@ class FoldReduction:
             rows[0].add_(mean.to(rows), alpha=self.shard.num_ranks)
 
     def _hold(self, name: str, gradient: Tensor) -> None:
-        earlier = self._held.get(name)
-        self._held[name] = gradient if earlier is None else earlier + gradient
+        self._held[name] = self._held[name] + gradient if name in self._held else gradient
+
+    def _is_complete(self, number: int) -> bool:
+        return all(name in self._held for name in self._buckets[number].names)
 
     def _taken(self, names: Sequence[str], sizes: Iterable[int]) -> list[Tensor]:
         """Returns the gradients that are held of these parameters, so many entries of each, and holds them no more.
@@ -154,46 +149,36 @@ class FoldReduction:
             self.late += 1
             return None
         self._hold(name, gradient.detach())
-        self._send_complete()
+        while self._unsent and self._is_complete(self._unsent - 1):
+            self._send_next()
         return _zero(gradient.dtype, gradient.device).expand(gradient.shape) if consume else None
 
-    def _send_complete(self, all_of_them: bool = False) -> None:
-        while self._unsent:
-            names = self._buckets[self._unsent - 1].names
-            if not all_of_them and not all(name in self._held for name in names):
-                return
-            self._unsent -= 1
-            self._send(self._unsent)
-
-    def _send(self, number: int) -> None:
+    def _send_next(self) -> None:
         """Sends a bucket, a large parameter in parts, and adds this process's entries to their folds."""
-        shard, names = self.shard, self._buckets[number].names
-        if self._group is None and not any(name in self._held for name in names):
-            return
-        whole, dtype, at_once = self._taken(names, map(shard.numel, names)), shard.layout.dtype, shard.layout.at_once
+        self._unsent -= 1
+        shard, layout = self.shard, self.shard.layout
+        names, rows = self._buckets[self._unsent].names, self._target[self._unsent]
+        whole = self._taken(names, map(shard.numel, names))
         if self._group is None:  # all entries are this process's
-            self._target[number][0].add_(join(whole).to(self._target[number].device))
+            rows[0].add_(join(whole).to(rows.device))
             return
-        for first in range(0, max(map(shard.width, names)), at_once):
+        for first in range(0, max(map(shard.width, names)), layout.at_once):
+            part = slice(first, first + layout.at_once)
             parts = [
-                [flat[start:stop][first : first + at_once] for flat, (start, stop) in zip(whole, cuts, strict=True)]
+                [flat[start:stop][part] for flat, (start, stop) in zip(whole, cuts, strict=True)]
                 for cuts in zip(*(shard.cuts[name] for name in names), strict=True)
             ]
-            received = self._exchanged(
-                join([*itertools.chain(*parts)]).to(dtype), [sum(map(len, own)) for own in parts]
-            )
-            columns = self._target[number][:, first : first + received.shape[1]]
-            for fold, ranks in self._ranks_of.items():
-                own = received[ranks]
-                columns[fold].add_((own.sum(dim=0) if len(own) > 1 else own[0]).to(columns.device))
+            sent = join([*itertools.chain(*parts)]).to(layout.dtype)
+            received = self._exchanged(sent, [sum(map(len, own)) for own in parts])
+            by_fold = received.unflatten(0, (len(rows), -1))
+            rows[:, part].add_((by_fold.sum(dim=1) if by_fold.shape[1] > 1 else by_fold[:, 0]).to(rows.device))
 
     def _exchanged(self, sent: Tensor, sizes: list[int]) -> Tensor:
         """Returns what each process has sent to this one, (processes, n). A collective.
 
         sizes  how many entries are sent to each
         """
-        own = sizes[self.shard.rank]
-        received = sent.new_empty(len(sizes), own)
-        self.bytes_sent += sent.numel() * sent.element_size()
-        dist.all_to_all_single(received.view(-1), sent.contiguous(), [own] * len(sizes), sizes, group=self._group)
+        received = sent.new_empty(len(sizes), sizes[self.shard.rank])
+        self.bytes_sent += sent.nbytes
+        dist.all_to_all_single(received.view(-1), sent, [received.shape[1]] * len(sizes), sizes, group=self._group)
         return received

@@ -76,7 +76,7 @@ class GradientRows:
             if self._passing is None:
                 self._passing = self.layout.zeros(len(group.folds))
             target = self._passing
-        self._reduction.arm(target, group.fold_of_rank)
+        self._reduction.arm(target)
 
     def disarm(self) -> None:
         """Removes the hooks: the backward is over. A collective, if they were set."""
@@ -98,7 +98,7 @@ class GradientRows:
             for group in slices[:-1]:
                 total = self.layout.zeros(len(group.folds))
                 rows = numbers[group.passes[0].start : group.passes[0].stop]
-                add_gradients(step, [total], group.fold_of_rank, rows, [batch.loss_weights], shares)
+                add_gradients(step, [total], rows, [batch.loss_weights], shares)
                 copy(_folds_of(self.rows, group), total)
                 add(rest, total, -1.0)
             copy(_folds_of(self.rows, slices[-1]), rest)

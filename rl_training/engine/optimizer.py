@@ -44,15 +44,19 @@ def view_optimizer(shard: Shard) -> OptimizerView:
     reason = _why_no_formula(optimizer, shard.readable_optimizers)
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
-    groups, states = shard.groups(), shard.states()
+    groups, weights = shard.groups(), shard.weights()
     outside = [name for name in shard.trained if name not in groups]
     if outside:
         return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
-    known, weights = _with_steps_as_numbers(states), shard.weights()
+    known = _with_steps_as_numbers({name: optimizer.state.get(tensor, {}) for name, tensor in shard.optimized.items()})
+    states = {
+        name: {key: shard.own_of_optimizer(name, v) if isinstance(v, Tensor) else v for key, v in state.items()}
+        for name, state in known.items()
+    }
     short = {name: named(weight.dtype) for name, weight in weights.items() if weight.dtype.itemsize < 4}
     read = _read_sgd_state if isinstance(optimizer, torch.optim.SGD) else _read_adam_state
     return OptimizerView(
-        {name: read(weight, known[name], groups[name]) for name, weight in weights.items()}, max_grad_norm,
+        {name: read(weight, states[name], groups[name]) for name, weight in weights.items()}, max_grad_norm,
         rounded=next((f"{name} is kept in {dtype}" for name, dtype in short.items()), ""),
     )  # fmt: skip
 

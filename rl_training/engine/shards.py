@@ -3,7 +3,7 @@
 Everything of parameter size that probes keep is a shard: of each vector (a gradient, an entropy gradient, a step, a
 moment) a process holds the entries of the parameters that are its own, flat. Steps are elementwise, products are sums
 over entries, so both are calculated where the entries are, and scalars are summed over processes at the end. Other
-weights for a moment (`put`) are exchanged a few parameters at a time.
+weights for a moment (`put`) are exchanged one parameter at a time.
 
     Shard       weights, gradients and states whole on every process, one or under DDP: each keeps 1/N of each parameter
     FullyShard  FSDP2: a process keeps what FSDP2 gives it, rows of each parameter
@@ -58,6 +58,7 @@ class Shard:
     """
 
     gathers_weights = False  # forward passes gather them: all processes run equally many
+    why_rounded = ""  # why forward passes compute with less than the weights that are updated, "" if they do not
     readable_optimizers: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that have formulas
 
     def __init__(
@@ -69,22 +70,15 @@ class Shard:
         together = dist.is_initialized() and not alone
         self.num_ranks = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
-        # The tensors that autograd delivers whole gradients to, by name: always the same objects.
+        # By name, always the same objects: the tensors that autograd delivers whole gradients to, and those that the
+        # optimizer updates, with this process's entries of a parameter or more.
         self.leaves: Mapping[str, Tensor] = self.trained
+        self.optimized: Mapping[str, Tensor] = self.trained
 
     @property
     def graph_lasts(self) -> bool:
         """Whether several backwards may go through one forward pass: compiled layers give up what they saved."""
         return all(module._compiled_call_impl is None for module in self.model.modules())
-
-    @property
-    def why_rounded(self) -> str:
-        """Why forward passes compute with less than the weights that are updated, "" if they do not."""
-        dtypes = {name: leaf.dtype for name, leaf in self.leaves.items()}
-        rounded = [name for name, dtype in dtypes.items() if dtype.itemsize < self.trained[name].dtype.itemsize]
-        if not rounded:
-            return ""
-        return f"FSDP2 gathers {rounded[0]} in {named(dtypes[rounded[0]])}, so the model's numbers are rounded"
 
     # --- which entries ------------------------------------------------------------------------------------------------
 
@@ -111,16 +105,15 @@ class Shard:
         return max(stop - start for start, stop in self.cuts[name])
 
     def own(self, name: str, value: Tensor) -> Tensor:
-        """Returns this process's entries of a tensor that the loop holds of a parameter, (n,)."""
+        """Returns this process's entries of a tensor that the model holds: a parameter or its gradient, (n,)."""
         start, stop = self.cut(name, self.rank)
         return value.detach().reshape(-1)[start:stop]
 
-    # --- what the loop holds ------------------------------------------------------------------------------------------
+    def own_of_optimizer(self, name: str, value: Tensor) -> Tensor:
+        """Returns this process's entries of a tensor that the optimizer holds: of `optimized`, or of a moment, (n,)."""
+        return self.own(name, value)
 
-    @property
-    def optimized(self) -> Mapping[str, Tensor]:
-        """The tensors that the optimizer updates, by name of the parameter whose entries they have."""
-        return self.trained
+    # --- what the loop holds ------------------------------------------------------------------------------------------
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """Returns the hyperparameters of each parameter's group; none for one that is not in the optimizer."""
@@ -129,22 +122,12 @@ class Shard:
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the weights that the optimizer updates, by name, (n,) each."""
-        return {name: self.own(name, value) for name, value in self.optimized.items()}
+        return {name: self.own_of_optimizer(name, value) for name, value in self.optimized.items()}
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradient, the mean over processes, not clipped, (n,); None for a parameter that got none."""
         return {
             name: None if param.grad is None else self.own(name, param.grad) for name, param in self.trained.items()
-        }
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Returns the optimizer's state of each parameter: nothing before the first step."""
-        return {
-            name: {
-                key: self.own(name, value) if isinstance(value, Tensor) and key != "step" else value
-                for key, value in self.optimizer.state.get(optimized, {}).items()
-            }
-            for name, optimized in self.optimized.items()
         }
 
     # --- other weights for a moment -----------------------------------------------------------------------------------
@@ -154,25 +137,14 @@ class Shard:
         return {name: self.own(name, param).clone() for name, param in self.trained.items()}
 
     def put(self, entries: Mapping[str, Tensor]) -> None:
-        """Writes entries that are laid out as those of `held` into these weights. A collective.
-
-        Those of a bucket of the layout are exchanged at once; of no more than that there is a whole copy.
-        """
-        if self.num_ranks == 1:
-            for name, param in self.trained.items():
-                param.data.copy_(entries[name].view_as(param))
-            return
-        for bucket in self.layout.buckets:
-            widths = {name: self.width(name) for name in bucket.names}
-            own = torch.cat(
-                [nn.functional.pad(entries[name], (0, w - len(entries[name]))) for name, w in widths.items()]
-            )
-            table = own.new_empty(self.num_ranks, len(own))
-            dist.all_gather(list(table), own)
-            for name, columns in zip(widths, table.split([*widths.values()], dim=1), strict=True):
-                parts = zip(columns, self.cuts[name], strict=True)
-                whole = torch.cat([row[: stop - start] for row, (start, stop) in parts])
-                self.trained[name].data.copy_(whole.view_as(self.trained[name]))
+        """Writes entries, laid out as those of `held`, into these weights, a parameter at a time. A collective."""
+        for name, param in self.trained.items():
+            own = whole = entries[name]
+            if self.num_ranks > 1:  # an all-gather of parts of unlike sizes
+                whole = own.new_empty(self.numel(name))
+                sizes = [stop - start for start, stop in self.cuts[name]]
+                dist.all_to_all_single(whole, own.repeat(self.num_ranks), sizes, [len(own)] * self.num_ranks)
+            param.data.copy_(whole.view_as(param))
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -198,13 +170,17 @@ class FullyShard(Shard):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         super().__init__(model, optimizer, max_grad_norm)
         for name, param in self.trained.items():
-            if not isinstance(param, DTensor) or param.placements != (ShardPlacement(0),):
-                how = param.placements if isinstance(param, DTensor) else "a plain tensor"
+            how = param.placements if isinstance(param, DTensor) else "a plain tensor"
+            if how != (ShardPlacement(0),):
                 raise ValueError(
                     f"probes read FSDP2's parameters where each is cut along its first dimension over all processes, "
                     f"and {name} is {how}: shard without hybrid or tensor parallelism, or train without probes"
                 )
         self.leaves = self._find_leaves()
+        rounded = [name for name, leaf in self.leaves.items() if leaf.itemsize < self.trained[name].itemsize]
+        if rounded:
+            dtype = named(self.leaves[rounded[0]].dtype)
+            self.why_rounded = f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
         rows, entries = self.trained[name].shape[0], self.trained[name].numel()
@@ -219,8 +195,7 @@ class FullyShard(Shard):
     def put(self, entries: Mapping[str, Tensor]) -> None:
         reshard(self.model)  # gathered ones would be used instead
         for name, param in self.trained.items():
-            local: Tensor = param.data.to_local()  # type: ignore[attr-defined]  # a DTensor
-            local.copy_(entries[name].view_as(local))
+            self.own(name, param).copy_(entries[name])
 
     @property
     def reduces_each_backward(self) -> bool:
@@ -236,16 +211,14 @@ class FullyShard(Shard):
 
     def _find_leaves(self) -> dict[str, Tensor]:
         """Returns the gathered parameters, gathering one module's after another."""
-        names = {param: name for name, param in self.trained.items()}
-        modules: list[Any] = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        leaves: dict[str, Tensor] = {}
-        for module in modules:  # the root first: it sets up the others
-            shards = dict(module.named_parameters())
-            module.unshard()
-            gathered = dict(module.named_parameters())
-            leaves |= {names[shard]: gathered[key] for key, shard in shards.items() if shard in names}
-            module.reshard()
-        return {name: leaves[name] for name in self.trained}
+        leaf_of: dict[Tensor, Tensor] = {}
+        for module in self.model.modules():  # the root first: it sets up the others, which stay sharded meanwhile
+            if isinstance(module, FSDPModule):
+                shards = list(module.parameters())
+                module.unshard()
+                leaf_of |= zip(shards, module.parameters(), strict=True)
+                module.reshard()
+        return {name: leaf_of[param] for name, param in self.trained.items()}
 
     def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
         # The DTensors are not in the graph: FSDP's own backward runs, and what training has in .grad is put back.

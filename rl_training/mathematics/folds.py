@@ -49,7 +49,7 @@ def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class FoldGroup:
-    """Folds whose gradients come from the same backwards: one fold, or one of each group of processes."""
+    """Folds whose gradients come from the same backwards: one fold, or one of each group of equally many processes."""
 
     folds: range
     fold_of_rank: tuple[int, ...]  # counted from the first of them, by process

@@ -408,10 +408,10 @@ def sliced_sums(rank: int) -> dict[str, Tensor]:
     model = TiedModel()
     shard = shard_of(model, Sliced)
     target, reduction = shard.layout.zeros(2), FoldReduction(shard)
-    own = microbatches(2, seed=200 + rank)
-    for fold_of_rank, tokens in zip(((0, 0), (1, 0)), own, strict=True):
+    first_fold = [part[:1] for part in target]
+    for rows, tokens in zip((first_fold, target), microbatches(2, seed=200 + rank), strict=True):
         loss = model.embed(tokens).square().sum() if rank == 1 else model(tokens)
-        reduction.arm(target, fold_of_rank)
+        reduction.arm(rows)
         loss.backward()
         reduction.disarm()
     return shard.layout.by_name(target)
@@ -435,7 +435,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Tenso
 
 @pytest.mark.parametrize("chunks", [0, 1], ids=["in one chunk", "in many chunks"])
 def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
-    """A first backward of both processes is of fold 0; of the second, that of process 0 is of fold 1."""
+    """A first backward of both processes is of fold 0; of the second, that of process 1 is of fold 1."""
     own = [own_gradient(TiedModel(), tokens) for tokens in microbatches(2, seed=200)]
     other = []
     for tokens in microbatches(2, seed=201):
@@ -446,7 +446,7 @@ def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(
     assert [part.numel() for part in parts[0].values()] != [part.numel() for part in parts[1].values()]
     for name in own[0]:
         reached = name == "embed.weight"
-        first = own[0][name] + (other[0] + other[1] if reached else 0.0)
-        expected = torch.stack([first, own[1][name]])
+        second = other[1] if reached else torch.zeros_like(own[1][name])
+        expected = torch.stack([own[0][name] + own[1][name] + (other[0] if reached else 0.0), second])
         found = torch.cat([part[name] for part in parts], dim=-1)  # each keeps some of the entries
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

@@ -22,7 +22,7 @@ class OneOf(Shard):
 
     def __init__(self, processes: int, rank: int) -> None:
         super().__init__(nn.Module(), torch.optim.SGD([torch.zeros(1)]), None)
-        self.trained = {name: nn.Parameter(whole) for name, whole in UPDATE.items()}
+        self.trained = self.optimized = {name: nn.Parameter(whole) for name, whole in UPDATE.items()}
         self.num_ranks, self.rank = processes, rank
 
 

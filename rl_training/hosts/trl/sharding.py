@@ -4,7 +4,7 @@ The only file that uses DeepSpeed's internals, written against 0.19. It reads ob
 
 Stages 1 and 2 lay the parameters of an optimizer group side by side in one flat vector and cut it into a slice per
 rank, anywhere. A rank keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over ranks for its slice only.
-Stage 3 cuts each flat parameter into equal parts, weights too; its own getters return a rank's part.
+Stage 3 cuts each flat parameter into equal parts, the model's too, and lays a rank's parts side by side.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def shard_of(trainer: GRPOTrainer) -> Shard:
 
 def replicated(trainer: GRPOTrainer) -> Shard:
     """Returns all of it, on every process, of a trainer that takes no step, with the optimizer that it has made."""
-    model, optimizer, max_grad_norm = _parts(trainer)
-    return Shard(model, optimizer, max_grad_norm, alone=True)
+    return Shard(*_parts(trainer), alone=True)
 
 
 def has_sharded_weights(trainer: GRPOTrainer) -> bool:
@@ -39,7 +38,7 @@ def has_sharded_weights(trainer: GRPOTrainer) -> bool:
     return trainer.is_fsdp_enabled or zero3
 
 
-def _parts(trainer: GRPOTrainer) -> tuple[Any, ...]:
+def _parts(trainer: GRPOTrainer) -> tuple[Any, Any, Any]:
     optimizer = trainer.optimizer
     own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     return trainer.model, own, trainer.args.max_grad_norm
@@ -66,6 +65,7 @@ class Zero(Shard):
         super().__init__(engine.module, self._zero.optimizer, self._zero.clip_grad)
         self._flats: list[Tensor] = getattr(self._zero, self.FLAT_WEIGHTS)
         self._place = self._find_places()  # of each parameter: its group, its flat vector, where it starts in that
+        self.optimized = {name: self._flats[number] for name, (_, number, _) in self._place.items()}
 
     def _find_places(self) -> dict[str, tuple[int, int, int]]:
         zero = self._zero
@@ -82,14 +82,10 @@ class Zero(Shard):
         start += (self.rank - rank) * width
         return min(entries, max(0, -start)), min(entries, max(0, width - start))
 
-    @property
-    def optimized(self) -> dict[str, Tensor]:
-        return {name: self._flats[number] for name, (_, number, _) in self._place.items()}
-
     def groups(self) -> dict[str, dict[str, Any]]:
         return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._place.items()}
 
-    def own(self, name: str, value: Tensor) -> Tensor:
+    def own_of_optimizer(self, name: str, value: Tensor) -> Tensor:
         """Returns this rank's entries of a parameter in a flat vector that lies as that of the weights."""
         begin, end = self.cut(name, self.rank)
         return value.detach().reshape(-1)[max(0, self._place[name][2]) :][: end - begin]
@@ -97,14 +93,8 @@ class Zero(Shard):
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns this rank's entries; call it before engine.step. Zeros for a parameter that got none."""
         averaged = self._zero.averaged_gradients
-        flats = [
-            torch.cat([piece.reshape(-1) for piece in averaged[group]]).to(flat.dtype)
-            for group, flat in enumerate(self._flats)
-        ]
-        return {name: self.own(name, flats[group]) for name, (group, _, _) in self._place.items()}
-
-    def held(self) -> dict[str, Tensor]:
-        return {name: Shard.own(self, name, param).clone() for name, param in self.trained.items()}
+        flats = [torch.cat([piece.flatten() for piece in averaged[number]]) for number in range(len(self._flats))]
+        return {name: self.own_of_optimizer(name, flats[number]) for name, (_, number, _) in self._place.items()}
 
 
 class Zero3(Zero):
@@ -113,10 +103,7 @@ class Zero3(Zero):
     KIND = "DeepSpeedZeroOptimizer_Stage3"
     FLAT_WEIGHTS = "fp32_partitioned_groups_flat"
     gathers_weights = True
-
-    @property
-    def graph_lasts(self) -> bool:
-        return False  # weights are released in the backward
+    graph_lasts = False  # weights are released in the backward
 
     def _find_places(self) -> dict[str, tuple[int, int, int]]:
         zero, places = self._zero, {}
@@ -131,23 +118,15 @@ class Zero3(Zero):
     def cut(self, name: str, rank: int) -> tuple[int, int]:
         return chunk_of(self.numel(name), self.num_ranks, rank)
 
-    def _part(self, name: str, value: Tensor) -> Tensor:
+    def own(self, name: str, value: Tensor) -> Tensor:
         start, stop = self.cut(name, self.rank)
-        return value.detach().reshape(-1)[: stop - start]  # behind it: what the equal parts are filled up with
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        from deepspeed.utils import safe_get_local_grad
-
-        found = {name: safe_get_local_grad(param) for name, param in self.trained.items()}
-        return {name: None if value is None else self._part(name, value) for name, value in found.items()}
-
-    def held(self) -> dict[str, Tensor]:
-        return {name: self._part(name, param.ds_tensor).clone() for name, param in self.trained.items()}  # type: ignore[attr-defined]
+        part: Tensor = value.ds_tensor  # type: ignore[attr-defined]
+        return part.detach().reshape(-1)[: stop - start]  # behind it: what the equal parts are filled up with
 
     def put(self, entries: Mapping[str, Tensor]) -> None:
         self._zero.empty_partition_cache()  # what is gathered, perhaps ahead of a backward, would be used instead
         for name, param in self.trained.items():
-            self._part(name, param.ds_tensor).copy_(entries[name])  # type: ignore[attr-defined]
+            self.own(name, param).copy_(entries[name])
         small = self._zero.persistent_parameters  # they stay gathered: the engine's own step gathers them anew, too
         if small:
             small[0].all_gather(small)

@@ -234,16 +234,13 @@ def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_round
 
 
 def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) -> None:
-    """Beside the folds' gradients, asked for from Python, TRL's own included; of 105k parameters.
+    """Of what is asked for from Python, TRL's own included, and but for the histograms of token classes.
 
-    And but for the weights of before the step, which `measured` puts in and out again from the second step on, and the
-    histograms of token classes.
+    Beside the folds' gradients, and the weights that `measured` puts in and out again, which are exchanged.
     """
     probed, bare = saved(runs, "plain_2")["collectives"], saved(runs, "plain_2_bare")["collectives"]
     assert len(probed) > len(bare)
-    weights = [count for count in probed if count > 500 and count % 2**15]  # square norms: two of parameter and fold
-    assert len(weights) == 2 * (len(saved(runs, "plain_2")["steps"]) - 1)
-    assert len(set(weights)) == 1
+    assert [count for count in probed if count > 500 and count % 2**15] == []  # square norms: two of parameter and fold
 
 
 def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
