@@ -53,7 +53,8 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     trained = {_without_adapter_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if (is_adapter or not trained) and stored.keys() - trained:
         raise ValueError(
-            f"G1: {some(stored.keys() - trained)} is not trainable: another adapter is active, or it is frozen"
+            f"G1: {some(stored.keys() - trained)} is not trainable: another adapter is active, or it is frozen; load "
+            "an adapter with is_trainable=True, and leave it active and unmerged"
         )
     if trained - stored.keys():
         raise ValueError(

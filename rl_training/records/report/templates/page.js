@@ -1,5 +1,6 @@
 "use strict";
-// Draws the charts in sight first, and the others in pauses; the curves that are chosen, and the step that is pointed at, in all of them.
+// Draws the charts in sight first, and the others while the page is idle. Curves can be hidden; the step that is pointed
+// at is shown in all charts over steps.
 // A canvas does not know the page's colour of text.
 const colored = text => JSON.parse(text.replaceAll('"currentColor"', JSON.stringify(getComputedStyle(document.body).color)));
 const config = colored(document.getElementById("config").textContent);
@@ -42,7 +43,7 @@ for (const figure of figures) {
   seen.observe(figure);
   figure.addEventListener("change", () => choose(figure));
 }
-// Now, as a print does not wait for charts that are begun with it.
+// A print does not wait for what is only begun when it starts.
 (async () => {
   for (const figure of figures) {
     await new Promise(done => (globalThis.requestIdleCallback || setTimeout)(done));
