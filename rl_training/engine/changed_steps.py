@@ -38,7 +38,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction of each fold, factor · rows, and perhaps that of all, factor · mean."""
+    """A direction of each fold, factor · rows, and where it is given that of all folds, factor · mean."""
 
     rows: Vector  # (F, n) of each bucket
     mean: Entries | None = None  # Σ n_k rows_k / Σ n_k, where the step is not taken as given

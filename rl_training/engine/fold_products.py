@@ -93,7 +93,7 @@ class FoldProducts:
         steps, clip = self.steps, float(self.steps.clips[k])
         unclipped: list[Tensor] = []
 
-        def parts() -> Iterator[tuple[Piece, UpdateParts]]:  # clipped and unclipped together: joining a piece takes time
+        def parts() -> Iterator[tuple[Piece, UpdateParts]]:  # clipped and not, together: joining a piece takes time
             for piece in steps.pieces:
                 gradient = steps.gradient.without(k, piece)
                 if clip != 1.0:

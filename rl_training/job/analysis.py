@@ -71,11 +71,11 @@ def _run_of(checkpoint: Path) -> Path | None:
     return run if (run / CONFIG_FILE).is_file() else None
 
 
-def _analyse(checkpoint: Path, path: Path, settings: Settings, asked: Mapping[str, Any]) -> None:
+def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
     """Analyses one checkpoint; the log is written first, then the results, so results imply a complete analysis."""
     start = time.perf_counter()
-    run = run_settings(checkpoint, asked["run"])
-    restored = build_restored(run, checkpoint, asked["learning_rate"])
+    run = run_settings(checkpoint, overrides["run"])
+    restored = build_restored(run, checkpoint, overrides["learning_rate"])
     seconds = {"load": time.perf_counter() - start}
     analysis = probe.analyse(restored, settings)
     if settings.kernel.enabled:
@@ -84,7 +84,7 @@ def _analyse(checkpoint: Path, path: Path, settings: Settings, asked: Mapping[st
     with short_memory_says_what_to_lower("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, settings))
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
-    values = {"offline": asked, "run": OmegaConf.to_container(run, resolve=True)}
+    values = {"offline": overrides, "run": OmegaConf.to_container(run, resolve=True)}
     log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, settings.log, values)
     if restored.rank == 0:
         write_result(path, restored, analysis, values, log)

@@ -94,8 +94,8 @@ class Trial:
 
     @property
     def evaluation(self) -> str:
-        asked = self.cfg.evaluation
-        return f"try_{asked.fraction:g}x{asked.responses_per_prompt}"
+        size = self.cfg.evaluation
+        return f"try_{size.fraction:g}x{size.responses_per_prompt}"
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,9 @@ def verdict(candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     best = max(better, key=lambda each: each.differences[goal].value)
     low = best.differences[goal].ends()[0]  # above another's interval: a careful test, for plain is in both
     others = [each.name for each in better if each is not best and not low > each.differences[goal].ends()[1]]
-    told = ", ".join(f"{name} {in_words(best.differences[name])}" for name in (goal, "pass@1", "reward"))
+    changes = ", ".join(f"{name} {in_words(best.differences[name])}" for name in (goal, "pass@1", "reward"))
     beside = f" Not told apart from {', '.join(others)}." if others else ""
-    return f"Take {best.name}: after {best.step} steps {told}.{beside}", best
+    return f"Take {best.name}: after {best.step} steps {changes}.{beside}", best
 
 
 def _not_told(candidates: Sequence[Candidate], goal: str) -> tuple[str, Candidate | None]:

@@ -113,7 +113,8 @@ class RunningPair:
         """Returns the mean over the steps so far; after the first."""
         weight, one, two, first, mixed, second, squares = self.state[:7]
         covariance = torch.stack([first, mixed, mixed, second]).view(2, 2) / weight.square()
-        degrees = round(float(first.square() / squares), 6) if squares > 0 else 1.0  # 7, and not a little less
+        # A quotient just below 7 would count as 6.
+        degrees = round(float(first.square() / squares), 6) if squares > 0 else 1.0
         return Pair(torch.stack([one, two]) / weight, covariance, degrees)
 
 

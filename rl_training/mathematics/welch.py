@@ -22,7 +22,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
     """Returns the mean of independent values with its standard error; without one of a single value."""
     if not values:
         return Estimate.missing("there is no finite value")
-    # Between the values, rounding or not: values that are all the same have no error.
+    # Rounding can put the mean of equal values beside them, which would give them an error.
     count, mean = len(values), min(max(math.fsum(values) / len(values), min(values)), max(values))
     if count == 1:
         return Estimate(mean, num_samples=1, reason="one value has no error")

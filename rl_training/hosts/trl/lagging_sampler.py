@@ -44,8 +44,8 @@ class LaggingSampler:
         with self.policy.pointing_to(self.weights()):
             generated = list(original(prompts))
             device = self.trainer.accelerator.device
-            asked, said = ([torch.tensor(row, device=device) for row in rows] for rows in generated[:2])
-            rollout = as_rollout(asked, said, range(len(prompts)), self.trainer._tokenizer.pad_token_id)
+            prompt_ids, completion_ids = ([torch.tensor(row, device=device) for row in rows] for rows in generated[:2])
+            rollout = as_rollout(prompt_ids, completion_ids, range(len(prompts)), self.trainer._tokenizer.pad_token_id)
             logps = self.policy.score_rollout(rollout).logps
             lengths = rollout.completion_mask.sum(dim=1).tolist()
             generated[4] = [row[:length].tolist() for row, length in zip(logps, lengths, strict=True)]

@@ -207,9 +207,9 @@ def _predictors(run: Run) -> Chart:
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip
     clouds = []
     for label, (metric, color, mark) in looks.items():
-        found, there = run.values(metric).align(truth, join="inner")
+        found, true = run.values(metric).align(truth, join="inner")
         if len(found) >= MIN_POINTS:
-            x, y = there.to_numpy(), found.to_numpy()
+            x, y = true.to_numpy(), found.to_numpy()
             y = findings.scaled(y, x) if "scaled" in label else y
             words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
             clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, faint=0.7))
