@@ -43,6 +43,8 @@ class FoldReduction:
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
         # Of its own: a loop's collectives run on the default group in the same backward.
         self._group = dist.new_group() if shard.num_ranks > 1 else None
+        # The gradients of one bucket are held together in any case: a backward of our own returns them, without hooks.
+        self._returned = len(self._buckets) == 1 and not shard.gathers_weights
         self._handles: list[RemovableHandle] = []
         self.bytes_sent = 0
         # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
@@ -68,7 +70,9 @@ class FoldReduction:
         """
         self.arm(target, consume=True)
         try:
-            self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
+            found = self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
+            if self._returned:
+                self._held = found
             self.disarm()
         finally:
             self.forget()
@@ -84,7 +88,7 @@ class FoldReduction:
         self._reduced = len(target[0]) == 1 and shard.reduces_each_backward
         if not self._reduced:
             self._unsent = len(self._buckets)
-            for name, leaf in shard.leaves.items():
+            for name, leaf in () if consume and self._returned else shard.leaves.items():
                 self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
         elif consume:
             for name, param in shard.trained.items():

@@ -153,9 +153,14 @@ class Shard:
         """Whether each backward adds the mean over processes to `gradients()`, in at least fp32."""
         return False
 
-    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
-        """Runs a backward that hooks see; what training has accumulated stays as it is."""
-        torch.autograd.grad(outputs, list(self.leaves.values()), weights, retain_graph=keep_graph, allow_unused=True)
+    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool) -> dict[str, Tensor]:
+        """Runs a backward that hooks see, and returns what it leaves of the gradients, by name.
+
+        What training has accumulated stays as it is.
+        """
+        leaves = list(self.leaves.values())
+        found = torch.autograd.grad(outputs, leaves, weights, retain_graph=keep_graph, allow_unused=True)
+        return {name: gradient for name, gradient in zip(self.leaves, found, strict=True) if gradient is not None}
 
 
 class FullyShard(Shard):
@@ -220,7 +225,7 @@ class FullyShard(Shard):
                 module.reshard()
         return {name: leaf_of[param] for name, param in self.trained.items()}
 
-    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
+    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool) -> dict[str, Tensor]:
         # The DTensors are not in the graph: FSDP's own backward runs, and what training has in .grad is put back.
         before = {param: param.grad for param in self.trained.values()}
         try:
@@ -230,3 +235,4 @@ class FullyShard(Shard):
         finally:
             for param, gradient in before.items():
                 param.grad = gradient
+        return {}

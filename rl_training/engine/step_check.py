@@ -161,12 +161,12 @@ class StepGuard:
         The error is inf where weights move that would not, or become no numbers, and nan where the formula has none. A
         share is nan where the formula moves nothing.
         """
-        off = ((moved - formula).abs() - self._precision * self._before.abs()).clamp_(min=0.0)
+        kept, off = formula, ((moved - formula).abs() - self._precision * self._before.abs()).clamp_(min=0.0)
         if self._short.itemsize < 4:
-            ends = [self._kept((1.0 + part) * formula) for part in (-HALF_PRECISION, HALF_PRECISION)]
+            kept, *ends = (self._kept(part * formula) for part in (1.0, 1.0 - HALF_PRECISION, 1.0 + HALF_PRECISION))
             between = moved.clamp(torch.minimum(*ends), torch.maximum(*ends))
             off = torch.where(self._is_short, moved - between, off)
-        products = (off.square(), self._kept(formula).square(), moved * formula, formula.square())
+        products = (off.square(), kept.square(), moved * formula, formula.square())
         sums = sums_of_spans(torch.cat(products), self._sizes * len(products)).view(len(products), -1)
         by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=moved.device)
         by_layer = self._reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
@@ -179,8 +179,6 @@ class StepGuard:
 
     def _kept(self, change: Tensor) -> Tensor:
         """Returns what rounding leaves of a change of the sampled weights."""
-        if self._short.itemsize >= 4:
-            return change
         return torch.where(self._is_short, kept_change(self._before.to(self._short), change), change)
 
 

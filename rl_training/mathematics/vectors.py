@@ -134,13 +134,14 @@ def dot(one: Vector, other: Vector) -> Tensor:
 def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Returns the sums of (n,) values that lie one after another, so many in each, (spans,) fp64.
 
-    Two operations, however many spans: first of all blocks of a length that divides every size, which run in parallel.
+    Two operations, however many spans: first of blocks of a length that divides every size, in the values' own
+    precision as in `dots`; then of each span's blocks, one after another, in fp64.
 
     >>> sums_of_spans(torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 1))
     tensor([6., 4.], dtype=torch.float64)
     """
     block = math.gcd(*sizes) or 1
-    sums = values.double().view(-1, block).sum(dim=1)
+    sums = values.view(-1, block).sum(dim=1).double()
     # unsafe: no wait for a check
     return torch.segment_reduce(sums, "sum", lengths=_counts(sizes, block, values.device), unsafe=True)
 
