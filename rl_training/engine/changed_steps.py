@@ -170,15 +170,17 @@ class ChangedSteps:
             plain = self._steps(piece, gradients, Change())
             for c, change in enumerate(changes):
                 moved = plain if change is None else self._steps(piece, gradients, change).sub_(plain)
-                without, whole = moved[:-1], moved[-1]
                 for number, direction in enumerate(directions):
                     rows = piece.of(direction.rows).to(moved.device)
-                    own[c, :, number] += direction.factor * dots(rows, without)
+                    own[c, :, number] += direction.factor * dots(rows, moved[:-1])
                     if direction.mean is not None:
-                        less = without - whole
+                        less = moved[:-1] - moved[-1]
                         total = self._sizes.sum() * dots(less, piece.of(direction.mean))
                         others = total - self._sizes * dots(rows, less)
                         lost[c, :, number] += direction.factor * others
+                        del less
+                del moved
+            del gradients, plain  # before those of the next piece are made
         both = self._reduce(torch.stack([own, lost])).cpu()
         return list(zip(*both, strict=True))
 
@@ -203,8 +205,10 @@ class ChangedSteps:
         vector = self._squares.new_tensor(shares)
         square = (self._squares @ vector @ vector).clamp(min=0.0)  # below 0 by rounding only
         clips = clipping(square, self._plain.max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)
-        mixed = sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
-        gradient = clips.to(gradients[0]).unsqueeze(1) * mixed
+        factors = torch.outer(clips, vector).to(gradients[0]).unsqueeze(2)
+        gradient = factors[:, 0] * gradients[0]
+        for number, further in enumerate(gradients[1:], 1):
+            gradient.addcmul_(factors[:, number], further)
         state = dataclasses.replace(piece.state, lr=change.lr_factor * piece.state.lr)
         return dataclasses.replace(piece, state=state).total(gradient)
 

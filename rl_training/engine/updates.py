@@ -10,6 +10,7 @@ made where their products with an entropy gradient are taken, a slice of a param
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,8 +89,8 @@ class Piece(Run):
 class OptimizerPieces:
     """The parameters and their optimizer's states in pieces that follow one another; none without a formula.
 
-    Small neighbours that are alike are joined, as copies that last as long as their piece is in use, or as all pieces
-    where these are few entries; large parameters are cut, and not copied.
+    Small neighbours that are alike, of AdamW but for their weight decay, are joined, as copies that last as long as
+    their piece is in use, or as all pieces where these are few entries; large parameters are cut, and not copied.
     """
 
     def __init__(
@@ -122,7 +123,19 @@ class OptimizerPieces:
                 for key, value in vars(alike[0]).items()
                 if isinstance(value, Tensor)
             }
+            if len({state.weight_decay for state in alike}) > 1:  # as of matrices and norms
+                moments["weight_decay"] = run.joined(map(self._decays, run.names))
             yield Piece(**vars(run), param=run.of(self._parameters), state=dataclasses.replace(alike[0], **moments))
+
+    def _decays(self, name: str) -> Tensor:
+        """Returns the weight decay of a parameter's entries, which takes no memory."""
+        decay = _number(self._states[name].weight_decay, self._layout.dtype, self._layout.device)
+        return decay.expand_as(self._parameters[name])
+
+
+@functools.cache
+def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _runs(
@@ -151,11 +164,13 @@ def _runs(
 def _alike(
     names: Sequence[str], parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState]
 ) -> Iterator[tuple[int, int]]:
-    """Yields the bounds of the longest runs of parameters with the same settings."""
+    """Yields the bounds of the longest runs of parameters with the same settings; AdamW's weight decay may differ."""
 
     def settings(name: str) -> tuple[Any, ...]:
         state = states[name]
         numbers = {key: value for key, value in vars(state).items() if not isinstance(value, Tensor)}
+        if isinstance(state, AdamWState) and state.decoupled:
+            del numbers["weight_decay"]
         return type(state), parameters[name].dtype, numbers
 
     first = 0
@@ -185,9 +200,11 @@ def split_products(
     by_both = directions[0][0].new_zeros(len(CAUSES), num_parameters, len(directions), dtype=torch.float64)
     for piece, step in parts:
         causes = torch.stack(step)
+        del step
         for target, x in enumerate(directions):
             sums = sums_of_spans((causes * piece.of(x)).flatten(), piece.sizes * len(CAUSES))
             by_both[:, piece.parameters, target].add_(sums.view(len(CAUSES), -1))
+        del causes  # before the next piece is made
     return torch.cat([by_both.sum(dim=1), by_both.sum(dim=0)])
 
 

@@ -35,7 +35,7 @@ class AdamWState:
     lr: float
     betas: tuple[float, float]
     eps: float
-    weight_decay: float
+    weight_decay: float | Tensor  # of all entries, or of AdamW by entry
     decoupled: bool = True  # AdamW; False is Adam
     moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 JOINED = 2**18  # entries that are handled at once on a CPU, which has them in its cache
-# On a GPU, where an operation's start is the cost: at least these, and no more parts than these of all entries.
-JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 8
+# On a GPU, where an operation's start is the cost: at least these, or one of so many parts of all entries.
+JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 6
 SHARD = "shard."  # how names of tensors in a checkpoint begin that hold one process's entries
 
 Vector = list[Tensor]  # by bucket: (n,), or (rows, n)
