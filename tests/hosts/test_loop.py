@@ -27,6 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
 from rl_training import Estimate, Probe, Rollout, measured_loop
+from rl_training.engine import changed_steps, step_by_folds
 from rl_training.engine.batch import Correction, LossSettings, take_rows
 from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.driver import StepDriver
@@ -452,6 +453,25 @@ def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason(
         estimate = measured.latest[name]
         assert math.isnan(estimate.value)
         assert "no response of this step has a token" in estimate.reason, name
+
+
+def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass(monkeypatch) -> None:
+    """The loop does not say what its loss divides by. Where no multiple is one, rows of its own give the same."""
+    found, passes, bases_of = [], [], step_by_folds.bases_of
+
+    def counted(step: Any, weights: Any) -> Any:
+        passes.append(len(weights))
+        return bases_of(step, weights)
+
+    monkeypatch.setattr(step_by_folds, "bases_of", counted)
+    for rounding in (changed_steps.ROUNDING, -1.0):
+        monkeypatch.setattr(changed_steps, "ROUNDING", rounding)
+        loop = new_loop([InterventionsProbe(["lr"], every=1)], dr_grpo=True)
+        found.append(train(*loop, steps=1)[0]["intervention/lr/delta_reward"])
+    assert passes == [0, 1]
+    assert found[0].value != 0
+    for one, other in zip(*((reward.value, reward.stderr) for reward in found), strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
 
 
 def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
