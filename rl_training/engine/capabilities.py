@@ -26,7 +26,7 @@ NOT_DR_GRPO = "the trace can be split only for Dr-GRPO's loss"
 class Fixes:
     """What to do so that more can be measured, in the words of the loop. Reasons end with it."""
 
-    whole_prompts: str = "keep all responses to a prompt in one microbatch"
+    whole_prompts: str = "keep all responses to a prompt side by side, in one microbatch or several in a row"
     dr_grpo: str = "train with that loss"
 
 

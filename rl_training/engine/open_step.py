@@ -57,6 +57,8 @@ class Loop:
     ranks: Ranks
     dr_grpo: bool = True  # the loss is Dr-GRPO's and nothing else's
     loss_settings: LossSettings | None = None  # None where they are not known
+    mixed_prompts: str = ""  # why all steps will have microbatches of mixed prompts
+    reused: str = ""  # why some will learn from responses again
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
     no_fresh_responses: str = ""  # why `policy.sample` may not be asked
     fixes: Fixes = field(default_factory=Fixes)

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
+from rl_training.engine.capabilities import ONE_RESPONSE
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.precision import named
 from rl_training.engine.probe import Need, Probe
+from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.folds import ENOUGH, FoldGroup, plan_folds
 
 VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entropy gradient and the sum of all
-MORE_FOLDS = "smaller microbatches, or num_folds={enough} of a probe, whose folds cost a further pass each"
 
 ROUNDED = (
     "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "
@@ -102,32 +103,63 @@ def _common(wanted: Mapping[str, Any], what: str) -> Any:
 
 def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]]:
     """Returns what will be measured, in a sentence, and what will not and which setting would change that."""
-    shape, layout = loop.shape, loop.shard.layout
-    folds = requirements.folds(shape, shape.sizes)
-    count, vectors = folds[-1].folds.stop, requirements.num_vectors(folds[-1].folds.stop)
-    size = layout.num_entries * layout.dtype.itemsize / 1e6
+    shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
+    count = requirements.folds(shape, shape.sizes)[-1].folds.stop
+    vectors, size = requirements.num_vectors(count), layout.num_entries * layout.dtype.itemsize / 1e6
     plan = (
-        f"probes measure {count} folds of whole prompts a step, from {shape.microbatches} microbatches of "
-        f"{shape.microbatch_size} sequences on each of {shape.num_ranks} processes, and keep {vectors} vectors of "
-        f"{size:.1f} MB on this one"
+        f"probes measure {_counted(count, 'fold')} of whole prompts a step, from "
+        f"{_counted(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on each of "
+        f"{_counted(shape.num_ranks, 'process')}, and keep {vectors} vectors of {size:.3g} MB on this one"
     )
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    missing = []
-    more = MORE_FOLDS.format(enough=ENOUGH * -(-shape.num_ranks * shape.microbatches // ENOUGH))
-    if Need.ENTROPY_GRADIENT in requirements.needs:
-        if count < 2:
-            missing.append(f"no prediction: a step is one fold, and none can be left out of it; use {more}")
-        elif count < FEWEST_FOLDS:
-            missing.append(f"no error bars: {count} folds are too few; use {more}")
-        elif count < ENOUGH:
-            missing.append(f"uncertain error bars: they come from {count} folds; for {ENOUGH} use {more}")
-        optimizer = view_optimizer(loop.shard)
-        missing += [f"no prediction before the step: {optimizer.reason}"] if optimizer.reason else []
-        missing += [ROUNDED.format(which=optimizer.rounded)] if optimizer.rounded else []
-        adam = [state for state in (optimizer.states or {}).values() if isinstance(state, AdamWState)]
-        stuck = [state for state in adam if 1.0 - state.betas[1] < torch.finfo(state.exp_avg_sq.dtype).eps / 2.0]
-        missing += [NO_DECAY.format(dtype=named(state.exp_avg_sq.dtype), beta2=state.betas[1]) for state in stuck[:1]]
+    missing = _few(loop, needs, count)
+    if loop.mixed_prompts:
+        missing = [f"no prediction, and no noise scale: {loop.mixed_prompts}"]
+    missing += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
+    if Need.ENTROPY_GRADIENT in needs:
+        missing += _of_optimizer(loop.shard)
+    if not loop.dr_grpo and needs:
+        missing.append(f"no change of the reward, and no split of the noise: {loop.fixes.dr_grpo}")
+    missing += [f"no entropy gradient: {ONE_RESPONSE}"] if shape.responses_per_prompt == 1 else []
     missing += [f"no entropy gradient: {loop.sampling_mismatch}"] if loop.sampling_mismatch else []
     missing += [f"rounded: {loop.shard.why_rounded}"] if loop.shard.why_rounded else []
     return plan, missing
+
+
+def _few(loop: Loop, needs: Need, count: int) -> list[str]:
+    """Returns what so many folds are too few for."""
+    shape, at_once = loop.shape, loop.shape.num_ranks * loop.shape.microbatches
+    group, own = shape.responses_per_prompt, shape.microbatch_size * shape.microbatches
+    prompts = own // group * shape.num_ranks
+    more = f"steps of at least {ENOUGH} prompts: these have {prompts}"
+    if prompts >= ENOUGH:
+        slices = f", or num_folds={at_once * -(-ENOUGH // at_once)} of a probe, whose folds cost a further pass each"
+        more = "smaller microbatches" + slices * (shape.microbatch_size % group == 0)
+    missing = []
+    if Need.SQ_NORMS in needs and count < 2:
+        missing.append(f"no noise scale: a step is one fold, and has no scatter; use {more}")
+    if Need.ENTROPY_GRADIENT in needs and count < ENOUGH:
+        rows = ", no interventions and no token classes" if Need.ENTROPY_ROWS in needs else ""
+        if count < 2:
+            missing.append(f"no prediction: a step is one fold, and none can be left out of it; use {more}")
+        elif count < FEWEST_FOLDS:
+            missing.append(f"no error bars{rows}: {count} folds are too few; use {more}")
+        else:
+            missing.append(f"uncertain error bars: they come from {count} folds; for {ENOUGH} use {more}")
+    return missing
+
+
+def _of_optimizer(shard: Shard) -> list[str]:
+    """Returns what the optimizer's step lacks, or loses to rounding."""
+    optimizer = view_optimizer(shard)
+    missing = [f"no prediction before the step: {optimizer.reason}"] if optimizer.reason else []
+    missing += [ROUNDED.format(which=optimizer.rounded)] if optimizer.rounded else []
+    adam = [state for state in (optimizer.states or {}).values() if isinstance(state, AdamWState)]
+    stuck = [state for state in adam if 1.0 - state.betas[1] < torch.finfo(state.exp_avg_sq.dtype).eps / 2.0]
+    missing += [NO_DECAY.format(dtype=named(state.exp_avg_sq.dtype), beta2=state.betas[1]) for state in stuck[:1]]
+    return missing
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what[-1] in 'hs' else 's'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from rl_training.engine.step_by_folds import why_no_folds
 from rl_training.mathematics import adamw as adamw_module
 from rl_training.mathematics.estimate import Estimate, why_no_stderr
 from rl_training.mathematics.folds import plan_folds
-from rl_training.probes import GradientNoiseScaleProbe, MeasuredStepProbe, SimpleEntropyProbe
+from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
 
@@ -131,3 +132,52 @@ def test_a_parameter_that_the_loss_does_not_reach_does_not_hide_adams_metric_of_
     make_trainer(probes=[probe], model=model, max_steps=3, max_completion_length=8).train()
     adam = probe.state_dict()["history"][:, 1]
     assert adam.isfinite().all(dim=1).tolist() == [False, True, True]
+
+
+# By a device's batch and gradient accumulation, at eight responses per prompt: what is said when training begins.
+SAID: dict[tuple[int, int], tuple[str, str]] = {
+    (8, 1): (
+        "1 fold of whole prompts a step, from 1 microbatch of 8",
+        "no prediction.* steps of at least 8 prompts: .* 1$",
+    ),
+    (4, 16): ("8 folds of whole prompts a step, from 16 microbatches of 4", ""),
+    (16, 4): ("4 folds of whole prompts", "uncertain error bars: .* smaller microbatches, or num_folds=8 of a probe"),
+    (2, 32): ("8 folds of whole prompts a step, from 32 microbatches of 2", ""),
+    (64, 1): ("1 fold of whole prompts", "no prediction.* smaller microbatches, or num_folds=8 of a probe"),
+    (24, 3): ("3 folds of whole prompts", "no error bars, no interventions .* num_folds=9 of a probe"),
+    (12, 6): (
+        "3 folds of whole prompts",
+        "no error bars, no interventions .*: 3 folds are too few; use smaller microbatches$",
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", SAID, ids=str)
+def test_what_a_batch_will_measure_and_what_would_change_that_is_said_when_training_begins(
+    batch: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    size, count = batch
+    plan, missing = SAID[batch]
+    model = load_tiny()[0]
+    probes = [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"])]
+    with (
+        caplog.at_level("INFO"),
+        measured_loop(
+            model, torch.optim.AdamW(model.parameters()), probes, responses_per_prompt=8, microbatch_size=size,
+            microbatches=count, dr_grpo=True,
+        ),
+    ):  # fmt: skip
+        first, *others = caplog.messages
+    assert re.match(f"probes measure {plan}", first)
+    assert [bool(re.match(missing, line)) for line in others] == [True] * bool(missing)
+    advised = re.search(r"num_folds=(\d+)", missing)
+    if advised:  # it can be had
+        assert plan_folds([size] * count, 8, num_folds=int(advised[1]))[-1].folds.stop == int(advised[1])
+
+
+def test_a_noise_scale_that_one_fold_does_not_have_is_said_when_training_begins(caplog) -> None:
+    model = load_tiny()[0]
+    shape = {"responses_per_prompt": 8, "microbatch_size": 64, "microbatches": 1}
+    with measured_loop(model, torch.optim.AdamW(model.parameters()), [GradientNoiseScaleProbe()], **shape):
+        assert caplog.messages[0].startswith("no noise scale: a step is one fold, and has no scatter; use smaller")
+        assert caplog.messages[1].startswith("no change of the reward, and no split of the noise: say dr_grpo=True")

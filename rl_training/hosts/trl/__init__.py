@@ -19,7 +19,7 @@ def attach(
     """Returns the attachment of these probes to a trainer: call `.remove()`, or use it as a context manager.
 
     records        where metrics.jsonl and probes.jsonl are written; without it estimates go to the trainer's log only
-    whole_prompts  keep the responses of a prompt in one microbatch (another order of summation, the same mathematics):
+    whole_prompts  keep the responses of a prompt side by side (another order of summation, the same mathematics):
                    without it what needs folds of whole prompts is nan, with that reason
 
     Raises ValueError, saying what to change, when the trainer already has probes, or when measuring would harm training

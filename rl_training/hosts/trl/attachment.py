@@ -17,6 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training.engine.batch import LossSettings
+from rl_training.engine.capabilities import MIXED_PROMPTS, REUSED
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
@@ -197,7 +198,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _begin_training(self) -> None:
         """Tells the driver where parameters and optimizer are: some launches place them only now."""
-        trainer = self._trainer
+        trainer, its_fixes = self._trainer, batches.fixes(self.loss_settings)
+        shuffled = not self._rollouts.whole_prompts and trainer.args.steps_per_generation > 1
         self.driver.start(
             Loop(
                 shape=self._shape(),
@@ -206,9 +208,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 ranks=all_ranks(),
                 dr_grpo=self.loss_settings.is_dr_grpo,
                 loss_settings=self.loss_settings,
+                mixed_prompts=f"{MIXED_PROMPTS}: {its_fixes.whole_prompts}" if shuffled else "",
+                reused=REUSED if trainer.num_iterations > 1 else "",
                 sampling_mismatch=why_sampling_mismatch(trainer),
                 no_fresh_responses=why_no_fresh_responses(trainer),
-                fixes=batches.fixes(self.loss_settings),
+                fixes=its_fixes,
             )
         )
         if trainer.is_deepspeed_enabled:

@@ -66,8 +66,8 @@ def fixes(settings: LossSettings) -> Fixes:
     others += ["vllm_importance_sampling_correction=False"] * (settings.correction is not None)
     others += ["no intervention"] * ("intervention" in settings.differs)
     return Fixes(
-        "use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences in a "
-        "microbatch",
+        "use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences in an "
+        "optimizer step of each process",
         f"set {', '.join(others)}",
     )
 
@@ -185,11 +185,11 @@ def _in_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -
 class Rollouts:
     """The rollouts of a trainer: adds to TRL's batches what TRL leaves out, and reads it back.
 
-    whole_prompts  the responses of a prompt are put into one microbatch
+    whole_prompts  the responses of a prompt are put side by side
     """
 
     def __init__(self, trainer: GRPOTrainer, policy: TrainerPolicy, whole_prompts: bool) -> None:
-        self._trainer, self._policy, self._whole_prompts = trainer, policy, whole_prompts
+        self._trainer, self._policy, self.whole_prompts = trainer, policy, whole_prompts
         self._tool_mask: list[list[int]] | None = None  # of the latest rollout, this rank's
         self._rewards: Tensor | None = None  # of the latest rollout, all ranks
         self.number = 0  # of the rollout that training learns from at present
@@ -223,7 +223,7 @@ class Rollouts:
 
     def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
         with ExitStack() as undo:
-            if self._whole_prompts:
+            if self.whole_prompts:
                 wrap(grpo_trainer, SHUFFLE, _in_whole_prompts, undo)
             return original(generation_batch)
 

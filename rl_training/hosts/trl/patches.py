@@ -186,12 +186,13 @@ def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
 
 
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:
-    """Raises ValueError when microbatches cannot hold whole prompts."""
-    size, group = trainer.args.per_device_train_batch_size, trainer.num_generations
-    if size % group:
+    """Raises ValueError when a process's optimizer steps cannot hold whole prompts."""
+    args, group = trainer.args, trainer.num_generations
+    size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    if size * count % group:
         raise ValueError(
-            f"per_device_train_batch_size={size} is not a multiple of num_generations={group}, so a microbatch cannot "
-            f"hold all responses of its prompts: use {-(-size // group) * group}"
+            f"an optimizer step has {count} x {size} sequences on a process, no multiple of num_generations={group}: "
+            f"it cannot hold all responses of its prompts. Use per_device_train_batch_size={-(-size // group) * group}"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from seen import Seen
-from trainers import FEW, SHORT_LAST_STEP, bare_ending, differing, ending, trainer_maker
+from trainers import FEW, SHORT_LAST_STEP, bare_ending, differing, ending, graded, trainer_maker
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
@@ -146,6 +146,35 @@ def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -
             ]
 
 
+def test_prompts_that_span_microbatches_are_measured_as_those_that_do_not(make_trainer) -> None:
+    found = []
+    for size, count in ((4, 4), (2, 8)):
+        shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count, "max_completion_length": 8}
+        trainer = make_trainer(
+            probes=[SimpleEntropyProbe()], reward=graded, max_steps=1, adam_epsilon=1e-5, dtype=torch.float64, **shape
+        )
+        trainer.train()
+        found.append(trainer.attachment.latest["delta_h/forward"])
+    whole, cut = found
+    assert (cut.value, cut.stderr) == pytest.approx((whole.value, whole.stderr), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer_class", "said"),
+    [
+        ({}, GRPOTrainer, "no prediction, and no noise scale: the microbatches mix prompts.*whole_prompts=True"),
+        ({"num_iterations": 2}, DrGRPOTrainer, "no prediction at some steps: an earlier step has trained on these"),
+    ],
+)
+def test_what_this_training_will_not_measure_is_said_when_it_begins(
+    make_trainer, caplog, settings: Any, trainer_class: Any, said: str
+) -> None:
+    with attach(make_trainer(GRPOTrainer, max_steps=1, **FEW, **settings), [SimpleEntropyProbe()],
+                whole_prompts=trainer_class is DrGRPOTrainer) as attachment:  # fmt: skip
+        attachment._trainer.train()
+    assert any(re.match(said, line) for line in caplog.messages)
+
+
 def test_whole_prompt_order_trains_on_the_same_sequences_and_draws_the_same_numbers(make_trainer) -> None:
     batches, streams = [], []
     for whole in (False, True):
@@ -189,7 +218,11 @@ REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_kwargs"
     [
         (REENTRANT, [SimpleEntropyProbe()], '"use_reentrant": False'),
         ({"ddp_static_graph": True}, [SimpleEntropyProbe()], "ddp_static_graph=False"),
-        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}, [SimpleEntropyProbe()], "use 8"),
+        (
+            {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1, "steps_per_generation": 2},
+            [SimpleEntropyProbe()],
+            "1 x 6 sequences on a process, no multiple of num_generations=4: .* Use per_device_train_batch_size=8",
+        ),
         ({"num_generations": 1}, [SimpleEntropyProbe()], "at least 2 generations"),
         ({"reward_weights": [math.nan]}, [], r"reward_weights=\[nan\] must be finite"),
         ({}, [Witness(), Witness()], "same name"),
