@@ -162,7 +162,12 @@ def test_reentrant_checkpointing_is_refused_before_anything_is_sampled(run: Path
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["++trainer.entropy_coef=0.3"], ["++trainer.top_entropy_quantile=0.3", "++trainer.entropy_coef=0.2"]],
+    [
+        [],
+        ["++trainer.entropy_coef=0.3"],
+        ["++trainer.top_entropy_quantile=0.3", "++trainer.entropy_coef=0.2"],
+        ["++trainer.importance_sampling_level=sequence", "++trainer.off_policy_mask_threshold=0.1"],
+    ],
 )
 def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[str]) -> None:
     restored = restored_at(run, 1, *settings)
