@@ -19,7 +19,8 @@ Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δ�
     Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
 
 So only S and one entropy gradient at a time are held in memory: besides the K rows of the folds' gradients, a step
-holds δθ, the previous δθ, S and one X; and all X_k only for probes that multiply them with changes of the step.
+holds δθ, the previous δθ, S and one X; and all X_k only where they are small, or for probes that multiply them with
+changes of the step.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         products = FoldProducts(layout, sizes, memory.attribution, update, before, steps, 1 + settings.per_sequence)
     if Need.ENTROPY_ROWS in needs:
         rows = layout.zeros(len(sizes), device=memory.device)
-    for group, directions in fold_gradients(step, ratios, entropy / length, settings):
+    found = fold_gradients(step, ratios, entropy / length, settings)
+    # Where they are few all come first: passes and products in turns would drive each other out of a CPU's cache.
+    for group, directions in list(found) if layout.is_small else found:
         for number, k in enumerate(group.folds):
             if products is not None:
                 products.add(k, [[part[number] for part in x] for x in directions])
@@ -136,8 +139,7 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFold
     layout = gradients.layout
     if step.optimizer.states is None:
         return None, None, None
-    is_small = layout.num_entries <= layout.at_once
-    mean = layout.vector(gradients.mean.values()) if is_small else gradients.mean  # else joined a piece at a time
+    mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined piece by piece
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for own in (piece.of(mean) for piece in pieces):

@@ -104,7 +104,7 @@ class OptimizerPieces:
         self._layout, self._parameters, self._states = layout, parameters, states or {}
         self._at_once = at_once or layout.at_once
         self._runs = list(_runs(layout, parameters, states, self._at_once)) if states else []
-        self._kept = list(self._made()) if layout.num_entries <= layout.at_once else None
+        self._kept = list(self._made()) if layout.is_small else None
 
     def __iter__(self) -> Iterator[Piece]:
         return self._made() if self._kept is None else iter(self._kept)

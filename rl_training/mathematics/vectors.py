@@ -80,6 +80,11 @@ class Layout:
         )
         self.num_entries = starts[-1]
 
+    @property
+    def is_small(self) -> bool:
+        """Whether all entries together are few enough to be handled at once."""
+        return self.num_entries <= self.at_once
+
     def vector(self, tensors: Iterable[Tensor]) -> Vector:
         """Returns one vector, given by its tensors in the order of the parameters; a large one is not copied."""
         parts = iter(tensors)
