@@ -39,6 +39,7 @@ class LossInputs:
     sampling_logps: Tensor | None = None  # (b, T), the sampler's; None where it is this very policy, or not known
     reference_logps: Tensor | None = None  # (b, T), of the reference model of a KL term
     hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss does not see
+    whole_prompts: bool = True  # it has all responses to each of its prompts
 
     @property
     def ratios(self) -> Tensor:
@@ -89,6 +90,7 @@ def loss_inputs(
                 None if reference_logps is None else reference_logps[rows],
                 microbatches=rollout.num_sequences / len(rows),
                 silent_share=silent,
+                responses_per_prompt=batch.responses_per_prompt,
             )
         )
     return parts
@@ -103,10 +105,12 @@ def microbatch_inputs(
     *,
     microbatches: float = 1,
     silent_share: float = 0.0,
+    responses_per_prompt: int | None = None,
 ) -> LossInputs:
     """Returns what the loss knows of a microbatch; by default one that is a whole step.
 
-    scores  (b, T), without graph; the mask is 1 on the policy's tokens, those that the loss hides too
+    scores                (b, T), without graph; the mask is 1 on the policy's tokens, those that the loss hides too
+    responses_per_prompt  None: it has all of each
 
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
@@ -115,7 +119,7 @@ def microbatch_inputs(
     )
     if not rollout.on_policy and old_logps is None:
         raise ValueError("an off-policy step without sampling log-probabilities: its ratios are not known")
-    mask = scores.mask
+    mask, counts = scores.mask, rollout.prompt_index.unique(return_counts=True)[1]
     if settings is not None and settings.hides_truncated and rollout.truncated is not None:
         mask = mask * ~rollout.truncated.unsqueeze(1)
     return LossInputs(
@@ -132,6 +136,7 @@ def microbatch_inputs(
         sampling_logps=rollout.sampling_logps,
         reference_logps=reference_logps,
         hidden=(scores.mask != 0) & (mask == 0),
+        whole_prompts=responses_per_prompt is None or bool((counts == responses_per_prompt).all()),
     )
 
 

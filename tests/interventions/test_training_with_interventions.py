@@ -304,3 +304,18 @@ def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one(make_trainer
     assert "grows with the distance" in answers["intervention/kl:5/delta_h"].reason
     assert math.isfinite(answers["intervention/kl:5/delta_reward"].value)
     assert "beta=0 removes a KL term" in answers["intervention/psr/delta_h"].reason
+
+
+def test_what_needs_a_whole_group_is_neither_predicted_nor_trained_where_a_prompt_spans_microbatches(
+    make_trainer,
+) -> None:
+    """A part of the group has another deviation, and a single response has none."""
+    shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_completion_length": 8}
+    probe = InterventionsProbe(["std_norm", "lr:0.5"], every=1)
+    trainer = make_trainer(probes=[probe], reward=graded, max_steps=1, **shape)
+    trainer.train()
+    found = trainer.attachment.latest
+    assert "these lie in several" in found["intervention/std_norm/delta_h"].reason
+    assert math.isfinite(found["intervention/lr:0.5/delta_h"].value)
+    with pytest.raises(ValueError, match="intervention=std_norm: it needs all responses to a prompt in one microbatch"):
+        make_trainer(interventions=["std_norm"], reward=graded, max_steps=1, **shape).train()

@@ -96,6 +96,7 @@ class TrainedLoss:
             reference_logps,
             microbatches=self._trainer.current_gradient_accumulation_steps,
             silent_share=self._silent_share,
+            responses_per_prompt=self._trainer.num_generations,
         )
         for each in self.on_loss:
             inputs = dataclasses.replace(inputs, weights=_weights(each, inputs))

@@ -31,7 +31,8 @@ from rl_training.records.checkpoints import what_is_wrong_with
 
 ROOT = Path(__file__).parents[3]
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
-SHARDED = ["zero2_2", "zero3_2", "fsdp2_2"]  # ZeRO-1 by zero1_2_lora
+SHARDED = ["zero2_2", "zero3_2", "fsdp2_2"]
+ALL_SHARDED = ["zero1_2", *SHARDED]
 BY_FOLDS = ("intervention/", "tokens/")
 FRESH = ("delta_h/true", "delta_h/evaluation", "delta_h/ess", "delta_h/weight_")  # what GroundTruthProbe says
 
@@ -41,7 +42,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the runs, a folder each."""
     folder = tmp_path_factory.mktemp("replay")
     names = ["plain_1", "plain_2", "plain_2_bare", "plain_1_continued", *SHARDED, "zero1_2_lora"]
-    names += [f"{run}_bare" for run in (*SHARDED, "fsdp2_2_bf16")] + [f"{run}_resumed" for run in SHARDED[1:]]
+    names += ["zero1_2", *(f"{run}_bare" for run in (*ALL_SHARDED, "fsdp2_2_bf16"))] + [
+        f"{run}_resumed" for run in SHARDED[1:]
+    ]
     names += ["fsdp2_2_bf16", "plain_1_remedied", "plain_2_remedied"]
     names = [name for name in names if not (NO_DEEPSPEED and name.startswith("zero"))]
     ended = forks.run("tests/replay.py", str(folder), *names)
@@ -89,7 +92,7 @@ def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path)
     assert too_far(differences(estimates(runs, "plain_1"), estimates(runs, "plain_2"), fields=1)) == {}
 
 
-@pytest.mark.parametrize("run", ["zero2_2", "zero3_2"])  # of DDP and FSDP2: engine/test_shards.py
+@pytest.mark.parametrize("run", ["zero1_2", "zero2_2", "zero3_2"])  # of DDP and FSDP2: engine/test_shards.py
 def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path, run: str) -> None:
     """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too."""
     saved(runs, run)  # skipped where DeepSpeed is not installed
@@ -159,7 +162,7 @@ def test_the_mean_of_the_folds_gradients_is_the_gradient(runs: Path, run: str) -
         assert_same_tensors(of_kind(step, "gradient"), means)
 
 
-@pytest.mark.parametrize("run", SHARDED)
+@pytest.mark.parametrize("run", ALL_SHARDED)
 def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Path, run: str) -> None:
     saved(runs, run)
     one, other = (
@@ -171,7 +174,7 @@ def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Pat
     assert too_far(off) == {}
 
 
-@pytest.mark.parametrize("run", ["plain_2", *SHARDED, "fsdp2_2_bf16"])
+@pytest.mark.parametrize("run", ["plain_2", *ALL_SHARDED, "fsdp2_2_bf16"])
 def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs: Path, run: str) -> None:
     for rank in (0, 1):
         probed, bare = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_bare"))
