@@ -106,7 +106,7 @@ class Shard:
 
     def own(self, name: str, value: Tensor) -> Tensor:
         """Returns this process's entries of a tensor that the model holds: a parameter or its gradient, (n,)."""
-        start, stop = self.cut(name, self.rank)
+        start, stop = self.cuts[name][self.rank]
         return value.detach().reshape(-1)[start:stop]
 
     def own_of_optimizer(self, name: str, value: Tensor) -> Tensor:
