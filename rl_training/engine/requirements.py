@@ -108,8 +108,9 @@ def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]
     vectors, size = requirements.num_vectors(count), layout.num_entries * layout.dtype.itemsize / 1e6
     plan = (
         f"probes measure {_counted(count, 'fold')} of whole prompts a step, from "
-        f"{_counted(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on each of "
-        f"{_counted(shape.num_ranks, 'process')}, and keep {vectors} vectors of {size:.3g} MB on this one"
+        f"{_counted(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "
+        f"{'each of ' * (shape.num_ranks > 1)}{_counted(shape.num_ranks, 'process')}, and keep {vectors} vectors of "
+        f"{size:.3g} MB on this one"
     )
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
@@ -119,8 +120,8 @@ def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]
     missing += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
     if Need.ENTROPY_GRADIENT in needs:
         missing += _of_optimizer(loop.shard)
-    if not loop.dr_grpo and needs:
-        missing.append(f"no change of the reward, and no split of the noise: {loop.fixes.dr_grpo}")
+    if not loop.dr_grpo and (requirements.entropy.per_sequence or Need.SQ_NORMS in needs):
+        missing.append(f"no delta_reward, and no split of the noise: the loss is not Dr-GRPO's: {loop.fixes.dr_grpo}")
     missing += [f"no entropy gradient: {ONE_RESPONSE}"] if shape.responses_per_prompt == 1 else []
     missing += [f"no entropy gradient: {loop.sampling_mismatch}"] if loop.sampling_mismatch else []
     missing += [f"rounded: {loop.shard.why_rounded}"] if loop.shard.why_rounded else []
