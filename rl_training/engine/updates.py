@@ -238,12 +238,6 @@ class FoldMeans:
         rows = piece.of(self.rows)[folds].to(mean)
         return torch.addcmul(rows * self.share_of_fold[folds], self.share_of_mean[folds], mean)  # in two passes
 
-    def without_each(self, piece: Piece) -> Iterator[Tensor]:
-        """Yields g_(−k) of one fold after another, (n,)."""
-        mean = piece.of(self.mean)
-        for fold in range(len(self.sizes)):
-            yield self.without(fold, piece, mean)
-
 
 def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
     """Returns a gradient by fold, with what it takes to leave one out. ValueError when a fold is everything.
@@ -278,8 +272,9 @@ class StepsWithoutFolds:
 
     def totals(self, piece: Piece) -> Iterator[Tensor]:
         """Yields the steps without one fold after another in this piece, (n,)."""
-        for clip, gradient in zip(self.clips.tolist(), self.gradient.without_each(piece), strict=True):
-            yield piece.total(gradient.mul_(clip))
+        mean = piece.of(self.gradient.mean)
+        for fold, clip in enumerate(self.clips.tolist()):
+            yield piece.total(self.gradient.without(fold, piece, mean).mul_(clip))
 
     def parts(self, fold: int) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the step without a fold in it."""
