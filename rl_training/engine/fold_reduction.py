@@ -23,12 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from rl_training.engine.loss_weights import LossWeights, outputs_and_weights
 from rl_training.engine.shards import Shard
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Vector, join
-
-
-@functools.cache
-def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
+from rl_training.mathematics.vectors import Vector, constant, join
 
 
 class FoldReduction:
@@ -141,7 +136,7 @@ class FoldReduction:
         Those that have none get zeros, which take no memory.
         """
         device = self.shard.layout.device
-        zero = _zero(self.shard.layout.dtype, device)
+        zero = constant(0.0, self.shard.layout.dtype, device)
         return [
             self._held.pop(name).reshape(-1).to(device) if name in self._held else zero.expand(size)
             for name, size in zip(names, sizes, strict=True)
@@ -155,7 +150,7 @@ class FoldReduction:
         self._hold(name, gradient.detach())
         while self._unsent and self._is_complete(self._unsent - 1):
             self._send_next()
-        return _zero(gradient.dtype, gradient.device).expand(gradient.shape) if consume else None
+        return constant(0.0, gradient.dtype, gradient.device).expand(gradient.shape) if consume else None
 
     def _send_next(self) -> None:
         """Sends a bucket, a large parameter in parts, and adds this process's entries to their folds."""

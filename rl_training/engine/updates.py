@@ -10,7 +10,6 @@ made where their products with an entropy gradient are taken, a slice of a param
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coeffici
 from rl_training.mathematics.folds import shares_of_others
 from rl_training.mathematics.rounding import kept_change, kept_share
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import Layout, Vector, dots, join, sums_of_spans
+from rl_training.mathematics.vectors import Layout, Vector, constant, dots, join, sums_of_spans
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 EVERY_FOLD = slice(None)
@@ -129,13 +128,8 @@ class OptimizerPieces:
 
     def _decays(self, name: str) -> Tensor:
         """Returns the weight decay of a parameter's entries, which takes no memory."""
-        decay = _number(self._states[name].weight_decay, self._layout.dtype, self._layout.device)
+        decay = constant(self._states[name].weight_decay, self._layout.dtype, self._layout.device)
         return decay.expand_as(self._parameters[name])
-
-
-@functools.cache
-def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _runs(

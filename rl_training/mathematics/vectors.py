@@ -170,6 +170,12 @@ def _counts(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
     return torch.tensor([size // block for size in sizes], dtype=torch.long, device=device)
 
 
+@functools.cache
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a number as a tensor, (): kept, to be expanded."""
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:
     """Adds a multiple of a vector to another one, in place."""
     for part, other in zip(target, vector, strict=True):
