@@ -20,6 +20,7 @@ from torch import Tensor
 JOINED = 2**18  # entries that are handled at once on a CPU, which has them in its cache
 # On a GPU, where an operation's start is the cost: at least these, or one of so many parts of all entries.
 JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 6
+SEGMENT = 2**16  # numbers that one block of a GPU sums
 SHARD = "shard."  # how names of tensors in a checkpoint begin that hold one process's entries
 
 Vector = list[Tensor]  # by bucket: (n,), or (rows, n)
@@ -63,7 +64,8 @@ class Layout:
         self.device = first.device
         self.dtype = torch.promote_types(first.dtype, torch.float32)
         widths = widths or {name: param.numel() for name, param in parameters.items()}
-        on_gpu = max(JOINED_ON_GPU, sum(widths.values()) // PARTS_ON_GPU)
+        # In whole segments: a parameter that is cut there still has a length that other lengths share divisors with.
+        on_gpu = max(JOINED_ON_GPU, sum(widths.values()) // PARTS_ON_GPU // SEGMENT * SEGMENT)
         self.at_once = JOINED if self.device.type == "cpu" else on_gpu  # entries that are handled together
         groups: list[list[str]] = []
         size = 0
@@ -139,16 +141,17 @@ def dot(one: Vector, other: Vector) -> Tensor:
 def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Returns the sums of (n,) values that lie one after another, so many in each, (spans,) fp64.
 
-    Two operations, however many spans: first of blocks of a length that divides every size, in the values' own
-    precision as in `dots`; then of each span's blocks, one after another, in fp64.
+    A few operations, however many spans: first sums of blocks of a length that divides every size, in the values' own
+    precision as in `dots`; then of each span's blocks in fp64, of long spans in segments, which a GPU sums in parallel.
 
     >>> sums_of_spans(torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 1))
     tensor([6., 4.], dtype=torch.float64)
     """
     block = math.gcd(*sizes) or 1
     sums = values.view(-1, block).sum(dim=1).double()
-    # unsafe: no wait for a check
-    return torch.segment_reduce(sums, "sum", lengths=_counts(sizes, block, values.device), unsafe=True)
+    for lengths in _segments(sizes, block, values.device):
+        sums = torch.segment_reduce(sums, "sum", lengths=lengths, unsafe=True)  # unsafe: no wait for a check
+    return sums
 
 
 def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] | None) -> Tensor:
@@ -165,9 +168,12 @@ def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] |
 
 
 @functools.lru_cache(maxsize=2**12)
-def _counts(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
-    """Returns how many blocks each span has; kept, where they are used."""
-    return torch.tensor([size // block for size in sizes], dtype=torch.long, device=device)
+def _segments(sizes: tuple[int, ...], block: int, device: torch.device) -> list[Tensor]:
+    """Returns how many blocks each segment has, where some span has several, and how many parts each span has."""
+    counts = [size // block for size in sizes]
+    cut = [[min(SEGMENT, count - at) for at in range(0, count, SEGMENT)] for count in counts]
+    levels = [counts] if max(counts) <= SEGMENT else [[*itertools.chain(*cut)], [*map(len, cut)]]
+    return [torch.tensor(level, dtype=torch.long, device=device) for level in levels]
 
 
 @functools.cache
