@@ -168,12 +168,13 @@ def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] |
 
 
 @functools.lru_cache(maxsize=2**12)
-def _segments(sizes: tuple[int, ...], block: int, device: torch.device) -> list[Tensor]:
-    """Returns how many blocks each segment has, where some span has several, and how many parts each span has."""
+def _segments(sizes: tuple[int, ...], block: int, device: torch.device) -> Sequence[Tensor]:
+    """Returns how many blocks each segment has, where some span has several, and how many parts each span has; kept."""
     counts = [size // block for size in sizes]
     cut = [[min(SEGMENT, count - at) for at in range(0, count, SEGMENT)] for count in counts]
     levels = [counts] if max(counts) <= SEGMENT else [[*itertools.chain(*cut)], [*map(len, cut)]]
-    return [torch.tensor(level, dtype=torch.long, device=device) for level in levels]
+    numbers = torch.tensor([*itertools.chain(*levels)], dtype=torch.long, device=device)  # one transfer
+    return numbers.split([*map(len, levels)])
 
 
 @functools.cache
