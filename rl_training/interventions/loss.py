@@ -93,7 +93,10 @@ def loss_inputs(
                 responses_per_prompt=batch.responses_per_prompt,
             )
         )
-    return parts
+    # The same on all ranks, which then measure the same interventions.
+    split = rollout.advantages.new_tensor(sum(not part.whole_prompts for part in parts), dtype=torch.float64)
+    whole = float(reduce(split)) == 0.0
+    return [dataclasses.replace(part, whole_prompts=whole) for part in parts]
 
 
 def microbatch_inputs(

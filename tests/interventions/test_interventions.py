@@ -290,6 +290,11 @@ def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
     inputs = loss_inputs(batch, lambda mine: mine)
     assert [part.microbatches for part in inputs] == [3.0, 1.5]
     assert torch.equal(inputs[1].weights.logps, loss.weights.logps[2:])
+    assert all(part.whole_prompts for part in inputs)
+    # A prompt that is cut anywhere, here or on another process, is known to every microbatch of all.
+    cut = dataclasses.replace(batch, microbatch_rows=(range(2), range(2, 5), range(5, 6)))
+    for step, reduce in ((cut, lambda mine: mine), (batch, lambda mine: mine + 1.0)):
+        assert not any(part.whole_prompts for part in loss_inputs(step, reduce))
 
 
 def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
