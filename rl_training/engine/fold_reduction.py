@@ -83,7 +83,8 @@ class FoldReduction:
         self._reduced = len(target[0]) == 1 and shard.reduces_each_backward
         if not self._reduced:
             self._unsent = len(self._buckets)
-            for name, leaf in () if consume and self._returned else shard.leaves.items():
+            leaves = {} if consume and self._returned else shard.leaves
+            for name, leaf in leaves.items():
                 self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
         elif consume:
             for name, param in shard.trained.items():

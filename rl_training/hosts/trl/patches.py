@@ -188,12 +188,15 @@ def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:
     """Raises ValueError when a process's optimizer steps cannot hold whole prompts."""
     args, group = trainer.args, trainer.num_generations
-    size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if size * count % group:
-        raise ValueError(
-            f"an optimizer step has {count} x {size} sequences on a process, no multiple of num_generations={group}: "
-            f"it cannot hold all responses of its prompts. Use per_device_train_batch_size={-(-size // group) * group}"
-        )
+    size = args.per_device_train_batch_size
+    counts = {"an optimizer step": args.gradient_accumulation_steps, "a generation": args.steps_per_generation}
+    for what, count in counts.items():
+        if size * count % group:
+            raise ValueError(
+                f"{what} has {count} x {size} sequences on a process, no multiple of num_generations={group}: it "
+                "cannot hold all responses of its prompts. Use "
+                f"per_device_train_batch_size={-(-size // group) * group}"
+            )
 
 
 def warn_of_rare_logs(trainer: GRPOTrainer) -> None:

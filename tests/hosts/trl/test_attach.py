@@ -234,6 +234,13 @@ def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, pr
         make_trainer(probes=probes, **settings)
 
 
+def test_a_generation_that_spreads_prompts_over_processes_is_refused(make_trainer) -> None:
+    trainer = make_trainer(GRPOTrainer, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    trainer.args.steps_per_generation = 1  # as two processes may have it
+    with pytest.raises(ValueError, match="a generation has 1 x 2 sequences on a process, no multiple of num_gen"):
+        attach(trainer, [Witness()], whole_prompts=True)
+
+
 def test_attaching_twice_and_to_a_model_that_is_not_trained_is_refused(make_trainer) -> None:
     trainer = make_trainer(probes=[Witness()])
     with pytest.raises(ValueError, match="already has probes"):
