@@ -122,7 +122,10 @@ def microbatch_inputs(
     )
     if not rollout.on_policy and old_logps is None:
         raise ValueError("an off-policy step without sampling log-probabilities: its ratios are not known")
-    mask, counts = scores.mask, rollout.prompt_index.unique(return_counts=True)[1]
+    mask, whole_prompts = scores.mask, True
+    if responses_per_prompt is not None:
+        counts = rollout.prompt_index.unique(return_counts=True)[1]
+        whole_prompts = bool((counts == responses_per_prompt).all())
     if settings is not None and settings.hides_truncated and rollout.truncated is not None:
         mask = mask * ~rollout.truncated.unsqueeze(1)
     return LossInputs(
@@ -139,7 +142,7 @@ def microbatch_inputs(
         sampling_logps=rollout.sampling_logps,
         reference_logps=reference_logps,
         hidden=(scores.mask != 0) & (mask == 0),
-        whole_prompts=responses_per_prompt is None or bool((counts == responses_per_prompt).all()),
+        whole_prompts=whole_prompts,
     )
 
 
