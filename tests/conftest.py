@@ -24,7 +24,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # no test compiles, and impor
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Any]:
-    """Makes trainers on the embedded default: see trainers.py."""
+    """Makes trainers on the embedded default: see support/trainers.py."""
     from trainers import trainer_maker  # not above: the process that only hands out the tests need not import torch
 
     return trainer_maker(tmp_path)
@@ -32,7 +32,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with questions and a model that half answers them: see qwen_stand_in.py."""
+    """A folder with questions and a model that half answers them: see support/qwen_stand_in.py."""
     from qwen_stand_in import taught
 
     return taught(tmp_path_factory.getbasetemp())

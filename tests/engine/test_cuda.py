@@ -170,7 +170,7 @@ def test_fsdp2_estimates_what_a_gpu_without_it_does_and_trains_as_it_does_withou
     """On the GPUs that there are, two at most: with one, FSDP2 cuts nothing, and all of its code runs."""
     world = min(torch.cuda.device_count(), 2)
     plain, sharded, bare = "plain_1_gpu", f"fsdp2_{world}_gpu", f"fsdp2_{world}_gpu_bare"
-    replay = Path(__file__).parents[1] / "replay.py"
+    replay = Path(__file__).parents[1] / "support" / "replay.py"
     subprocess.run([sys.executable, str(replay), str(tmp_path), plain, sharded, bare], check=True)
     with_probes, without = (torch.load(tmp_path / run / "0.pt", map_location="cpu") for run in (sharded, bare))
     assert_equal(with_probes["parameters"], without["parameters"])

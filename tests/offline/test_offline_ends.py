@@ -53,7 +53,7 @@ def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
 
 def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Path) -> None:
     ended = forks.run(
-        "tests/killed.py", "memory:30", "offline.py", f"checkpoint={checkpoint(run, 1)}", "name=short",
+        "tests/support/killed.py", "memory:30", "offline.py", f"checkpoint={checkpoint(run, 1)}", "name=short",
         "evaluation.prompts=4096", "update.prompts=64", "memory.microbatch_size=4096", "memory.generation_size=4096",
     )  # fmt: skip
     assert ended.returncode == 2
@@ -66,7 +66,7 @@ def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_wor
     """SIGKILL, and three analyses into one folder: in the midst of measuring, and of writing pages."""
     command = ("offline.py", f"checkpoint={checkpoint(run, 1)}", f"output={tmp_path}", "log.level=minimal", *QUICK)
     for moment, num_logs, num_results in (("said:truth", 0, 0), ("open:analyses.html.tmp", 1, 1)):
-        killed = forks.run("tests/killed.py", moment, *command)
+        killed = forks.run("tests/support/killed.py", moment, *command)
         assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
         assert_whole(tmp_path, num_logs, num_results, num_pages=0)
     assert forks.run(*command).returncode == 0

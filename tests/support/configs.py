@@ -17,7 +17,7 @@ QUICK = [
     "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4",
     "trainer.max_completion_length=12", "logger=none", "++trainer.disable_tqdm=true",
 ]  # fmt: skip
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
+REFUSED = yaml.safe_load(Path(__file__).parents[1].joinpath("refused.yaml").read_text(encoding="utf-8"))
 
 
 def composing() -> initialize_config_dir:

@@ -37,7 +37,7 @@ import rl_training.job.build  # noqa: F401
 with contextlib.suppress(ImportError), mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"):
     import deepspeed  # noqa: F401, which accelerate imports at the first training of a process, where it is installed
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FORK = get_context("fork")
 
 

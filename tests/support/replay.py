@@ -1,4 +1,4 @@
-"""Trains on given rollouts under several launches: python tests/replay.py FOLDER RUN...
+"""Trains on given rollouts under several launches: python tests/support/replay.py FOLDER RUN...
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
 `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the second of
@@ -51,7 +51,7 @@ from rl_training.probes import (
 )
 from rl_training.records.jsonl import Records
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MICROBATCH = 16  # two of them on each of two processes
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 # Without advantages on one process at step 2, dynamic_sampling doubles the weights of the other's prompts.

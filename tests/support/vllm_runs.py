@@ -1,4 +1,4 @@
-"""Trains with vLLM on the CPU: python tests/vllm_runs.py FOLDER KIND; prints one line of JSON.
+"""Trains with vLLM on the CPU: python tests/support/vllm_runs.py FOLDER KIND; prints one line of JSON.
 
 KIND    plain     trl.GRPOTrainer, all parameters
         lora      DrGRPOTrainer with an adapter, which TRL merges for vLLM; and resumed after its first step

@@ -1,7 +1,7 @@
 """Several processes measure what one does, under DDP, ZeRO, FSDP2 alike, and a launch that cannot be ends saying why.
 
-The runs of tests/replay.py train on the same given rollouts. The first half of the sequences, rank 0's share, is up to
-24 tokens long, the second up to 9; at step 2 the second half has no advantage.
+The runs of tests/support/replay.py train on the same given rollouts. The first half of the sequences, rank 0's share,
+is up to 24 tokens long, the second up to 9; at step 2 the second half has no advantage.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     names += ["fsdp2_2_bf16", "plain_1_remedied", "plain_2_remedied"]
     names = [name for name in names if not (NO_DEEPSPEED and name.startswith("zero"))]
-    ended = forks.run("tests/replay.py", str(folder), *names)
+    ended = forks.run("tests/support/replay.py", str(folder), *names)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return folder
 

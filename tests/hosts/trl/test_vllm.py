@@ -1,6 +1,6 @@
 """With vLLM generating, for real, on the CPU: `make test-vllm` makes the environment that it needs; skipped elsewhere.
 
-The runs are those of tests/vllm_runs.py, each in a process of its own.
+The runs are those of tests/support/vllm_runs.py, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: make test-vllm")
-PROGRAM = Path(__file__).parents[2] / "vllm_runs.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "vllm_runs.py"
 ROOT = Path(__file__).parents[3]
 
 
 @functools.cache
 def run(kind: str, processes: int = 1) -> dict[str, Any]:
-    """Returns what tests/vllm_runs.py has found."""
+    """Returns what tests/support/vllm_runs.py has found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
