@@ -20,7 +20,7 @@ from rl_training.interventions.named import INTERVENTIONS, NEEDS
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-JOBS = ("train", "offline", "evaluate", "try")  # by their files in conf/
+JOBS = ("train", "offline", "evaluate")  # by their files in conf/
 BLOB = "https://github.com/rl-training/rl-training/blob/main/docs"
 INSTALL = '!pip install -q "rl-training[report] @ git+https://github.com/rl-training/rl-training"'
 LINE = re.compile(r"^(?P<indent> *)(?P<key>[\w@/ ]+?):(?: (?P<value>[^#]*?))?(?: *# *(?P<comment>.*))?$")

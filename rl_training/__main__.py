@@ -17,7 +17,6 @@ COMMANDS = {
     "train": ("rl_training.job.commands", "train", "train with GRPO and probes"),
     "analyze": ("rl_training.job.commands", "analyze", "analyze checkpoints: what their next step does to entropy"),
     "evaluate": ("rl_training.job.commands", "evaluate", "evaluate the checkpoints of a run"),
-    "try": ("rl_training.job.commands", "try_interventions", "try interventions, and say which to take"),
     "report": ("rl_training.records.compare.command", "main", "make the report of a run, or compare several runs"),
     "sync": ("rl_training.records.sync", "main", "copy runs from another machine or a store"),
     "kernel": ("rl_training.offline.kernel_command", "main", "print and redraw the kernels of an analysis"),

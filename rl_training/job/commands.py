@@ -18,9 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.command_line import Carried, importing
-from rl_training.job.explain import as_text, check_choices, load_plain
+from rl_training.job.explain import check_choices, load_plain
 from rl_training.job.run_settings import branched, key_of, parsed, settable, words_of_the_run
-from rl_training.job.settings import check_analysis, check_evaluation, check_run, check_values
+from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
 
 
@@ -91,28 +91,6 @@ def _analyze(cfg: DictConfig, words: list[str]) -> None:
         from rl_training.job.analysis import analyse_checkpoints
 
     analyse_checkpoints(cfg)
-
-
-def try_interventions() -> None:
-    """Tries interventions from a checkpoint on: branches, evaluated and compared."""
-    if len(sys.argv) > 1 and "=" not in sys.argv[1] and not sys.argv[1].startswith("-"):
-        sys.argv[1] = f"run={as_text(sys.argv[1])}"
-    _composed("try", _try, lambda word: not _of_branches(word))
-
-
-def _of_branches(word: str) -> bool:
-    """Returns whether a word is one that conf/try.yaml lacks: a setting of all branches, or of Hydra's launcher."""
-    return key_of(word) not in {*load_plain(CONF / "try.yaml"), ""} or key_of(word) == "hydra"
-
-
-def _try(cfg: DictConfig, words: list[str]) -> None:
-    check_values(cfg, "try")  # here it waits for no import
-    with importing():
-        from rl_training.job.trial import decide, read_trial
-
-    further = [word.lstrip("+") for word in words if _of_branches(word)]
-    of_hydra = [word for word in further if key_of(word) == "hydra"]
-    sys.exit(decide(read_trial(cfg, [word for word in further if word not in of_hydra], of_hydra)))
 
 
 def evaluate() -> None:

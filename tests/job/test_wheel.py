@@ -124,7 +124,7 @@ def test_the_command_hands_out_the_files_that_come_with_it(environment: Path, tm
         return ended.stdout + ended.stderr
 
     assert re.findall(r"^  ([a-z-]+) ", said(), re.MULTILINE) == [
-        "train", "analyze", "evaluate", "try", "report", "sync", "kernel", "dashboard", "config", "launch-file",
+        "train", "analyze", "evaluate", "report", "sync", "kernel", "dashboard", "config", "launch-file",
         "rl-training",
     ]  # fmt: skip
     assert said("launch-file", "zero2").split() == ["launch/zero2.yaml"]  # which names launch/zero2.json

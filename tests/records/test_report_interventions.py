@@ -97,10 +97,24 @@ def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_m
     assert "Ten real steps agreed with the order in part, and not with the sizes" in caveat
 
 
-def test_the_command_tries_the_cheapest_that_halve_the_fall_or_keep_entropy(tmp_path: Path) -> None:
-    run = record(tmp_path / "run")
-    tried = "interventions=[my.py:softer:0.5,lr:0.5,bonus:0.031]"
-    assert list(told(run).commands) == [f"rl-training try {run} '{tried}'"]
+def settings_of(line: str) -> dict[str, object]:
+    """What Hydra reads from a printed command."""
+    words = OverridesParser.create().parse_overrides(shlex.split(line)[2:])
+    return {word.key_or_group: word.value() for word in words}
+
+
+def test_branches_train_with_the_cheapest_that_halve_the_fall_or_keep_entropy_and_one_without(tmp_path: Path) -> None:
+    run = record(tmp_path / "my runs" / "run", intervention="psr")  # a run that has one of its own
+    *trainings, compare = told(run).commands
+    shared = {"branch": str(run / "training_state" / "checkpoint-100"), "additional_steps": 40}
+    folders = [f"{run}_{name}" for name in ("plain", "my.py_softer_0.5", "lr_0.5", "bonus_0.031")]
+    assert [settings_of(line) for line in trainings] == [
+        shared | {"run_dir": folders[0]},
+        shared | {"run_dir": folders[1], "intervention": ["psr", "my.py:softer:0.5"]},
+        shared | {"run_dir": folders[2], "intervention": ["psr", "lr:0.5"]},
+        shared | {"run_dir": folders[3], "intervention": ["psr", "bonus:0.031"]},
+    ]
+    assert shlex.split(compare) == ["rl-training", "report", *folders]
 
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
@@ -129,7 +143,7 @@ def test_strengths_of_one_intervention_that_come_to_the_same_are_one_command(tmp
     first, second = (estimates(1e-4, 1e-5, price, Estimate(at)) for price, at in ((5.0, 0.11), (6.0, 0.112)))
     found = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
     assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in found.sentences[1]
-    assert [line.partition("interventions=")[2] for line in found.commands] == ["[bonus:0.11]'"]
+    assert [settings_of(line).get("intervention") for line in found.commands[:-1]] == [None, ["bonus:0.11"]]
 
 
 def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
@@ -170,9 +184,8 @@ def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:
 
 
 def test_a_name_with_a_comma_reaches_the_printed_command_as_one(tmp_path: Path) -> None:
-    (line,) = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]})).commands
-    override = OverridesParser.create().parse_override(shlex.split(line)[-1])
-    assert override.value() == ["mis:0.5,2", "lr:0.5"]
+    found = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]}))
+    assert [settings_of(line).get("intervention") for line in found.commands[1:-1]] == [["mis:0.5,2"], ["lr:0.5"]]
 
 
 def test_the_page_has_the_picture_the_sentences_and_the_lines(tmp_path: Path) -> None:

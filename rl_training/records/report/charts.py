@@ -170,7 +170,7 @@ class Section:
     sentences: list[str]
     table: list[list[str]]  # its first row is headings
     charts: list[Chart]
-    commands: Sequence[str] = ()  # that try what is said
+    commands: Sequence[str] = ()  # that train with what is said
 
 
 def _first_by_label(series: Sequence[Series]) -> dict[str, Series]:

@@ -1,4 +1,4 @@
-"""The report's section on interventions, as their probe measured them: effect, price, and commands to try them.
+"""The report's section on interventions, as their probe measured them: effect, price, and commands to train with them.
 
 Values are the probe's running means at its last measured step, `intervention/NAME/mean_…`, with that step's own beside.
 """
@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -26,7 +27,8 @@ NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 QUANTITIES = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # needs no quotes
 NO_FALL = "entropy does not fall significantly now"
-MOST = 4  # that are tried
+MOST = 4  # branches that are proposed
+BRANCH_STEPS = 40  # of each
 PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
 
 
@@ -54,8 +56,6 @@ def interventions_of_run(run: Run) -> Section | None:
     effects = effects_of(run)
     if not effects:
         return None
-    chosen = preferred(run) if checkpoints_of(run.folder) else []
-    command = shlex.join(["rl-training", "try", str(run.folder), f"interventions={as_list(chosen)}"])
     said = sentences(
         "interventions",
         effects=effects,
@@ -68,7 +68,7 @@ def interventions_of_run(run: Run) -> Section | None:
         order=certain_order,
     )
     shown = table("intervention_table", effects=effects)
-    return Section("interventions", said, shown, [plane(effects)], [command] * bool(chosen))
+    return Section("interventions", said, shown, [plane(effects)], branch_commands(run))
 
 
 def effects_of(run: Run) -> list[Effect]:
@@ -119,6 +119,28 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
     return (None if needed > most else max(1, math.ceil(needed - effect.steps))), most
 
 
+def branch_commands(run: Run) -> list[str]:
+    """Return the commands that train a branch with each preferred intervention and one without, and compare them.
+
+    None where nothing is preferred, or where there is no checkpoint to branch from.
+    """
+    checkpoints, names = checkpoints_of(run.folder), preferred(run)
+    if not checkpoints or not names:
+        return []
+    already = run.settings.get("intervention") or []
+    already = [already] if isinstance(already, str) else list(already)
+    branches = {Path(f"{run.folder}_plain"): ""}
+    for name in names:
+        folder = Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
+        branches[folder] = f"intervention={as_list([*already, name])}"
+    start = ["rl-training", "train", f"branch={as_value(str(checkpoints[-1]))}", f"additional_steps={BRANCH_STEPS}"]
+    trainings = [
+        [*start, f"run_dir={as_value(str(folder))}", *([setting] if setting else [])]
+        for folder, setting in branches.items()
+    ]
+    return [shlex.join(words) for words in [*trainings, ["rl-training", "report", *map(str, branches)]]]
+
+
 def preferred(run: Run) -> list[str]:
     """Returns what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
     which = [str(name) for name in run.probe("interventions").get("which") or []]
@@ -134,12 +156,17 @@ def preferred(run: Run) -> list[str]:
 
 
 def as_list(names: Sequence[str]) -> str:
-    """Returns names as Hydra reads a list.
+    """Return names as Hydra reads a list.
 
     >>> as_list(["lr:0.5", "mis:0.5,2"])
     '[lr:0.5,"mis:0.5,2"]'
     """
-    return f"[{','.join(name if PLAIN_NAME.fullmatch(name) else json.dumps(name) for name in names)}]"
+    return f"[{','.join(map(as_value, names))}]"
+
+
+def as_value(text: str) -> str:
+    """Return a text as Hydra reads it, in quotes where its grammar needs them."""
+    return text if PLAIN_NAME.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def plane(effects: Sequence[Effect]) -> Chart:
