@@ -16,11 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
-from rl_training import Rollout, measured_loop
-from rl_training.engine.batch import take_rows
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.records.jsonl import Records
-from rl_training.records.report import print_summary, write_report
+from rl_training import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    Records,
+    Rollout,
+    SimpleEntropyProbe,
+    measured_loop,
+    print_summary,
+    take_rows,
+    write_report,
+)
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 

@@ -1,4 +1,4 @@
-"""A script as in TRL's quickstart, with probes: the six lines that end in # probes.
+"""A script as in TRL's quickstart, with probes: the three lines that end in # probes.
 
 python examples/trl_script.py --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/tldr \
     --output_dir runs/tldr --logging_steps 1
@@ -7,10 +7,7 @@ python examples/trl_script.py --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_n
 from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
 
-from rl_training import attach  # probes
-from rl_training.probes import SimpleEntropyProbe  # probes
-from rl_training.records.jsonl import Records  # probes
-from rl_training.records.report import write_report  # probes
+from rl_training import Records, SimpleEntropyProbe, attach, write_report  # probes
 
 
 def twenty_characters(completions, **kwargs):

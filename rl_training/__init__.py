@@ -9,6 +9,7 @@ from rl_training.extras import of_an_extra
 
 if TYPE_CHECKING:
     from rl_training.engine.batch import Rollout as Rollout
+    from rl_training.engine.batch import take_rows as take_rows
     from rl_training.engine.probe import Probe as Probe
     from rl_training.hosts.loop import measured_loop as measured_loop
     from rl_training.hosts.trl import attach as attach
@@ -16,17 +17,33 @@ if TYPE_CHECKING:
     from rl_training.hosts.trl.trainer import DrGRPOTrainer as DrGRPOTrainer
     from rl_training.job.offline_probe import OfflineEntropyProbe as OfflineEntropyProbe
     from rl_training.mathematics.estimate import Estimate as Estimate
+    from rl_training.probes import CovariancePredictorProbe as CovariancePredictorProbe
+    from rl_training.probes import EffectiveSampleSizeProbe as EffectiveSampleSizeProbe
+    from rl_training.probes import GradientNoiseScaleProbe as GradientNoiseScaleProbe
+    from rl_training.probes import GroundTruthProbe as GroundTruthProbe
+    from rl_training.probes import InterventionsProbe as InterventionsProbe
+    from rl_training.probes import MeasuredStepProbe as MeasuredStepProbe
+    from rl_training.probes import SamplerProbe as SamplerProbe
+    from rl_training.probes import SimpleEntropyProbe as SimpleEntropyProbe
+    from rl_training.probes import TokenClassesProbe as TokenClassesProbe
+    from rl_training.records.jsonl import Records as Records
+    from rl_training.records.report import print_summary as print_summary
+    from rl_training.records.report import write_report as write_report
 
-_HOME = {
-    "DrGRPOConfig": "hosts.trl.trainer",
-    "DrGRPOTrainer": "hosts.trl.trainer",
-    "Estimate": "mathematics.estimate",
-    "OfflineEntropyProbe": "job.offline_probe",
-    "Probe": "engine.probe",
-    "Rollout": "engine.batch",
-    "attach": "hosts.trl",
-    "measured_loop": "hosts.loop",
+_NAMES = {  # by the module that they are imported from
+    "engine.batch": "Rollout take_rows",
+    "engine.probe": "Probe",
+    "hosts.loop": "measured_loop",
+    "hosts.trl": "attach",
+    "hosts.trl.trainer": "DrGRPOConfig DrGRPOTrainer",
+    "job.offline_probe": "OfflineEntropyProbe",
+    "mathematics.estimate": "Estimate",
+    "probes": "CovariancePredictorProbe EffectiveSampleSizeProbe GradientNoiseScaleProbe GroundTruthProbe "
+    "InterventionsProbe MeasuredStepProbe SamplerProbe SimpleEntropyProbe TokenClassesProbe",
+    "records.jsonl": "Records",
+    "records.report": "print_summary write_report",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_HOME]
 
 

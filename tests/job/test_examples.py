@@ -1,17 +1,33 @@
-"""The examples run as they are typed."""
+"""The examples and the README's lines run as they are typed."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import forks
+import pytest
+from trainers import FEW
+from trl import GRPOConfig, GRPOTrainer
 
+import rl_training
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.tiny import TINY_PATH
 
+ROOT = Path(__file__).parents[2]
 
-def test_a_script_as_in_trls_quickstart_has_a_report_by_six_lines_more(tmp_path: Path) -> None:
+
+def imports_of_the_package(code: str) -> list[str]:
+    """Returns the modules of the package that a program imports names from, once for each such line."""
+    lines = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    return [line.module for line in lines if line.module and line.module.startswith("rl_training")]
+
+
+def test_a_script_as_in_trls_quickstart_has_a_report_by_three_lines_more(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     rows = "\n".join(json.dumps({"prompt": f"{number}+1="}) for number in range(8))
     (tmp_path / "data" / "train.jsonl").write_text(rows, encoding="utf-8")
@@ -26,5 +42,27 @@ def test_a_script_as_in_trls_quickstart_has_a_report_by_six_lines_more(tmp_path:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs") if "delta_h/forward" in row] == [1, 2]
     assert (tmp_path / "run" / "report" / "report.html").is_file()
-    script = Path(__file__).parents[2].joinpath("examples", "trl_script.py").read_text(encoding="utf-8")
-    assert sum(line.endswith("# probes") for line in script.splitlines()) == 6
+    script = ROOT.joinpath("examples", "trl_script.py").read_text(encoding="utf-8")
+    assert sum(line.endswith("# probes") for line in script.splitlines()) == 3
+
+
+def test_the_readmes_lines_around_a_trainer_write_a_report_with_one_import(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    [lines] = [block for block in blocks if "trainer.train()" in block]
+    assert imports_of_the_package(lines) == ["rl_training"]
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {"trainer": make_trainer(GRPOTrainer, config_class=GRPOConfig, bf16=False, use_cpu=True, **FEW)})
+    assert (tmp_path / "my_run" / "report" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("name", rl_training.__all__)
+def test_a_public_name_is_what_its_module_calls_so(name: str) -> None:
+    assert getattr(rl_training, name).__name__ == name
+
+
+def test_every_probe_is_a_public_name() -> None:
+    probes = {name for name in vars(rl_training.probes) if name.endswith("Probe")}
+    assert len(probes) == 9
+    assert probes <= {*rl_training.__all__}
