@@ -14,7 +14,6 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.utils import logging
 
 from rl_training.engine.probe import Probe
-from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.explain import check_kind, did_you_mean, make
@@ -78,14 +77,6 @@ def _build(cfg: DictConfig) -> TrainingRun:
         config["provenance"]["most_reward"] = f"{task.reward_range[1]:g}"  # that a response can earn
     save_config(config, run_dir, is_its_own)
     loggers = put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
-
-    def tell(title: str, text: str) -> None:
-        for dashboard in loggers:
-            dashboard.alert(title, text)
-
-    if cfg.alert.below is not None:  # in front of the callbacks that record and show what is logged: it adds to that
-        alert = EntropyAlert(cfg.alert.below, tell, stop.after_alert if cfg.alert.stop else None)
-        trainer.callback_handler.callbacks.insert(0, alert)
     return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
 
 

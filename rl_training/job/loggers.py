@@ -48,9 +48,6 @@ class MetricsLogger(TrainerCallback):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         raise NotImplementedError
 
-    def alert(self, title: str, text: str) -> None:
-        """Shows an alert, where the dashboard has them."""
-
     def finish(self, pictures: Sequence[Path]) -> None:
         """Closes the dashboard's run, with the report's pictures where it can show them."""
         raise NotImplementedError
@@ -91,9 +88,6 @@ class WandbLogger(MetricsLogger):
         # Not as log(step=): TRL logs timings of its own to the same run, and each counts W&B's own step on.
         self._run.log({"step": step, **metrics})
 
-    def alert(self, title: str, text: str) -> None:
-        self._run.alert(title=title, text=text, level="WARN")
-
     def finish(self, pictures: Sequence[Path]) -> None:
         import wandb
 
@@ -123,10 +117,6 @@ class TensorBoardLogger(MetricsLogger):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def alert(self, title: str, text: str) -> None:
-        self._writer.add_text(f"alert: {title}", text, self._step)
-        self._writer.flush()
-
     def finish(self, pictures: Sequence[Path]) -> None:
         import numpy as np
         from PIL import Image  # TensorBoard has it
@@ -151,9 +141,6 @@ class TrackioLogger(MetricsLogger):
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._trackio.log(metrics, step=step)
-
-    def alert(self, title: str, text: str) -> None:
-        self._trackio.alert(title=title, text=text)
 
     def finish(self, pictures: Sequence[Path]) -> None:
         self._trackio.finish()

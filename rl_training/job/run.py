@@ -40,7 +40,6 @@ from rl_training.records.report import print_summary, write_report
 
 logger = logging.get_logger(__name__)
 
-ALERT = 1024  # asks in the place of a signal: no signal has this number
 SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal
 # By label, the metrics that it can be and how it is written. Entropy over all tokens, as in the report, where a probe
 # measures it.
@@ -86,10 +85,6 @@ class StopAtStepEnd(TrainerCallback):
                 f"{signal.Signals(signum).name}: after this step a checkpoint and the report; a second one ends at once"
             )
 
-    def after_alert(self) -> None:
-        """Asks for the end of training, as a signal would; the run then ends like a finished one."""
-        self._request = self._request or ALERT
-
     def _say(self, line: str) -> None:
         if PartialState().is_main_process:
             os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
@@ -102,7 +97,7 @@ class StopAtStepEnd(TrainerCallback):
         request = int(gather(own).max())
         # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
         if request and state.global_step % steps_per_rollout(args) == 0:
-            self.signum = 0 if request == ALERT else request
+            self.signum = request
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 

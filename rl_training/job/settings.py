@@ -55,7 +55,7 @@ def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
-    refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "alert": {}, "logger": {}})  # what is in them comes later
+    refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # what is in them comes later
     for key in ranges("train"):  # a config.yaml may be older than a setting
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
@@ -69,8 +69,6 @@ def check_settings(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if not isinstance(value, str | None):
             raise ValueError(f"{key}={value} is not a path: quote it, {quoted(key, str(value))}")
-    if "alert" in cfg and cfg.alert.stop and cfg.alert.below is None:
-        raise ValueError("alert.stop needs the alert, which is off: give alert.below=0.05")
     if cfg.model.get("quantization") and not cfg.adapter:
         raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     _check_trainer(cfg)

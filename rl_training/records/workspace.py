@@ -21,7 +21,7 @@ CORE = (
     "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
     "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
     "delta_h/cumulative_measured", "measured/delta_h", "measured/delta_h_se", "gns/batch_ratio",
-    "ess/advantage_fraction", "probe_cost/fraction_of_step", "forecast/chance_below", "eval_reward",
+    "ess/advantage_fraction", "probe_cost/fraction_of_step", "eval_reward",
 )  # fmt: skip
 
 

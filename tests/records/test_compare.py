@@ -199,7 +199,7 @@ def test_a_run_named_twice_is_one_and_a_second_run_of_a_seed_is_no_second_sample
 
 def test_what_does_not_touch_training_does_not_separate_runs(tmp_path: Path) -> None:
     record(tmp_path / "plain")
-    watched = {"probes": {"simple": {"every": 5}}, "alert": {"below": 0.05}, "rollouts": {"every": 2}}
+    watched = {"probes": {"simple": {"every": 5}}, "rollouts": {"every": 2}}
     record(tmp_path / "watched", seed=1, **watched, logger={"metrics": "core"})
     longer = record(tmp_path / "longer", seed=2)
     (longer / "config.yaml").write_text((longer / "config.yaml").read_text().replace("max_steps: 12", "max_steps: 80"))

@@ -506,24 +506,6 @@ def test_the_report_opens_with_level_rate_and_trust_in_plain_words(tmp_path: Pat
         )
 
 
-def test_from_ten_steps_on_the_report_says_and_draws_where_entropy_may_go(tmp_path: Path) -> None:
-    """Logged entropy alone, which stays .5 nats: so do the medians, and the ranges are wider the farther ahead."""
-    records = Records(tmp_path / "logs")
-    for step in range(1, 10):
-        records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
-    assert [figure for figure in draw_figures(read_run(tmp_path)) if figure.name == "forecast"] == []
-    records.write_metrics(10, {"reward": 0.5, "entropy": 0.5})
-    run = read_run(tmp_path)
-    (fan,) = (figure for figure in draw_figures(run) if figure.name == "forecast")
-    ahead = re.findall(r"([\d.]+) nats in (\d+) steps, ([\d.]+) to ([\d.]+)", fan.caption)
-    assert [(median, steps) for median, steps, *_ in ahead] == [("0.5", "10"), ("0.5", "20"), ("0.5", "50")]
-    lows, highs = ([float(row[end]) for row in ahead] for end in (2, 3))
-    assert 0.5 > lows[0] > lows[1] > lows[2]
-    assert 0.5 < highs[0] < highs[1] < highs[2]
-    assert [high * low for high, low in zip(highs, lows, strict=True)] == pytest.approx([0.25] * 3, rel=0.1)
-    assert "still mostly that of other runs (9 of 20 steps" in fan.caption
-
-
 def test_a_change_of_entropy_over_a_gap_is_not_that_of_one_step(tmp_path: Path) -> None:
     records = Records(tmp_path / "logs")
     for step in (1, 2, 3, 4, 8):
@@ -532,17 +514,6 @@ def test_a_change_of_entropy_over_a_gap_is_not_that_of_one_step(tmp_path: Path) 
         records.write_estimates(step, 1, "simple", found | {"covariance/token": Estimate(0.2)})
     drawn = _predictors(read_run(tmp_path))
     assert [len(one.x) for one in drawn.series if one.label.startswith("forward")] == [3]
-
-
-def test_the_report_counts_alerts_with_their_steps_and_how_many_were_right(tmp_path: Path) -> None:
-    records = Records(tmp_path / "logs")
-    counts = {1: (0, 0, 0), 2: (1, 0, 0), 3: (1, 1, 1), 4: (2, 1, 1), 5: (2, 2, 1)}
-    for step, numbers in counts.items():
-        names = ("forecast/alerts", "forecast/alerts_checked", "forecast/alerts_right")
-        records.write_metrics(step, {"reward": 0.5, **dict(zip(names, numbers, strict=True))})
-    value, note = summary(tmp_path)["alerts"]
-    assert value == "at steps 2, 4"
-    assert note.endswith("; 1 of the 2 that could be checked were right")
 
 
 def test_the_report_warns_where_prediction_and_measurement_are_further_apart_than_their_errors(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Runs → groups: runs that were trained alike but for the seed are one group.
 
-Not compared, besides seeds: settings that do not affect training (output paths, provenance, probes, alert, dashboards),
+Not compared, besides seeds: settings that do not affect training (output paths, provenance, probes, dashboards),
 and the run's length, where the learning rate does not depend on it.
 """
 

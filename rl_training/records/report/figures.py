@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.forecast import FEWEST, HORIZONS
 from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report import charts, findings
 from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series, diagonal, draw, framed
 from rl_training.records.report.findings import MIN_POINTS
-from rl_training.records.report.series import Run, finite, to_rows, what_is_missing
+from rl_training.records.report.series import Run, finite, what_is_missing
 from rl_training.records.report.words import MILLI, in_words
 
 MAX_BARS = 80  # with more points than this, error bars would hide them
@@ -26,7 +24,7 @@ HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
 
 def draw_figures(run: Run) -> list[Chart]:
     """Returns the charts of this run. Of what cannot be drawn there is only why."""
-    drawn = [_reward(run), _entropy(run), *_forecast(run), _delta_h(run), *_calibration(run)]
+    drawn = [_reward(run), _entropy(run), _delta_h(run), *_calibration(run)]
     if len(run.measured("delta_h/part/momentum")):
         drawn += [_causes(run), _layers(run)]
     if len(run.measured("gns/noise_scale_prompts")):
@@ -113,27 +111,6 @@ def _entropy(run: Run) -> Chart:
     starts = findings.origins(run)
     at_start = run.values("entropy/token").get(starts[0]) if len(starts) == 1 else None
     return draw("entropy", series, missing or [findings.NO_LATER_BATCH] * (not series), start=at_start)
-
-
-def _forecast(run: Run) -> list[Chart]:
-    """Returns the chart of entropy so far and of its ranges 10, 20 and 50 steps ahead; none of few steps."""
-    forecast = findings.forecast_of(run)
-    if forecast is None:
-        return []
-    entropy = run.token_entropy()
-    series = dots(entropy[entropy > 0], TEXT, "circle", "one step", "running mean")
-    marks = {steps: forecast.ahead(steps) for steps in HORIZONS}
-    ranges = to_rows({
-        forecast.step + steps: Estimate(ahead.median, interval=ahead.range)
-        for steps in range(1, HORIZONS[-1] + 1)
-        if (ahead := forecast.ahead(steps))
-    })  # fmt: skip
-    named = ranges.loc[[forecast.step + steps for steps in HORIZONS]]
-    series += [
-        Series.of_rows("median ahead, 95 % range", BLUE, ranges),
-        Series.cloud(f"in {', '.join(map(str, HORIZONS))} steps", BLUE, "circle", named.index, named),
-    ]
-    return [draw("forecast", series, marks=marks, misses=forecast.misses, fewest=FEWEST)]
 
 
 def _delta_h(run: Run) -> Chart:

@@ -1,4 +1,4 @@
-"""What a run's records come to: rates, forecasts, sums, costs, and laws. Statistics, which neither draw nor write."""
+"""What a run's records come to: rates, sums and costs. Statistics, which neither draw nor write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.forecast import EntropyForecast
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
@@ -22,7 +21,6 @@ from rl_training.records.report.words import table
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
 LAST_STEPS = 10  # over which the present rate is taken
-FEWEST_TO_FORECAST = 10  # measured steps; before that the ranges are too narrow
 MIN_POINTS = 3  # of a correlation, or of a line whose slope is to mean something
 TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
 KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
@@ -97,24 +95,6 @@ def origins(run: Run) -> list[int]:
 def goes_on(run: Run) -> bool:
     """Says whether the cumulative sums began in another run, which this one has branched off from."""
     return not origins(run) and not run.known("delta_h/cumulative_measured").empty
-
-
-def forecast_of(run: Run) -> EntropyForecast | None:
-    """Returns the forecast from the last measured step on; None with fewer than ten measured steps."""
-    forecast = EntropyForecast()
-    levels, errors, rows = run.token_entropy(), run.measured("entropy/token")["stderr"], changes_by_step(run)
-    changes = dict(zip(rows.index, rows[["value", "stderr"]].itertuples(index=False), strict=True))
-    for step, entropy in zip(levels.index, levels, strict=True):
-        forecast.see(step, entropy, errors.get(step, math.nan), *changes.get(step, (math.nan, math.nan)))
-    return forecast if forecast.misses + 1 >= FEWEST_TO_FORECAST else None
-
-
-def alerts(run: Run) -> tuple[list[int], int, int] | None:
-    """Returns the steps of the alerts, how many could be checked, and how many were right; None: alerts are off."""
-    count, checked, right = (run.logged(f"forecast/alerts{name}") for name in ("", "_checked", "_right"))
-    if count.empty:
-        return None
-    return count.index[count > count.shift(fill_value=0)].tolist(), int(checked.iloc[-1]), int(right.iloc[-1])
 
 
 def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:

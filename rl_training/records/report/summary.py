@@ -14,7 +14,6 @@ from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to
 from rl_training.records.report.words import MILLI, sentences, table
 
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
-AHEAD = 20  # steps of the alert: what can be told best
 STEP_NUMBERS = {  # what a step does: how it is shown, as it was measured, as it was predicted
     "entropy, 1e-3 nats per token": (MILLI, "measured/delta_h", "delta_h/forward"),
     "reward, 1e-3": (MILLI, "measured/delta_reward", "delta_reward/forward"),
@@ -80,8 +79,6 @@ def summarize(run: Run) -> list[Row]:
         run=run,
         ends=ends_of,
         held_out={label: to_estimates(rows.iloc[sorted({0, len(rows) - 1})]) for label, rows in held_out.items()},
-        alerts=findings.alerts(run),
-        ahead=AHEAD,
         **_changes(run),
         scale=scale,
         ratio=ratio,
