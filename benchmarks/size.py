@@ -167,7 +167,7 @@ def interventions(output: Path, size: str, batches: int, sequences: int) -> None
 
 
 def row_of(folder: Path) -> str:
-    """Returns a line of the table: coverage and error of single steps, needed prompts, sums over the run."""
+    """Returns a line of the table: coverage and error of single steps, sums over the run."""
     by_name: dict[str, dict[int, dict[str, float]]] = {}
     for row in read_estimates(folder):
         by_name.setdefault(row["name"], {})[row["about_step"]] = row
@@ -195,9 +195,7 @@ def row_of(folder: Path) -> str:
     pairs = [(by_name["delta_h/forward"][step], true) for step, true in truth.items()]
     error = sum((p["value"] - true["value"]) ** 2 - true["stderr"] ** 2 for p, true in pairs)
     size = sum(true["value"] ** 2 - true["stderr"] ** 2 for _, true in pairs)
-    told = [row for row in by_name.get("delta_h/needed_prompts", {}).values() if not math.isnan(row["value"])]
     cells += [f"{math.sqrt(error / size):.2f}", f"{4 * facts['prompts'] * error / size:.0f}"]
-    cells += [f"{row['value']:.0f} ({row['low']:.0f} … {row['high']:.0f})" for row in told[-1:]] or ["—"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -174,9 +174,8 @@ def _with_quantities(
     level = float(total[1] / total[2]) if per_sequence else 0.0  # without any entropy none to vary
     without = sums_without(total, by_fold, lost, level or None)
     values, stderrs = statistic(total), jackknife_stderr(statistic, total, without)
-    given = jackknife_stderr(statistic, total, sums_without(total, by_fold, torch.zeros_like(lost), level or None))
     if step.num_folds < FEWEST_FOLDS:
-        stderrs, given = torch.full_like(stderrs, torch.nan), torch.full_like(given, torch.nan)
+        stderrs = torch.full_like(stderrs, torch.nan)
     reasons = {"entropy": "", "backward": change.why_no_backward, "reuse": step.optimizer.reason}
     entropy, *rows = (
         Quantity(name, value, stderr, step.number).unless(reasons.get(name, change.why_no_forward))
@@ -189,8 +188,7 @@ def _with_quantities(
     ]
     quantities = {row.name: row for row in (entropy, *averaged)}
     quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
-    given = given[[1 + FORWARD, 1 + BACKWARD], 0].square()
-    return dataclasses.replace(change, quantities=quantities, half_step_stderr=stderrs[-1], variances_given_step=given)
+    return dataclasses.replace(change, quantities=quantities, half_step_stderr=stderrs[-1])
 
 
 # --- sums over folds --------------------------------------------------------------------------------------------------

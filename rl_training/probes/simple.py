@@ -13,8 +13,6 @@ in nats per token and, if asked for, in nats per sequence, and then with the fir
 (engine/length_and_reward.py). forward is split by cause (momentum, this step's gradient,
 weight decay), by layer and by kind of module, and set beside what it would be without gradient clipping.
 
-How many prompts it would take for a step to be known to half of its size: mathematics/needed_prompts.py.
-
 The variances of single steps are averaged over about three (running_variance.py). Sums use each batch's own, but for
 the end of their last step.
 """
@@ -34,10 +32,8 @@ from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import EntropyChange, EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_units
-from rl_training.mathematics.needed_prompts import NeededPrompts, relative_error
 from rl_training.mathematics.trapezoid import SUMS, TrapezoidSum
 
-NEEDED, RELATIVE = "delta_h/needed_prompts", "delta_h/relative_error"
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 UNITS = ("token", "sequence")  # that each sum is kept in
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
@@ -83,7 +79,7 @@ class SimpleEntropyProbe(Probe):
             raise ValueError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
         self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None
         self.per_sequence, self.offload = per_sequence, offload
-        self._sum, self._needed = TrapezoidSum(), NeededPrompts()
+        self._sum = TrapezoidSum()
 
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
@@ -91,7 +87,6 @@ class SimpleEntropyProbe(Probe):
             names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
             missing = Estimate.missing(change.why_none)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
-            self._answers |= {NEEDED: missing, RELATIVE: missing}
             if step.capabilities.sampling_mismatch:
                 self._answers |= visited_entropy(step)
         else:
@@ -100,9 +95,8 @@ class SimpleEntropyProbe(Probe):
             self._answers[TRUNCATED] = truncated_share(step)
 
     def _predicted(self, step: Step, change: EntropyChange) -> dict[str, Estimate]:
-        half_step_stderr, given = change.half_step_stderr, change.variances_given_step
+        half_step_stderr = change.half_step_stderr
         assert half_step_stderr is not None
-        assert given is not None
         level, forward, backward = (change.quantities[name] for name in ("entropy", "forward", "backward"))
         closed = self._sum.add(step.number, level, forward, backward, half_step_stderr)
         answers = {
@@ -112,20 +106,16 @@ class SimpleEntropyProbe(Probe):
         }
         if self.per_sequence and not change.why_no_forward and reward_factor(step) is None:
             answers[REWARD] = Estimate.missing(NO_REWARD)
-        prompts = step.num_sequences / step.batch.responses_per_prompt
-        values = float(forward.value[0]), float(backward.value[0])
-        needed = self._needed.add(values, given.tolist(), prompts, step.num_folds - 1)
-        return answers | {NEEDED: needed, RELATIVE: relative_error(needed, prompts)}
+        return answers
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"sum.{k}": tensor for k, tensor in self._sum.state_dict().items()} | {"prompts": self._needed.state}
+        return {f"sum.{k}": tensor for k, tensor in self._sum.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in state.items():
             if name.startswith("sum.") and name != "sum.step" and tensor.shape != (len(UNITS),):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(len(UNITS),)}")
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
-        self._needed.state = state.get("prompts", NeededPrompts().state)
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
         """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""

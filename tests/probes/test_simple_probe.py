@@ -21,7 +21,6 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.length_and_reward import NO_REWARD
 from rl_training.engine.policy import Policy
 from rl_training.mathematics.jackknife import JackknifeUnits
-from rl_training.mathematics.needed_prompts import LOST, NONE_YET
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
@@ -103,9 +102,6 @@ def test_every_estimate_equals_the_plain_twin(
     assert second["delta_h/backward"].value == pytest.approx(backward, **same)
     stderr = reference.jackknife_stderr(seen(twins[1], ""), rows)
     assert second["delta_h/backward"].stderr == pytest.approx(stderr, **same)
-    rows = twins[1].rows(twins[1].products(twins[1].update_without))  # of steps that are what they are
-    forward = reference.jackknife_stderr(seen(twins[1], ""), rows)
-    assert probe.given[1].tolist() == pytest.approx([forward**2, stderr**2], **same)
     trapezoid = 0.5 * (first["delta_h/forward"].value + backward)
     assert second["delta_h/trapezoid"].value == pytest.approx(trapezoid, **same)
     assert second["delta_h/cumulative_predicted"].value == pytest.approx(trapezoid, **same)
@@ -358,31 +354,3 @@ def test_measuring_every_second_step_leaves_out_what_needs_neighbours(make_train
     for name in ("backward", "trapezoid", "cumulative_predicted"):
         assert math.isnan(probe.all[1][f"delta_h/{name}"].value)
     assert "step 2 was not measured" in probe.all[1]["delta_h/backward"].reason
-
-
-def test_prompts_that_a_step_takes_are_four_variances_of_a_prompt_over_the_square_of_the_change_summed_over_steps(
-    make_trainer,
-) -> None:
-    """Each step relative to the noise of those that share no batch with it, with weights .7^age; sums with .9^age."""
-    probe = Answers(num_folds=K)
-    make_trainer(probes=[probe], max_steps=9, **EIGHT_FOLDS, **SMOOTH).train()
-    assert all(answer["delta_h/needed_prompts"].reason == NONE_YET for answer in probe.all[:7])
-    noises: list[float] = []
-    numerator = denominator = 0.0
-    for answer, before, own in zip(probe.all[1:], probe.given, probe.given[1:], strict=False):
-        noises.append(float(before[0] + own[1]) / 4)
-        if len(noises) < 3:
-            continue
-        weights = [0.7**age for age in range(len(noises) - 3, -1, -1)]
-        scale = sum(w * v for w, v in zip(weights, noises, strict=False)) / sum(weights)
-        numerator = 0.9 * numerator + 8 * K * noises[-1] / scale
-        denominator = 0.9 * denominator + (answer["delta_h/trapezoid"].value ** 2 - noises[-1]) / scale
-        found = answer["delta_h/needed_prompts"]
-        assert found.reason in (NONE_YET, LOST) or found.value == pytest.approx(numerator / denominator)
-        if not math.isnan(found.value):
-            assert answer["delta_h/relative_error"].value == pytest.approx(math.sqrt(found.value / 4 / K))
-    assert probe.state_dict()["prompts"][6:8].tolist() == pytest.approx([-denominator, numerator])
-    resumed = Answers(num_folds=K)
-    resumed.load_state_dict(probe.state_dict())
-    assert torch.equal(resumed.state_dict()["prompts"], probe.state_dict()["prompts"])
-    assert len(set(probe.state_dict()["prompts"].tolist())) > 8

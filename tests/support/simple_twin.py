@@ -86,15 +86,10 @@ class Recorder(Probe):
 
 
 class Answers(Kept, SimpleEntropyProbe):
-    """The probe, with its answers kept, and the variances of forward and backward given the step."""
+    """The probe, with its answers kept."""
 
     def __init__(self, error_decay: float = 0.0, **options: Any) -> None:
         super().__init__(error_decay=error_decay, **options)
-        self.given: list[Any] = []
-
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
-        self.given.append(step.entropy_change.variances_given_step)
 
 
 class Twin:

@@ -35,14 +35,11 @@ def opening(run: Run) -> list[str]:
     both = [run.known(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
     last = both[0].index.intersection(both[1].index, sort=False)[-1:]
     truth, total = (last_of(rows.loc[last]) for rows in both)
-    prompts = run.measured("delta_h/needed_prompts").tail(1)
     return sentences(
         "opening",
         run=run,
         levels=[mean for mean, _, _ in ends_of(run.token_entropy())],
         rate=findings.present_rate(run),
-        needed=last_of(finite(prompts)),
-        least_prompts=next(iter(prompts.loc[prompts["value"].isna(), "low"].dropna()), None),
         sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
     )
 
