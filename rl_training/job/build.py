@@ -29,7 +29,7 @@ from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
 from rl_training.records.provenance import provenance, without_secrets
 from rl_training.records.workspace import CORE
-from rl_training.tasks.task import Task, as_task
+from rl_training.tasks.task import as_task
 
 logger = logging.get_logger(__name__)
 
@@ -57,7 +57,7 @@ def _build(cfg: DictConfig) -> TrainingRun:
         "trainer", cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once
     )
     probes = [make(f"probes.{name}", probe) for name, probe in cfg.probes.items()]
-    trainer, task = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
+    trainer = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     trainer.branches_off = checkpoint is not None and not checkpoint.resolve().is_relative_to(run_dir.resolve())
     if trainer.branches_off and (changed := lost_place(cfg)):
         trainer.has_own_random_numbers = "seed=" in changed
@@ -73,8 +73,6 @@ def _build(cfg: DictConfig) -> TrainingRun:
         config["provenance"]["branch"] = (
             f"of {Path(cfg.branch).parents[1].name} at step {steps_taken(Path(cfg.branch))}"
         )
-    if task.reward_range:
-        config["provenance"]["most_reward"] = f"{task.reward_range[1]:g}"  # that a response can earn
     save_config(config, run_dir, is_its_own)
     loggers = put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
     return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
@@ -95,14 +93,14 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         _check_fields(cfg.trainer)
         args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
-        trainer, _ = _make_trainer(cfg, args, [], None, with_evaluation=True)
+        trainer = _make_trainer(cfg, args, [], None, with_evaluation=True)
         return restore(trainer, checkpoint, learning_rate)
 
 
 def _make_trainer(
     cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
-) -> tuple[DrGRPOTrainer, Task]:
-    """Returns the trainer, with the evaluation split of its task if asked for, and the task."""
+) -> DrGRPOTrainer:
+    """Returns the trainer, with the evaluation split of its task if asked for."""
     interventions = cfg.get("intervention") or []  # an older config.yaml has none
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     task = as_task(make("data", cfg.data))
@@ -126,7 +124,7 @@ def _make_trainer(
     _check_longest_prompt(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
-    return trainer, task
+    return trainer
 
 
 def _check_fields(trainer: DictConfig) -> None:

@@ -161,7 +161,6 @@ class _Evaluation:
         about = {
             "checkpoint": str(checkpoint),
             "fingerprint": fingerprint(checkpoint),
-            "reward_range": self.task.reward_range,
             "errors": errors,
             "seconds": {name: round(value, 3) for name, value in answers.seconds.items()},
         }

@@ -17,7 +17,7 @@ import yaml
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.command import main
-from rl_training.records.compare.final import compare_groups, final_figures, fit_law, last_common_step, since_branching
+from rl_training.records.compare.final import compare_groups, final_figures, last_common_step, since_branching
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups, trunks_of
 from rl_training.records.compare.page import draw_overlays, pool, write_comparison
 from rl_training.records.evaluated import write_step
@@ -46,7 +46,7 @@ def record(
             "seed": seed, "learning_rate": rate, "max_steps": 12, "lr_scheduler_type": "constant",
             "output_dir": str(folder / "state"),
         },
-        "provenance": {"host": folder.name, "most_reward": "1"},
+        "provenance": {"host": folder.name},
         **more,
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -57,7 +57,7 @@ def evaluate(run: Path, step_values: dict[int, tuple[float, float]], name: str =
     """Writes an evaluation with (entropy, reward) of each checkpoint."""
     for step, (entropy, reward) in step_values.items():
         numbers = {"entropy/token": Estimate(entropy, 0.01, 64), "reward": Estimate(reward, 0.02, 64)}
-        write_step(run / "evaluations" / name, step, {"reward_range": (0.0, 1.0)}, numbers, [])
+        write_step(run / "evaluations" / name, step, {}, numbers, [])
 
 
 def test_runs_that_differ_by_their_seed_only_are_one_group_and_only_what_differs_is_listed(tmp_path: Path) -> None:
@@ -247,19 +247,6 @@ def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> No
     assert not is_significant(difference(Estimate(1.0, 0.0, 20, interval=(0.839, 1.0)), Estimate(0.97, 0.02, 20)))
 
 
-def test_a_ceiling_above_what_a_response_can_earn_is_told_and_not_one_below(tmp_path: Path) -> None:
-    """R = 1.322 − 0.3 e^H leads to 1.022 at H = 0, and R = 1.2 − 0.3 e^H to 0.9; 1 is the most."""
-    for name, b in (("high", 1.322), ("low", 1.2)):
-        curve = {10 * i: (h, b - 0.3 * math.exp(h)) for i, h in enumerate([0.9, 0.7, 0.5, 0.4, 0.3, 0.2], 1)}
-        evaluate(record(tmp_path / name, note=name), curve)
-    high, low = (fit_law(group) for group in read_groups([tmp_path]))
-    assert (high.most, high.leads_too_high, low.leads_too_high) == (1.0, True, False)
-    text = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text(encoding="utf-8")
-    assert text.count("the ceiling is above 1, the most a response earns, the curve does not hold") == 1
-    trained = fit_law(read_groups([record(tmp_path / "trained")])[0])
-    assert trained.most == 1.0
-
-
 @pytest.mark.parametrize(
     ("means", "share", "floor", "frame"),
     [
@@ -342,36 +329,6 @@ def test_curves_are_pooled_at_the_steps_that_all_runs_have() -> None:
     assert pool(runs[:1]) == runs[0]
 
 
-def test_the_law_is_fitted_to_evaluated_checkpoints_and_its_first_half_asked_about_the_second(tmp_path: Path) -> None:
-    """R = 1.2 − 0.3 e^H, but for the last four checkpoints, which lie 0.1 higher."""
-    entropies = [0.9, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
-    curve = {10 * i: (h, 1.2 - 0.3 * math.exp(h) + (0.1 if i > 4 else 0)) for i, h in enumerate(entropies, 1)}
-    evaluate(record(tmp_path), curve)
-    (group,) = read_groups([tmp_path])
-    fitted = fit_law(group)
-    assert fitted.source == "checkpoints, evaluation “sums”"
-    assert fitted.first is not None
-    assert fitted.first.ceiling.value == pytest.approx(0.9)
-    assert fitted.miss.value == pytest.approx(0.1)
-    assert is_significant(fitted.miss)
-
-
-def test_without_evaluations_the_law_is_fitted_to_means_over_steps_of_training(tmp_path: Path) -> None:
-    (group,) = read_groups([record(tmp_path)])
-    fitted = fit_law(group)
-    assert fitted.source == "training, means over 2 steps"
-    assert fitted.points["step"].tolist() == [2, 4, 6, 8, 10, 12]
-    assert fitted.points["entropy"].iloc[0] == pytest.approx((1 + 1 / 2) / 2)
-    assert math.isnan(fitted.miss.value)
-    assert "3 points" in fitted.miss.reason
-
-
-def test_steps_that_fill_no_block_are_no_point(tmp_path: Path) -> None:
-    """23 steps are seven blocks of three, and two steps."""
-    (group,) = read_groups([record(tmp_path, steps=23)])
-    assert fit_law(group).points["step"].tolist() == [3, 6, 9, 12, 15, 18, 21]
-
-
 def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     evaluate(record(tmp_path / "<i>a", name=HOSTILE), {4: (0.5, 0.5), 8: (0.3, 0.6)})
     record(tmp_path / "b", rate=0.2)
@@ -379,8 +336,8 @@ def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     html = page.read_text(encoding="utf-8")
     own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # not what draws the charts
     assert not any(word in own for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>a"))
-    assert html.count('<figure class="chart"') == 6  # reward, entropy, change, two evaluated metrics, the law
-    assert len(drawn := list(tmp_path.glob("comparison_*.svg"))) == 6
+    assert html.count('<figure class="chart"') == 5  # reward, entropy, change, two evaluated metrics
+    assert len(drawn := list(tmp_path.glob("comparison_*.svg"))) == 5
     assert all(b"<i>a" not in path.read_bytes() for path in drawn)
     assert "The best checkpoint" in html
 

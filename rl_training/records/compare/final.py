@@ -1,5 +1,4 @@
-"""Final figures of groups of runs with their errors, differences between groups with theirs, and the fit of
-R = −a e^H + b to each, from checkpoints that were evaluated or else from training itself.
+"""Final figures of groups of runs with their errors, and differences between groups with theirs.
 
 A group's error. With n ≥ 2 seeds: between seeds, se = sd/√n with n − 1 degrees of freedom. It includes everything
 that differs from seed to seed. With one seed: within the run (the steps that are averaged, the folds of a probe, the
@@ -37,17 +36,15 @@ import pandas as pd
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.noise_scale import noise_scale_interval
-from rl_training.mathematics.reward_entropy import MIN_POINTS, RewardLaw, fit_reward_law
 from rl_training.mathematics.welch import difference, mean_of
 from rl_training.records.compare.groups import Group, Member, common_steps
-from rl_training.records.evaluated import EVALUATIONS, IN_TRAINING, read_step
+from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.report.series import Run, finite, last_of
 from rl_training.records.report.summary import MAX_WINDOW
 
 MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
 # Of the trainer's own evaluations: what it logs beside these is of its clipping and its clock.
 FROM_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
-BLOCKS = 10  # of consecutive steps: one step's batch is too noisy to be a point
 MANY_GROUPS = 4  # with so many, each is held against the first only
 NOT_RECORDED = Estimate.missing("it is not recorded")
 
@@ -198,80 +195,3 @@ def _predicted_since(run: Run, start: int, step: int) -> Estimate:
         return Estimate(value, 0.0 if total == 0 else math.nan, 1, sums[step].reason)
     folds = run.estimates("entropy/token")[step].num_samples
     return Estimate(value, math.sqrt(total), 1 + int((folds - 1) * total**2 / squares + 1e-9))
-
-
-@dataclass(frozen=True)
-class FittedLaw:
-    """The fit to a group's points, and how well its first half predicts the second."""
-
-    group: Group
-    source: str
-    points: pd.DataFrame  # step, entropy (nats per token) and mean reward of a policy
-    law: RewardLaw | None
-    reason: str  # why there is no law
-    first: RewardLaw | None  # the fit to the first half; `miss` says why there is none
-    miss: Estimate  # mean of the rewards of the second half minus what `first` gives for their entropies
-    most: float = math.nan  # that a response can earn; nan where no record says so
-
-    @property
-    def leads_too_high(self) -> bool:
-        """Whether the curve's ceiling exceeds the largest possible reward: then it does not hold down to H = 0."""
-        return self.law is not None and self.law.ceiling.value > self.most
-
-
-def fit_law(group: Group) -> FittedLaw:
-    """Returns the fit to the points of all runs of the group."""
-    points, source, most = _evaluated(group) or _trained(group)
-    law, reason = _fit(points)
-    steps = sorted(points["step"].unique())
-    is_early = points["step"].isin(steps[: (len(steps) + 1) // 2])
-    first, why = _fit(points[is_early])
-    late = points[~is_early]
-    miss = Estimate.missing(why or "no point lies in the second half of the steps")
-    if first and len(late):
-        miss = first.mean_miss(late["entropy"].tolist(), late["reward"].tolist())
-    return FittedLaw(group, source, points, law, reason, first, miss, most)
-
-
-def _fit(points: pd.DataFrame) -> tuple[RewardLaw | None, str]:
-    try:
-        return fit_reward_law(points["entropy"].tolist(), points["reward"].tolist()), ""
-    except ValueError as error:
-        return None, str(error)
-
-
-def _points(entropy: pd.Series[float], reward: pd.Series[float]) -> pd.DataFrame:
-    """Returns the points at the steps that have both, in the order of `reward`."""
-    return pd.DataFrame({"entropy": entropy.reindex(reward.index), "reward": reward}).dropna().reset_index(names="step")
-
-
-def _evaluated(group: Group) -> tuple[pd.DataFrame, str, float] | None:
-    """Returns the checkpoints of the evaluation that has most of them, and the most that is earned there, if enough."""
-    by_evaluation: dict[str, list[pd.DataFrame]] = {}
-    for run in (member.run for member in group.members):
-        for name in run.evaluations:
-            points = _points(run.values("entropy/token", name), run.values("reward", name).sort_index())
-            by_evaluation.setdefault(name, []).append(points)
-    found = {name: pd.concat(by_evaluation[name]) for name in sorted(by_evaluation)}
-    name = max(found, key=lambda evaluation: len(found[evaluation]), default="")
-    if not name or len(found[name]) < MIN_POINTS:
-        return None
-    folders = [member.run.folder / EVALUATIONS / name for member in group.members]
-    contents = (read_step(folder, step) for folder in folders for step in found[name]["step"])
-    ranges = (content.get("reward_range") for content in contents if content)
-    most = next((float(known[1]) for known in ranges if known), math.nan)
-    return found[name], f"checkpoints, evaluation “{name}”", most
-
-
-def _trained(group: Group) -> tuple[pd.DataFrame, str, float]:
-    """Returns means over blocks of logged steps."""
-    blocks, sizes = [], set()
-    for run in (member.run for member in group.members):
-        points = _points(run.token_entropy(), run.logged("reward"))
-        size = max(math.ceil(len(points) / BLOCKS), 1)
-        sizes.add(size)
-        by_block = points.groupby(points.index // size)
-        means = by_block.mean().assign(step=by_block["step"].last())
-        blocks.append(means[by_block.size() == size])
-    averaged = f"{' or '.join(map(str, sorted(sizes)))} step{'s' * (max(sizes) > 1)}"
-    return pd.concat(blocks), f"training, means over {averaged}", group.members[0].most_reward

@@ -6,7 +6,6 @@ and the run's length, where the learning rate does not depend on it.
 
 from __future__ import annotations
 
-import math
 import string
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,6 @@ class Member:
     settings: dict[str, str] | None  # dotted name → value, without what does not count; None without a config.yaml
     seed: str
     planned_steps: str = ""
-    most_reward: float = math.nan  # that a response can earn, where the run has said so
     branch: tuple[Path, int] | None = None  # the run that it has branched off from, and the step
 
     @property
@@ -95,7 +93,7 @@ def _read_member(path: Path) -> Member:
     branch = _branch(flat)
     counts |= {} if branch is None else {"branch at step": str(branch[1])}
     seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
-    return Member(run, counts, seed, steps, float(flat.get("provenance.most_reward", "nan")), branch)
+    return Member(run, counts, seed, steps, branch)
 
 
 def _settings(folder: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from rl_training.mathematics.estimate import Estimate
@@ -56,11 +55,8 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
     columns += [(g, end, f"{g.letter}, later", 0) for g, end in zip(groups, ends, strict=True) if end > common]
     pairs = final.compare_groups(groups)
     findings = sentences("comparison", pairs=pairs, seeds=[member.seed for member in groups[0].members])
-    laws = [final.fit_law(group) for group in groups]
     page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
-    charts = [
-        replace(chart, name=f"{page.stem}_{chart.name}") for chart in (*draw_overlays(groups), draw_law(groups, laws))
-    ]
+    charts = [replace(chart, name=f"{page.stem}_{chart.name}") for chart in draw_overlays(groups)]
     write_page(
         page,
         "comparison.html",
@@ -77,7 +73,6 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
         branched=bool(branching_steps(groups)),
         best=[row for group in groups for member in group.members for row in _best_rows(member)],
         charts=charts,
-        laws=laws,
     )
     return page, findings
 
@@ -190,28 +185,6 @@ def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
         wanted = ("reward",) if evaluation == IN_TRAINING else several
         chosen += [(str(evaluation), metric) for metric in wanted if metric in names.unique()]
     return chosen
-
-
-def draw_law(groups: Sequence[Group], laws: Sequence[final.FittedLaw]) -> Chart:
-    """Returns reward against entropy, with the fitted curves, their bands, and their ceilings at H = 0."""
-    drawn, series = [law for law in laws if law.law], []
-    for fitted in drawn:
-        assert fitted.law
-        (color, stroke), name = _look(groups.index(fitted.group)), fitted.group.name
-        grid = np.linspace(0, fitted.points["entropy"].max(), 60).tolist()
-        on_curve = to_rows(dict(zip(grid, map(fitted.law.reward, grid), strict=True)))
-        series += [
-            Series.of_rows(name, color, on_curve, dash=stroke),
-            Series.cloud(name, color, "circle", fitted.points["entropy"], fitted.points["reward"], faint=0.7),
-        ]
-        if fitted.first:
-            early = [fitted.first.reward(entropy).value for entropy in grid]
-            series.append(Series(f"{name}, first half", color, grid, early, dash=DOTTED))
-    too_high = [law.most for law in drawn if law.leads_too_high]
-    if too_high:
-        ends = [0.0, max(law.points["entropy"].max() for law in drawn)]
-        series.append(Series("the most a response earns", GREY, ends, [max(too_high)] * 2, dash=(5, 3)))
-    return draw("law", series, [f"{law.group.name} – {law.reason}" for law in laws if not law.law])
 
 
 def _look(index: int) -> tuple[str, tuple[int, ...]]:
