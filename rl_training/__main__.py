@@ -18,11 +18,10 @@ COMMANDS = {
     "analyze": ("rl_training.job.commands", "analyze", "analyze checkpoints: what their next step does to entropy"),
     "evaluate": ("rl_training.job.commands", "evaluate", "evaluate the checkpoints of a run"),
     "report": ("rl_training.records.compare.command", "main", "make the report of a run, or compare several runs"),
-    "sync": ("rl_training.records.sync", "main", "copy runs from another machine or a store"),
     "kernel": ("rl_training.offline.kernel_command", "main", "print and redraw the kernels of an analysis"),
     "dashboard": ("rl_training.records.workspace", "main", "save a W&B workspace for the runs"),
     "config": ("rl_training.job.shipped", "show_conf", "say where the configuration files are, or copy them"),
-    "launch-file": ("rl_training.job.shipped", "copy_launch_file", "copy a configuration of accelerate launch"),
+    "launch-file": ("rl_training.job.shipped", "copy_launch_file", "copy a launch file or script"),
 }
 
 

@@ -49,17 +49,18 @@ def show_conf() -> None:
 
 
 def copy_launch_file() -> None:
-    """Copies a launch file to ./launch, where it is not yet, and prints its path."""
-    names = [*sorted(path.stem for path in LAUNCH.glob("*.yaml")), "train.slurm"]
+    """Copies a launch file or a script to ./launch, where it is not yet, and prints its path."""
+    scripts = ["train.slurm", "sync.sh"]
+    names = [*sorted(path.stem for path in LAUNCH.glob("*.yaml")), *scripts]
     parser = argparse.ArgumentParser(
         prog="rl-training launch-file",
-        description="Copy a configuration of accelerate launch to ./launch, and print its path. A file that is there "
-        "already stays as it is.",
+        description="Copy a configuration of accelerate launch, or a script, to ./launch, and print its path. A file "
+        "that is there already stays as it is.",
         epilog="accelerate launch --config_file $(rl-training launch-file ddp) --num_processes 8 -m rl_training train",
     )
     parser.add_argument("name", metavar="NAME", choices=names, help=", ".join(names))
     name = parser.parse_args().name
-    copies = [name] if name == "train.slurm" else [f"{name}.yaml", f"{name}.json"]  # of DeepSpeed's, the settings
+    copies = [name] if name in scripts else [f"{name}.yaml", f"{name}.json"]  # of DeepSpeed's, the settings
     for copy in copies:
         if (LAUNCH / copy).is_file() and not (Path("launch") / copy).exists():
             Path("launch").mkdir(exist_ok=True)

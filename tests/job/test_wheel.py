@@ -124,11 +124,12 @@ def test_the_command_hands_out_the_files_that_come_with_it(environment: Path, tm
         return ended.stdout + ended.stderr
 
     assert re.findall(r"^  ([a-z-]+) ", said(), re.MULTILINE) == [
-        "train", "analyze", "evaluate", "report", "sync", "kernel", "dashboard", "config", "launch-file",
+        "train", "analyze", "evaluate", "report", "kernel", "dashboard", "config", "launch-file",
         "rl-training",
     ]  # fmt: skip
     assert said("launch-file", "zero2").split() == ["launch/zero2.yaml"]  # which names launch/zero2.json
     assert {path.name for path in (tmp_path / "launch").iterdir()} == {"zero2.yaml", "zero2.json"}
+    assert said("launch-file", "sync.sh").split() == ["launch/sync.sh"]
     said("config", "--copy", "mine")
     assert "name a new folder" in said("config", "--copy", "mine")
     train = tmp_path / "mine" / "train.yaml"
@@ -192,7 +193,6 @@ def test_the_extra_that_a_message_names_brings_the_library(library: str, extra: 
         ("hydra", "main('train')", "error: hydra is not installed: pip install 'rl-training[train]'"),
         ("omegaconf", "main('evaluate')", "error: omegaconf is not installed: pip install 'rl-training[train]'"),
         ("jinja2", "main('report', 'r')", "error: jinja2 is not installed: pip install 'rl-training[report]'"),
-        ("fsspec", "main('sync', 'a', 'b')", "error: fsspec is not installed: pip install 'rl-training[sync]'"),
         ("pandas", "records.metrics", "ImportError: pandas is not installed: pip install 'rl-training[report]'"),
         ("hydra", "api.OfflineEntropyProbe", "ImportError: hydra is not installed: pip install 'rl-training[train]'"),
     ],
