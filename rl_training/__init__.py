@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rl_training.engine.batch import Rollout as Rollout
     from rl_training.engine.batch import take_rows as take_rows
     from rl_training.engine.probe import Probe as Probe
+    from rl_training.errors import UserError as UserError
     from rl_training.hosts.loop import measured_loop as measured_loop
     from rl_training.hosts.trl import attach as attach
     from rl_training.hosts.trl.trainer import DrGRPOConfig as DrGRPOConfig
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _NAMES = {  # by the module that they are imported from
     "engine.batch": "Rollout take_rows",
     "engine.probe": "Probe",
+    "errors": "UserError",
     "hosts.loop": "measured_loop",
     "hosts.trl": "attach",
     "hosts.trl.trainer": "DrGRPOConfig DrGRPOTrainer",
