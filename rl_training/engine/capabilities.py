@@ -10,7 +10,7 @@ REUSED = (
 )
 SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
 ONE_RESPONSE = "a prompt has one response, and no others that it could be held against: sample at least two"
-MIXED_PROMPTS = "the microbatches mix prompts, so no folds of whole prompts can be formed"
+MIXED_PROMPTS = "the microbatches mix prompts, so their gradients cannot be split into folds of whole prompts"
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
     "share per response is not known"

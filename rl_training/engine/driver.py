@@ -116,7 +116,7 @@ class StepDriver:
                 roots = adam_roots(self._layout, shard.weights(), view_optimizer(shard).states)
             is_sliced = len(folds) > len(sizes)  # norms of slices take their rows
             self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
-        self.open_step = OpenStep(number, probes, folds)
+        self.open_step = OpenStep(number, probes, folds, self._requirements.num_folds)
 
     def microbatch(
         self, rollout: Rollout, scores: Scores, other_terms: bool = False, seen: Scores | None = None
@@ -248,7 +248,8 @@ class StepDriver:
         edited = "" if self._guard is None else self._guard.why_edited()
         mismatch = loop.sampling_mismatch or edited or self._padding.why_it_matters(rollout, loop.policy, reduce)
         capabilities = step.capabilities(loop, self._learned, mismatch)
-        batch = step.join(loop, rollout, in_folds=not capabilities.mixed_prompts)
+        folds, fold = step.place_in_folds(loop, rollout, mixed=bool(capabilities.mixed_prompts))
+        batch = step.join(loop, rollout, fold, folds[-1].folds.stop)
         mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
         is_sliced = len(step.folds) > len(batch.microbatch_rows)
         # The share of a slice in another term of the loss is not known.
@@ -262,7 +263,7 @@ class StepDriver:
             optimizer=optimizer,
             policy=loop.policy,
             ranks=loop.ranks,
-            folds=step.folds,
+            folds=folds,
             fold_sizes=reduce(batch.sum_by_fold(ones)).cpu(),
             capabilities=capabilities,
         )  # fmt: skip

@@ -96,20 +96,24 @@ def fold_gradients(
 
 
 def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
-    """Yields the chosen rows of each group of folds, in as many parts on every process, of which some may be empty.
+    """Yield the chosen rows of each group of folds, in as many parts on every process, of which some may be empty.
 
-    A collective, once. The passes of the groups follow one another.
+    Rows go by the fold that they are in, wherever they lie. The passes of the groups follow one another. A collective,
+    once.
 
-    chosen  (B,) bool
+    Args:
+        chosen: (B,) bool.
     """
     batch = step.batch
     at_once = max(len(rows) for rows in batch.microbatch_rows)
-    numbers, is_chosen = chosen.nonzero().squeeze(1), chosen.tolist()
-    sizes = [sum(sum(is_chosen[part.start : part.stop]) for part in group.passes) for group in step.folds]
-    parts = [torch.split(rows, at_once) if len(rows) else () for rows in numbers.split(sizes)]
+    rows = chosen.nonzero().squeeze(1)
+    group_of_row = batch.fold[rows] // len(step.folds[0].folds)  # all groups have as many folds
+    sizes = group_of_row.bincount(minlength=len(step.folds)).tolist()
+    of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
+    parts = [torch.split(some, at_once) if len(some) else () for some in of_groups]
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
     for group, part, count in zip(step.folds, parts, step.ranks.largest(counts).tolist(), strict=True):
-        yield group, [*part, *[numbers[:0]] * (int(count) - len(part))]
+        yield group, [*part, *[rows[:0]] * (int(count) - len(part))]
 
 
 def add_gradients(

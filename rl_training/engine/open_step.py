@@ -28,7 +28,7 @@ from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import FoldGroup, ranges_of, split_prompts
+from rl_training.mathematics.folds import FoldGroup, folds_of_prompts, plan_prompt_folds, ranges_of
 from rl_training.mathematics.scores import Scores
 
 
@@ -70,7 +70,8 @@ class OpenStep:
 
     number: int
     probes: Sequence[Probe]  # that measure it; there may be none
-    folds: Sequence[FoldGroup] = ()
+    folds: Sequence[FoldGroup] = ()  # of its microbatches
+    num_folds: int | None = None  # that the probes ask for
     rollouts: list[Rollout] = field(default_factory=list)  # by microbatch
     scores: list[Scores] = field(default_factory=list)
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
@@ -129,10 +130,29 @@ class OpenStep:
             not_dr_grpo="" if loop.dr_grpo else f"{NOT_DR_GRPO}: {fixes.dr_grpo}",
         )
 
-    def join(self, loop: Loop, rollout: Rollout, in_folds: bool) -> Batch:
+    def place_in_folds(self, loop: Loop, rollout: Rollout, mixed: bool) -> tuple[Sequence[FoldGroup], Tensor]:
+        """Return the folds that the step has, and which of them each sequence is in, (B,). A collective if mixed.
+
+        Args:
+            rollout: All microbatches of the step.
+            mixed: The folds of microbatches do not hold whole prompts. Then those of other folds do.
+        """
+        rank, index = loop.ranks.number, rollout.prompt_index
+        if mixed:
+            num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
+            fewest = int(-loop.ranks.largest(-num_prompts))
+            folds: Sequence[FoldGroup] = plan_prompt_folds(fewest, loop.ranks.count, self.num_folds)
+            return folds, folds_of_prompts(index, folds, rank)
+        fold = torch.empty_like(index)
+        for group in self.folds:
+            for rows in group.passes:
+                fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[rank]]
+        return self.folds, fold
+
+    def join(self, loop: Loop, rollout: Rollout, fold: Tensor, num_folds: int) -> Batch:
         """Returns sequences, scores and loss weights of the whole step, padded to one width.
 
-        rollout   all of its microbatches    in_folds  they are in the step's folds, else in others, of whole prompts
+        rollout   all of its microbatches    fold  that each sequence is in, (B,)
         """
         scores = Scores(
             logps=in_one_width([scores.logps for scores in self.scores]),
@@ -143,12 +163,6 @@ class OpenStep:
         if any("entropies" in weights for weights in self.loss_weights):
             parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in self.loss_weights]
             entropies = in_one_width(parts)
-        num_folds = self.folds[-1].folds.stop
-        fold = split_prompts(rollout.prompt_index, num_folds, loop.ranks.number, loop.ranks.count)
-        if in_folds:
-            for group in self.folds:
-                for rows in group.passes:
-                    fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[loop.ranks.number]]
         return Batch(
             rollout=rollout,
             scores=scores,

@@ -11,6 +11,7 @@ prompt is in two folds. g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ class FoldGroup:
 
     folds: range
     fold_of_rank: tuple[int, ...]  # counted from the first of them, by process
-    passes: tuple[range, ...]  # this process's rows of each backward; as many on every process
+    # This process's rows of each backward, as many on every process; none where backwards mix the prompts of folds.
+    passes: tuple[range, ...]
 
 
 def plan_folds(
@@ -158,14 +160,39 @@ def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:
     return rewards - (sums / group.bincount())[group]
 
 
-def split_prompts(prompt_index: Tensor, num_folds: int, rank: int = 0, num_ranks: int = 1) -> Tensor:
-    """Returns a fold number for each sequence of a process, such that none of its prompts is split.
+def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | None = None) -> list[FoldGroup]:
+    """Plan the folds of a step whose prompts are spread over its microbatches: sets of whole prompts all the same.
 
-    At most num_folds contiguous groups of prompts; those of the processes lie side by side.
+    They serve what has passes of its own, over sequences in any order. Microbatches' gradients are not split by them.
 
-    >>> [split_prompts(torch.tensor([4, 4, 6, 6]), 4, rank, num_ranks=2).tolist() for rank in range(2)]
-    [[0, 0, 1, 1], [2, 2, 3, 3]]
+    Args:
+        num_prompts: of each process; the fewest that one has.
+        num_folds: over all processes, or the next smaller number that is possible; None: as `plan_folds` chooses.
+
+    Returns:
+        Groups without passes. Processes share each fold where they have prompts enough.
+
+    >>> [(group.folds, group.fold_of_rank) for group in plan_prompt_folds(num_prompts=4, num_ranks=2, num_folds=3)]
+    [(range(0, 1), (0, 0)), (range(1, 2), (0, 0)), (range(2, 3), (0, 0))]
     """
-    prompts, group = prompt_index.unique(return_inverse=True)
-    count = num_ranks * len(prompts)
-    return (rank * len(prompts) + group) * min(num_folds, count) // count
+    if num_folds is not None:
+        divisors = [parts for parts in range(1, num_ranks + 1) if num_ranks % parts == 0]
+        possible = [*range(1, num_prompts + 1), *(parts * num_prompts for parts in divisors)]
+        num_folds = max(number for number in possible if number <= num_folds)
+    groups = plan_folds([1] * num_prompts, 1, num_ranks, num_folds)  # as if each prompt were a microbatch
+    return [dataclasses.replace(group, passes=()) for group in groups]
+
+
+def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: int = 0) -> Tensor:
+    """Return the fold of each sequence of a process, such that none of its prompts is in two.
+
+    Args:
+        groups: as `plan_prompt_folds` returns them. Each gets as many of the process's prompts as any other, or one
+            more.
+
+    >>> folds_of_prompts(torch.tensor([4, 9, 6, 4]), plan_prompt_folds(3, num_folds=2))
+    tensor([0, 1, 1, 0])
+    """
+    prompts, place = prompt_index.unique(return_inverse=True)
+    folds = [group.folds[group.fold_of_rank[rank]] for group in groups]
+    return torch.tensor(folds, device=place.device)[place * len(groups) // len(prompts)]

@@ -34,7 +34,7 @@ from rl_training.engine.updates import (
 from rl_training.hosts.trl.patches import FORWARD_PASS, wrap
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
-from rl_training.mathematics.folds import split_prompts
+from rl_training.mathematics.folds import folds_of_prompts, plan_prompt_folds
 from rl_training.mathematics.jackknife import unchanged
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout
@@ -78,7 +78,8 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     scores = restored.policy.score_rollout(rollout)
     weights = _loss_weights(restored, rollout, scores)
     learned = weighed([weights])
-    fold_of_prompt = split_prompts(torch.arange(update.num_prompts, device=restored.device), MOST_FOLDS)
+    folds_of_u = plan_prompt_folds(update.num_prompts, num_folds=MOST_FOLDS)
+    fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts, device=restored.device), folds_of_u)
     fold, fold_prompts = fold_of_prompt[rollout.prompt_index], torch.bincount(fold_of_prompt)
     kept = tuple(range(restored.rank, len(fold_prompts), restored.num_ranks))
     parameters, layout = list(restored.parameters.values()), Layout(restored.parameters)

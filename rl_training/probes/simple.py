@@ -145,4 +145,5 @@ def visited_entropy(step: Step) -> dict[str, Estimate]:
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
         levels_of_folds(step, None),
+        why_no_bar=step.capabilities.split_prompts,
     )

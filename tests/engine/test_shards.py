@@ -14,11 +14,12 @@ from same_estimates import differences, too_far
 
 Found = dict[str, Any]
 ONE = {"one": {}, "one_lora": {"lora": True}, "one_sampler": {"sampler": True}, "one_slices": {"microbatch": 4},
-       "one_row": {"row": True}}  # fmt: skip
+       "one_row": {"row": True}, "one_shuffled": {"shuffled": True}}  # fmt: skip
 HALF = {"microbatch": 4, "num_folds": 4}
 LAST = {"sync": "last"} | HALF  # a microbatch of both processes is a fold
 TWO: dict[str, dict[str, Any]] = {
     "ddp_groups": {"kind": "ddp", "checkpointing": True},  # a microbatch of each process is
+    "ddp_shuffled": {"kind": "ddp", "shuffled": True},  # a prompt of each process is
     "ddp_last_sampler": {"kind": "ddp", "sampler": True} | LAST,
     "fsdp2_sampler": {"kind": "fsdp2", "sampler": True} | HALF,
     "fsdp2_groups_lora": {"kind": "fsdp2", "reshard": False, "lora": True, "checkpointing": True, "sync": "last"},

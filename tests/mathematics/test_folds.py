@@ -16,11 +16,12 @@ from rl_training.engine.entropy_change import FORWARD, LEVELS, REUSE, sums_witho
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.mathematics.folds import (
     FoldGroup,
+    folds_of_prompts,
     plan_folds,
+    plan_prompt_folds,
     ranges_of,
     response_number,
     shares_of_others,
-    split_prompts,
 )
 from rl_training.mathematics.jackknife import JackknifeUnits, jackknife_stderr
 
@@ -253,22 +254,27 @@ def test_response_number_counts_the_earlier_responses_of_the_same_prompt(seed: i
     assert response_number(torch.tensor(labels)).tolist() == [labels[:i].count(x) for i, x in enumerate(labels)]
 
 
-@pytest.mark.parametrize(("sizes", "ranks"), [([8, 8], 4), ([4, 4], 8), ([4, 4, 4, 4], 3), ([8] * 16, 2)])
-def test_where_microbatches_mix_prompts_each_fold_of_several_processes_holds_some(sizes: list[int], ranks: int) -> None:
-    index = torch.arange(sum(sizes)).remainder(sum(sizes) // 8)
-    num_folds = plan_folds(sizes, 8, ranks)[-1].folds.stop
-    folds = torch.cat([split_prompts(index, num_folds, rank, ranks) for rank in range(ranks)])
-    assert folds.unique().tolist() == list(range(num_folds))
-
-
-@pytest.mark.parametrize("num_folds", [1, 2, 3, 5, 8, 9, 20])
-@pytest.mark.parametrize("num_prompts", [1, 5, 8])
-def test_split_prompts_keeps_prompts_whole_and_folds_filled_and_even(num_prompts: int, num_folds: int) -> None:
-    labels = interleaved_prompts(num_prompts, seed=num_folds)
-    folds = split_prompts(torch.tensor(labels), num_folds).tolist()
-    folds_of_prompt = {label: {f for f, x in zip(folds, labels, strict=True) if x == label} for label in labels}
-    assert all(len(where) == 1 for where in folds_of_prompt.values())
-    prompts_in_fold = [sum({f} == where for where in folds_of_prompt.values()) for f in range(max(folds) + 1)]
-    assert len(prompts_in_fold) == min(num_folds, num_prompts)
-    assert min(prompts_in_fold) >= 1
-    assert max(prompts_in_fold) - min(prompts_in_fold) <= 1
+@pytest.mark.parametrize("num_folds", [None, 1, 2, 3, 5, 8, 9, 20, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_prompts", [1, 5, 8, 17])
+def test_folds_of_spread_prompts_keep_them_whole_and_are_filled_even_and_on_as_many_processes(
+    num_prompts: int, ranks: int, num_folds: int | None
+) -> None:
+    """A process may have more prompts than the fewest."""
+    groups = plan_prompt_folds(num_prompts, ranks, num_folds)
+    count = groups[-1].folds.stop
+    if num_folds is None:
+        assert count >= min(8, num_prompts * ranks)
+    else:
+        assert min(num_prompts, num_folds) <= count <= num_folds
+    ranks_of_fold: dict[int, int] = dict.fromkeys(range(count), 0)
+    for rank in range(ranks):
+        labels = interleaved_prompts(num_prompts + rank, seed=rank)
+        folds = folds_of_prompts(torch.tensor(labels), groups, rank).tolist()
+        where = {label: {f for f, x in zip(folds, labels, strict=True) if x == label} for label in labels}
+        assert all(len(own) == 1 for own in where.values())
+        prompts_in_fold = [sum({f} == own for own in where.values()) for f in set(folds)]
+        assert max(prompts_in_fold) - min(prompts_in_fold) <= 1
+        for fold in set(folds):
+            ranks_of_fold[fold] += 1
+    assert len(set(ranks_of_fold.values())) == 1  # no fold is empty, and each is on as many processes as any other

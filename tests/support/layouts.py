@@ -50,6 +50,7 @@ OPTIONS: dict[str, Any] = {
     "checkpointing": False,
     "probes": True,
     "sampler": False,  # another policy has sampled
+    "shuffled": False,  # the prompts of a process are spread over its microbatches
     "num_folds": None,
     "numerics": False,  # the only probes score rows again one by one
 }
@@ -111,12 +112,16 @@ def rows_of(case: dict[str, Any], rank: int, world: int) -> Iterator[Tensor]:
     """Yields the rows of each microbatch of a process."""
     size = case["microbatch"]
     count = PROMPTS * G // world // size
+    rows = []
     for m in range(count):
         if count * size // FOLD * world >= PROMPTS * G // FOLD and size >= FOLD:  # a process has whole folds
             first = (m * world + rank) * size
         else:  # a fold's rows lie side by side on all processes
             first = m * world * size + rank * size
-        yield torch.arange(first, first + size)
+        rows.append(torch.arange(first, first + size))
+    if case["shuffled"]:  # the first microbatch has the first responses of each prompt
+        rows = list(torch.cat(rows).view(-1, count, G // count).transpose(0, 1).reshape(count, -1))
+    yield from rows
 
 
 def by_another(policy: nn.Module, rollout: Rollout, number: int) -> Rollout:

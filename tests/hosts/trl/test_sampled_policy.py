@@ -95,6 +95,17 @@ def test_under_top_p_only_the_entropy_change_is_missing(make_trainer) -> None:
         assert answers[name].num_samples == 8
 
 
+def test_the_entropy_of_visited_prefixes_has_no_error_bar_where_prompts_are_spread_over_steps(make_trainer) -> None:
+    """Its folds would not be independent."""
+    trainer = make_trainer(GRPOTrainer, top_p=0.8, steps_per_generation=8, max_completion_length=8)
+    with attach(trainer, [SimpleEntropyProbe()]) as attachment:
+        trainer.train()
+    for name in VISITED:
+        assert math.isfinite(attachment.latest[name].value)
+        assert math.isnan(attachment.latest[name].stderr)
+        assert "spread over several optimizer steps" in attachment.latest[name].reason
+
+
 def test_a_model_whose_scores_depend_on_padding_keeps_what_needs_no_policy(make_trainer) -> None:
     tokenizer = load_tiny()[1]
     config = GPT2Config(

@@ -1,0 +1,115 @@
+"""However a step is cut into microbatches and folds, its totals are those of the step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import plain_loop
+import pytest
+import reference
+import torch
+from layouts import by_another
+from shared_rollouts import PROMPTS, G
+from simple_twin import Answers, Recorder, Twin, per_sequence, per_token
+from trainers import graded
+from trl import GRPOTrainer
+
+from rl_training import Rollout, attach, measured_loop
+from rl_training.engine.batch import take_rows
+from rl_training.tasks.models import load_tiny
+
+ROLLOUTS = {1: 1, 2: 3}  # the given one that a step learns from
+TOTALS = ["delta_h/backward", "delta_h/reuse", "delta_h/backward_sequence", "delta_h/reuse_sequence"]
+TOTALS += ["entropy/token", "entropy/sequence"]
+# Sequences of a microbatch, microbatches, whether prompts are spread over them, and folds that may be asked for.
+LAYOUTS: list[tuple[int, int, bool, Sequence[int | None]]] = [
+    (4, 8, True, (None, 3, 4, 5, 6, 7, 8)),
+    (4, 8, False, (None, 3, 7)),
+    (2, 18, True, (None, 4, 8)),  # 9 prompts
+    (12, 3, True, (None, 2)),
+    (12, 3, False, (3, 9)),  # for 9 microbatches are cut in slices
+    (36, 1, True, (None, 9)),
+    (6, 6, True, (None, 2)),  # a prompt and a half in each
+    (6, 6, False, (None, 2)),
+]
+
+
+@functools.cache
+def sequences(number: int, count: int, shuffled: bool, sampler: bool) -> Rollout:
+    """Returns some sequences of a step, short ones, as they lie in its microbatches."""
+    rollout = plain_loop.rollout_of(ROLLOUTS[number])
+    if sampler:
+        rollout = by_another(load_tiny()[0].double(), rollout, number)
+    rows = torch.arange(PROMPTS * G)[-count:]
+    if shuffled:
+        rows = rows[torch.randperm(count, generator=torch.Generator().manual_seed(number))]
+    return take_rows(rollout, rows)
+
+
+def totals(
+    size: int, count: int, shuffled: bool, num_folds: int | None, responses: int, sampler: bool = False
+) -> list[float]:
+    """Returns TOTALS of the second of two steps of a loop."""
+    model = load_tiny()[0].double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-5, weight_decay=0.1)
+    probe = Answers(num_folds=num_folds, responses_per_prompt=responses, per_sequence=True)
+    with measured_loop(
+        model, optimizer, [probe], responses_per_prompt=G, microbatch_size=size, microbatches=count, dr_grpo=True
+    ) as measured:
+        for number in ROLLOUTS:
+            with measured.step(number):
+                rollout = sequences(number, size * count, shuffled, sampler)
+                for part in (take_rows(rollout, rows) for rows in torch.arange(size * count).split(size)):
+                    logps, entropies = plain_loop.scores_of(model, part)
+                    measured.microbatch(part, logps, entropies.detach())
+                    plain_loop.loss_of(logps, part, count).backward()
+                measured.gradients_ready()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [probe.all[1][name].value for name in TOTALS]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids="{0[0]}x{0[1]} shuffled={0[2]}".format)
+def test_no_total_depends_on_the_number_of_folds(layout: tuple[int, int, bool, Sequence[int | None]]) -> None:
+    """But for the rounding of X, which comes from a head in fp32."""
+    size, count, shuffled, folds = layout
+    responses = 1 + (size + count) % G
+    first, *others = (totals(size, count, shuffled, number, responses, sampler=size == 12) for number in folds)
+    assert all(map(math.isfinite, first))
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-5, abs=1e-9)
+
+
+def test_no_total_depends_on_how_prompts_lie_in_microbatches() -> None:
+    """All responses of a prompt are in X, so that it does not matter which come first."""
+    cuts = [(4, 8, False, 8), (4, 8, True, 5), (32, 1, False, None), (2, 16, True, None)]
+    first, *others = (totals(*cut, responses=G) for cut in cuts)
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-5, abs=1e-9)
+
+
+def test_shuffled_prompts_have_folds_of_whole_prompts_and_the_estimates_and_errors_of_the_plain_twin(
+    make_trainer,
+) -> None:
+    """TRL's own order of a rollout: the responses of a prompt lie in several microbatches."""
+    recorder, probe = Recorder(), Answers(num_folds=5, responses_per_prompt=3, per_sequence=True)
+    trainer = make_trainer(
+        GRPOTrainer, loss_type="dr_grpo", scale_rewards="none", beta=0.0, mask_truncated_completions=False,
+        per_device_train_batch_size=G, gradient_accumulation_steps=8, learning_rate=3e-3, reward=graded,
+        adam_epsilon=1e-5, max_grad_norm=0.05, dtype=torch.float64,
+    )  # fmt: skip
+    with attach(trainer, [probe, recorder], whole_prompts=False):
+        trainer.train()
+    before, twin = (Twin(step, responses=3) for step in recorder.steps)
+    prompts, folds = (twin.step.rollout.prompt_index.tolist(), twin.step.fold.tolist())
+    assert len(set(prompts)) == len(set(zip(prompts, folds, strict=True))) == 8
+    assert any(len(set(prompts[row : row + G])) > 1 for row in range(0, 32, G))
+    for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
+        for name, update in (("backward", before.update), ("reuse", twin.update)):
+            expected = twin.change(update, statistic)
+            assert probe.all[1][f"delta_h/{name}{suffix}"].value == pytest.approx(expected, rel=1e-3, abs=1e-9)
+        expected = reference.jackknife_stderr(statistic, twin.rows(twin.products(before.update)))
+        assert probe.all[1][f"delta_h/backward{suffix}"].stderr == pytest.approx(expected, rel=1e-3)
+    assert "mix prompts" in probe.all[1]["delta_h/forward"].reason
