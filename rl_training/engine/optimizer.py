@@ -73,9 +73,11 @@ def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str,
 def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
     """Returns why the step of this optimizer has no formula here, "" if it has one."""
     if type(optimizer) not in supported:
-        names = ", ".join(kind.__name__ for kind in supported)
-        kind = type(optimizer).__name__
-        return f"the step of {kind} has no formula here (supported are {names}): probe=measured says what it did"
+        names = " and ".join(kind.__name__ for kind in supported)
+        kind, library = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+        # The name alone may be that of one that has: bitsandbytes has an AdamW with states of 8 bits.
+        own = kind if library == "torch" else f"{library}'{'s' * (library[-1] != 's')} {kind}"
+        return f"the step of {own} has no formula here, only torch's {names} have: probe=measured says what it did"
     if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
         return "amsgrad and maximize have no formula here"
     return ""

@@ -73,13 +73,17 @@ class Requirements:
         sizes           sequences of each microbatch of this step on this process
         sizes_of_ranks  on every process; None where they are the same
 
-        ValueError, naming a number that would do, where the number that the probes ask for is impossible.
+        ValueError, naming a number that would do, where the number that the probes ask for is impossible in a whole
+        step. The last step of an epoch may be short, and where tokens are counted, steps differ in size: such a step
+        has the default number where that one is impossible.
         """
-        number = self.num_folds
-        # The last step of an epoch may be short, and where tokens are counted, steps differ in size.
-        if number is not None and len(sizes) != shape.microbatches and number > len(sizes):
-            number = None
-        return plan_folds(sizes, shape.responses_per_prompt, shape.num_ranks, number, sizes_of_ranks)
+        of_ranks, group, ranks = sizes_of_ranks or [sizes], shape.responses_per_prompt, shape.num_ranks
+        try:
+            return plan_folds(sizes, group, ranks, self.num_folds, of_ranks)
+        except ValueError:
+            if all([*own] == shape.sizes for own in of_ranks):
+                raise
+        return plan_folds(sizes, group, ranks, None, of_ranks)
 
     def num_vectors(self, num_folds: int) -> int:
         """Returns how many fp32 vectors of a process's entries a measured step holds on the device."""

@@ -23,6 +23,7 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
     module  the model less DDP
     """
     refuse_what_is_no_probe(probes)
+    refuse_what_is_no_language_model(module)
     refuse_what_is_not_trained(module, optimizer)
     if getattr(model, "static_graph", False):
         raise ValueError("a second backward silently corrupts DDP's static_graph: switch it off")
@@ -40,6 +41,21 @@ def refuse_what_is_no_probe(probes: Any) -> None:
             raise ValueError(f"{probe!r} is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()")
         if probe.num_folds is not None and (type(probe.num_folds) is not int or probe.num_folds < 1):
             raise ValueError(f"{probe.name}: num_folds={probe.num_folds!r} must be a whole number, at least 1")
+
+
+def refuse_what_is_no_language_model(module: nn.Module) -> None:
+    """Raises ValueError where there are no logits to score with: for a module around a language model and a critic."""
+    if _is_language_model(module):
+        return
+    inside = [name for name, part in module.named_modules() if name and _is_language_model(part)]
+    found = f"model.{inside[0]} is one, so give that" if inside else "give the one whose logits the loss is made of"
+    raise ValueError(f"{type(module).__name__} is no causal language model of Hugging Face's: {found}")
+
+
+def _is_language_model(module: Any) -> bool:
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    can_score = hasattr(base, "config") and hasattr(base, "get_output_embeddings")
+    return can_score and (not hasattr(base, "can_generate") or base.can_generate())  # which a body alone cannot
 
 
 def refuse_impossible_settings(shape: Shape, temperature: Any, max_grad_norm: Any) -> None:

@@ -152,7 +152,7 @@ def in_one_line(error: BaseException) -> str:
         from rl_training.job.explain import explain  # imports Hydra, which is there
 
         text = explain(error)
-    message = " ".join(text.split())
+    message = "; ".join(" ".join(part.split()) for part in (text, *getattr(error, "__notes__", ())))
     return message if is_foreseen(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
 
 

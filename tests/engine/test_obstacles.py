@@ -25,8 +25,10 @@ from rl_training.engine.capabilities import ONE_RESPONSE, Fixes
 from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import OpenStep
+from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.ranks import Ranks
+from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings, OptimizerView, Step
 from rl_training.engine.step_by_folds import why_no_folds
 from rl_training.mathematics import adamw as adamw_module
@@ -114,6 +116,25 @@ def test_a_loop_that_is_in_autocast_from_end_to_end_is_measured_in_full_precisio
     with autocast():
         *_, found = measured([SimpleEntropyProbe()], autocast=autocast)
     assert found["delta_h/forward"].reason == ""
+
+
+class AdamW(torch.optim.Optimizer):
+    """Another library's, with a name that torch has as well."""
+
+    __module__ = "bitsandbytes.optim.adamw"
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    def step(self, closure: Any = None) -> None:
+        """Leaves the weights as they are."""
+
+
+def test_an_optimizer_of_another_library_is_told_from_torchs_of_the_same_name() -> None:
+    model = load_tiny()[0]
+    view = view_optimizer(Shard(model, AdamW(model.parameters()), None))
+    assert view.states is None
+    assert view.reason.startswith("the step of bitsandbytes' AdamW has no formula here, only torch's AdamW and ")
 
 
 def test_a_parameter_that_is_not_moved_does_not_make_a_step_adams_first() -> None:

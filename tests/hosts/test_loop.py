@@ -428,6 +428,34 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
         measured_loop(model.requires_grad_(False), optimizer, [], **shape)
 
 
+class Critic(torch.nn.Module):
+    """A language model with a head for values beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm, self.value = load_tiny()[0], torch.nn.Linear(64, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Critic, "^Critic is no causal language model of Hugging Face's: model.lm is one, so give that$"),
+        (lambda: load_tiny()[0].model, "^Qwen2Model is no causal .*: give the one whose logits the loss is made of$"),
+    ],
+)
+def test_a_model_without_logits_is_refused_by_name_and_the_one_inside_it_is_measured(
+    model: Callable[[], Any], said: str
+) -> None:
+    whole = model()
+    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
+    optimizer = torch.optim.AdamW(whole.parameters(), **ADAMW)
+    with pytest.raises(ValueError, match=said):
+        measured_loop(whole, optimizer, [SimpleEntropyProbe()], **shape)
+    if isinstance(whole, Critic):
+        measured = measured_loop(whole.lm, optimizer, [SimpleEntropyProbe()], max_grad_norm=CLIP, **shape)
+        assert train(whole.lm, optimizer, measured, steps=1)[0]["delta_h/forward"].value != 0.0
+
+
 def test_an_optimizer_of_accelerates_is_measured_as_the_one_inside_it() -> None:
     Accelerator(cpu=True)
     model, optimizer, _ = new_loop([])

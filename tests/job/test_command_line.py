@@ -27,7 +27,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import rl_training.job.build  # noqa: F401, for the forks
-from rl_training.job.command_line import Interrupted, importing
+from rl_training.job.command_line import Interrupted, importing, in_one_line
 from rl_training.job.explain import explain
 from rl_training.job.run_folder import save_config
 from rl_training.records.checkpoints import what_is_wrong_with
@@ -147,6 +147,12 @@ def test_an_unexpected_error_keeps_its_traceback_and_ends_with_a_line_too(tmp_pa
     assert ended.end() == 1
     assert ended.lines[0].startswith("Traceback")
     assert ended.lines[-1] == "error: IndexError: list index out of range (unexpected: the traceback is above)"
+
+
+def test_the_line_of_an_error_has_what_was_noted_on_it() -> None:
+    error = KeyError("answer")
+    error.add_note("reward function graded failed (own.py:3)")
+    assert in_one_line(error) == "KeyError: 'answer'; reward function graded failed (own.py:3)"
 
 
 def test_the_first_of_several_processes_reports_and_the_others_wait_to_be_ended(tmp_path: Path) -> None:

@@ -63,6 +63,10 @@ TRAINER_ATTRIBUTES = (
 SHUFFLE = "shuffle_sequence_dict"  # of trl.trainer.grpo_trainer: shuffles a generation batch before it is split
 
 READABLE_STAGES = (1, 2, 3)  # of ZeRO
+FP16 = (
+    "fp16 scales the loss, and with it the gradients that probes read (fp16=True, accelerate's mixed_precision: fp16, "
+    "or DeepSpeed's fp16): use bf16 or fp32, or train without probes (probe=none)"
+)
 
 
 def another_trainer(trainer: object) -> str:
@@ -142,8 +146,9 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
         )
     if args.ddp_static_graph:
         raise ValueError("a second backward silently corrupts DDP's static_graph: set ddp_static_graph=False")
-    if args.fp16:
-        raise ValueError("fp16 scales the loss, and with it the gradients that probes read: use bf16 or fp32")
+    # accelerate's configuration and DeepSpeed's may say so, too.
+    if args.fp16 or trainer.accelerator.mixed_precision == "fp16" or trainer.accelerator.scaler is not None:
+        raise ValueError(FP16)
     if trainer.is_fsdp_enabled:
         refuse_fsdp_that_cannot_be_read(state.fsdp_plugin)
     if trainer.is_deepspeed_enabled:
@@ -157,6 +162,8 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
 
 def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
     """Raises ValueError, saying what to do, for a DeepSpeed configuration under which probes cannot measure."""
+    if config.get("fp16", {}).get("enabled") is True:
+        raise ValueError(FP16)
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in READABLE_STAGES:

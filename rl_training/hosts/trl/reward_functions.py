@@ -1,4 +1,4 @@
-"""Reward functions whose errors name them: TRL calls several and does not say which one failed."""
+"""Reward functions whose errors have a note that names them: TRL calls several and does not say which one failed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 from trl import GRPOTrainer
 
-from rl_training.engine.user_code import naming
+from rl_training.engine.user_code import noting
 
 RewardFunction = Callable[..., Any]
 OF_TRL = ("completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # no columns
 
 
 def named_rewards(trainer: GRPOTrainer) -> list[Any]:
-    """Returns the trainer's reward functions, each with errors that name it; reward models as they are."""
+    """Returns the trainer's reward functions, whose errors have a note with its name; reward models as they are."""
     functions = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
     return [f if isinstance(f, nn.Module) else _named(f, name) for f, name in functions]
 
@@ -28,12 +28,12 @@ def _named(function: RewardFunction, name: str) -> RewardFunction:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-        with naming(what, functools.partial(_columns, kwargs)):
+        with noting(what, functools.partial(_columns, kwargs)):
             return _numbers(function(*args, **kwargs))
 
     @functools.wraps(function)
     async def checked_later(*args: Any, **kwargs: Any) -> list[float | None]:
-        with naming(what, functools.partial(_columns, kwargs)):
+        with noting(what, functools.partial(_columns, kwargs)):
             return _numbers(await function(*args, **kwargs))
 
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -234,6 +234,14 @@ def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, pr
         make_trainer(probes=probes, **settings)
 
 
+def test_fp16_that_accelerates_configuration_asks_for_is_refused_as_well(make_trainer) -> None:
+    """The trainer's own fp16 stays False: the gradients would be 1024 times what they are, and the trace 1024²."""
+    trainer = make_trainer(GRPOTrainer)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pytest.raises(ValueError, match=r"fp16 scales the loss.*mixed_precision: fp16"):
+        attach(trainer, [SimpleEntropyProbe()])
+
+
 def test_a_generation_that_spreads_prompts_over_processes_is_refused(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     trainer.args.steps_per_generation = 1  # as two processes may have it
@@ -290,6 +298,19 @@ def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(m
     make_trainer(probes=[witness], train_dataset=rows, **SHORT_LAST_STEP).train()
     assert [len(step.batch.microbatch_rows) for step in witness.steps] == [4, 2]
     assert witness.steps[-1].batch.fold.tolist() == [0] * 8 + [1] * 8
+
+
+def test_a_short_last_step_whose_prompts_span_microbatches_has_the_folds_that_it_can_have(make_trainer) -> None:
+    """Eight microbatches of half a prompt are a step of four folds; the last one has four, of two whole prompts."""
+    witness = Witness()
+    witness.needs, witness.num_folds = Need.FOLD_GRADIENTS, 4
+    rows = make_trainer().train_dataset.select(range(6))
+    shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 4}
+    make_trainer(probes=[witness], train_dataset=rows, **(SHORT_LAST_STEP | shape)).train()
+    assert [len(step.batch.microbatch_rows) for step in witness.steps] == [8, 4]
+    assert [step.batch.fold.tolist() for step in witness.steps] == [
+        [fold for fold in range(4) for _ in range(4)], [0] * 4 + [1] * 4,
+    ]  # fmt: skip
 
 
 def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_trainer) -> None:

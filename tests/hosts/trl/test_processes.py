@@ -261,6 +261,7 @@ def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
     [
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "leave out offload_param"),
         ({}, "this is stage 0"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "fp16 scales the loss"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "leave out offload_optimizer"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,14 @@ from rl_training.hosts.trl.reward_functions import named_rewards
 
 def raises(completions: list[str], **columns: Any) -> list[float]:
     raise ZeroDivisionError("no tests ran")
+
+
+class OfTheUser(Exception):
+    """What a script around the training catches."""
+
+
+def cuts_off(completions: list[str], **columns: Any) -> list[float]:
+    raise OfTheUser
 
 
 def asks(completions: list[str], solution: list[str], **columns: Any) -> list[float]:
@@ -73,24 +82,34 @@ def named(function: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "kind", "note"),
     [
-        (raises, r"raises failed: ZeroDivisionError: no tests ran \(.*functions.py:\d+\); .*prompt, answer$"),
-        (asks, "asks failed: TypeError: .*'solution' .* has the columns prompt, answer$"),
-        (looks_up, "looks_up failed: KeyError: 'target' .* has the columns prompt, answer$"),
-        (words, "words failed: ValueError: could not convert string to float: 'good'"),
-        (nothing, "nothing failed: TypeError: 'NoneType' object is not iterable"),
-        (leaves, "leaves failed: SystemExit: 0"),
-        (later, "later failed: TypeError: 'int' object is not iterable"),
-        (Judge(), "judge failed: ValueError: could not convert string to float: 'bad'"),
+        (raises, ZeroDivisionError, r"raises failed \(.*functions.py:\d+\); the data set .* prompt, answer$"),
+        (asks, TypeError, "asks failed .* has the columns prompt, answer$"),
+        (looks_up, KeyError, "looks_up failed .* has the columns prompt, answer$"),
+        (words, ValueError, "words failed"),
+        (nothing, TypeError, "nothing failed"),
+        (later, TypeError, "later failed"),
+        (Judge(), ValueError, "judge failed"),
+        (cuts_off, OfTheUser, "cuts_off failed"),
     ],
 )
-def test_whatever_is_wrong_with_a_reward_function_its_name_is_said(function: Any, message: str) -> None:
+def test_an_error_of_a_reward_function_stays_what_it_is_and_a_note_names_it(
+    function: Any, kind: type[Exception], note: str
+) -> None:
     changed = named(function, getattr(function, "__name__", ""))
     is_async = inspect.iscoroutinefunction(function)
     assert inspect.iscoroutinefunction(changed) == is_async  # TRL runs these side by side
-    with pytest.raises(ValueError, match=f"^reward function {message}"):
+    with pytest.raises(kind) as caught:
         asyncio.run(changed(**GIVEN)) if is_async else changed(**GIVEN)
+    assert caught.type is kind
+    (said,) = caught.value.__notes__
+    assert re.match(f"reward function {note}", said)
+
+
+def test_a_reward_function_that_ends_the_program_ends_it() -> None:
+    with pytest.raises(SystemExit):
+        named(leaves, "leaves")(**GIVEN)
 
 
 def test_rewards_and_what_is_no_opinion_come_as_they_are() -> None:
@@ -111,8 +130,9 @@ def test_arguments_come_as_they_are_given() -> None:
     owned = named(lambda environments, bonus=0, **kwargs: [e + bonus if e else None for e in environments], "f")
     assert owned([1.0, None], environments_seen=2) == owned(environments=[1.0, None]) == [1.0, None]
     assert owned([1.0, None], 2) == [3.0, None]
-    with pytest.raises(ValueError, match=r"reward function f failed: TypeError: .*'environments' \(.*\)$"):
+    with pytest.raises(TypeError, match="'environments'") as caught:
         owned()
+    assert re.fullmatch(r"reward function f failed \(.*\)", *caught.value.__notes__)
 
 
 @pytest.mark.parametrize("function", [one, one_later])
@@ -125,7 +145,9 @@ def test_too_few_rewards_are_refused_by_name(make_trainer: Any, function: Any) -
 def test_a_trainer_of_ones_own_with_probes_names_it_until_they_are_removed(make_trainer: Any) -> None:
     trainer = make_trainer(GRPOTrainer, reward=asks)
     arguments = [{"prompt": "1+1=", "answer": "2"}], ["1+1="], ["2"], [[3]]
-    with attach(trainer, []), pytest.raises(ValueError, match="asks failed: TypeError"):
+    with attach(trainer, []), pytest.raises(TypeError) as named_error:
         trainer._calculate_rewards(*arguments)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError) as bare:
         trainer._calculate_rewards(*arguments)
+    found = [getattr(caught.value, "__notes__", []) for caught in (named_error, bare)]
+    assert [["asks failed" in note for note in notes] for notes in found] == [[True], []]
