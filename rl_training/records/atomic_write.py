@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 MAKE_ROOM = "the results cannot be written: make room"
@@ -13,24 +15,25 @@ def write_atomically(files: Mapping[Path, bytes], fix: str = MAKE_ROOM) -> None:
     """Writes all of these files, or none: each under another name first, then moved in order, the last one last.
 
     A kill in between leaves at most the earlier ones, so the last one marks completion. Raises OSError, naming the
-    file and the fix, when the disk is full; existing files are then unchanged.
+    file and the fix, when the disk is full; existing files are then unchanged. The other name is this call's own: two
+    processes that write the same file do not mix, and no link can lie there that would lead the write elsewhere.
     """
-    scratches = {path: path.with_name(f"{path.name}.tmp") for path in files}
+    scratches = {path: path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in files}
     path = next(iter(files))
     try:
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(scratches[path], "wb") as file:
+            with open(scratches[path], "xb") as file:  # x: neither a file nor a link is there
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+        for path, scratch in scratches.items():
+            scratch.replace(path)
     except OSError as error:
         for scratch in scratches.values():
-            if scratch.is_file():
+            with suppress(OSError):
                 scratch.unlink()
         raise cannot_write(path, error, fix) from error
-    for path, scratch in scratches.items():
-        scratch.replace(path)
 
 
 def cannot_write(path: Path, error: OSError, fix: str) -> OSError:

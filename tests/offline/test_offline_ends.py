@@ -65,7 +65,7 @@ def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Pa
 def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_works(run: Path, tmp_path: Path) -> None:
     """SIGKILL, and three analyses into one folder: in the midst of measuring, and of writing pages."""
     command = ("offline.py", f"checkpoint={checkpoint(run, 1)}", f"output={tmp_path}", "log.level=minimal", *QUICK)
-    for moment, num_logs, num_results in (("said:truth", 0, 0), ("open:analyses.html.tmp", 1, 1)):
+    for moment, num_logs, num_results in (("said:truth", 0, 0), ("rename:analyses.html", 1, 1)):
         killed = forks.run("tests/support/killed.py", moment, *command)
         assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
         assert_whole(tmp_path, num_logs, num_results, num_pages=0)

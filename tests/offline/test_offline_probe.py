@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from analysed_runs import RUN, checkpoint
 from configs import REFUSED, composed, composing
+from full_disk import files_of_at_most
 from hydra import compose
 from safetensors.torch import load_file
 
@@ -192,14 +192,12 @@ def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_p
 
 def test_files_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [tmp_path / "day" / name for name in ("a.json.gz", "a_config.yaml", "a_summary.json")]
-    (tmp_path / "day" / "a_summary.json.tmp").mkdir(parents=True)  # what cannot be written to
-    with pytest.raises(OSError, match="make room"):
-        write_atomically(dict.fromkeys(paths, b"x"))
-    assert [path.name for path in (tmp_path / "day").iterdir()] == ["a_summary.json.tmp"]
+    with files_of_at_most(100), pytest.raises(OSError, match="make room"):
+        write_atomically(dict(zip(paths, (b"x", b"x", b"x" * 1000), strict=True)))
+    assert list((tmp_path / "day").iterdir()) == []
     moved: list[str] = []
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: (moved.append(to.name), replace(self, to))[1])
-    os.rmdir(tmp_path / "day" / "a_summary.json.tmp")
     write_atomically(dict.fromkeys(paths, b"x"))
     assert moved[-1] == "a_summary.json"  # where it is, all of them are
     with pytest.raises(ValueError, match="is no log of a checkpoint analysis"):

@@ -1,0 +1,42 @@
+"""What is written atomically goes where it belongs, whatever lies there and whoever writes beside."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from rl_training.records.atomic_write import write_atomically
+
+
+def test_no_link_under_a_guessed_name_leads_a_write_elsewhere(tmp_path: Path) -> None:
+    """Of the page itself, and of the name that a page had while it was written."""
+    letter = tmp_path / "letter"
+    letter.write_text("mine")
+    page = tmp_path / "run" / "report.html"
+    page.parent.mkdir()
+    for name in ("report.html", "report.html.tmp"):
+        (page.parent / name).symlink_to(letter)
+    write_atomically({page: b"a page"})
+    assert letter.read_text() == "mine"
+    assert not page.is_symlink()
+    assert page.read_bytes() == b"a page"
+
+
+def test_two_that_write_the_same_file_do_not_mix(tmp_path: Path) -> None:
+    page, failed = tmp_path / "report.html", []
+
+    def write(letter: bytes) -> None:
+        try:
+            for _ in range(50):
+                write_atomically({page: letter * 100_000})
+        except OSError as error:  # one has moved the other's away
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(letter,)) for letter in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if page.is_file():
+            assert page.read_bytes() in (b"a" * 100_000, b"b" * 100_000)
+    assert failed == []
+    assert list(tmp_path.iterdir()) == [page]
