@@ -27,7 +27,7 @@ def default_trainer(
     peft_config: Any = None,
     task: Task | None = None,
     model_folder: Path = TINY_PATH,
-    sampler_lag: int = 0,
+    rollout_func: Any = None,
     **settings: Any,
 ) -> DrGRPOTrainer:
     """Returns a trainer of the default task, or of `task` with a model of its own.
@@ -45,7 +45,7 @@ def default_trainer(
     args = DrGRPOConfig(str(folder), max_steps=max_steps, learning_rate=learning_rate, seed=seed, **defaults | settings)
     trainer = DrGRPOTrainer(
         model, task.reward, args, train_dataset=task.train_dataset, processing_class=tokenizer, peft_config=peft_config,
-        probes=probes, records=records, sampler_lag=sampler_lag,
+        probes=probes, records=records, rollout_func=rollout_func,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # a log line per step
     return trainer

@@ -6,10 +6,11 @@ each batch is drawn anew and weights and moments are put back before the next.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rl_training import DrGRPOTrainer, Probe
-from rl_training.hosts.trl.lagging_sampler import LaggingSampler
+from rl_training.engine.batch import as_rollout
 from rl_training.hosts.trl.policy import TrainerPolicy
 
 LR, BETAS, EPS = 3e-4, (0.9, 0.99), 1e-8
@@ -61,25 +62,41 @@ HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class OtherSampler(LaggingSampler):
-    """Samples with a copy (a name of COPIES) of the policy's weights or of given ones, or another head (of HEADS)."""
+class OtherSampler:
+    """A `rollout_func` of TRL's that samples otherwise than the policy, and hands over its log-probabilities.
 
-    def __init__(self, trainer: DrGRPOTrainer, name: str, fixed: Named | None = None) -> None:
-        super().__init__(trainer, TrainerPolicy(trainer, call_head=name in HEADS), 1)
-        self.policy.scorer.verify()  # before the head has a hook
+    Args:
+        name: of COPIES, what is done to the weights before they sample; of HEADS, what is done to the logits; any other
+            name leaves both as they are.
+        fixed: the weights to sample with; None: the policy's own of the moment.
+    """
+
+    def __init__(self, name: str, fixed: Named | None = None) -> None:
         self.name, self.fixed = name, fixed
 
-    def weights(self) -> Named:
-        given = self.fixed or {name: p.detach() for name, p in self.trainer.model.named_parameters()}
-        return COPIES.get(self.name, dict)(given)
+    def __call__(self, prompts: list, trainer: DrGRPOTrainer) -> dict[str, Any]:
+        policy = TrainerPolicy(trainer, call_head=self.name in HEADS)
+        policy.scorer.verify()  # before the head has a hook
+        weights = self.fixed or {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+        with policy.pointing_to(COPIES.get(self.name, dict)(weights)), self._changed_head(trainer):
+            prompt_ids, *images = trainer._tokenize_prompts(prompts)
+            completion_ids, _ = trainer._generate_single_turn(prompt_ids, *images, trainer.num_generations)
+            rows = ([torch.tensor(ids, device=trainer.accelerator.device) for ids in part]
+                    for part in (prompt_ids, completion_ids))  # fmt: skip
+            rollout = as_rollout(*rows, range(len(prompts)), trainer._tokenizer.pad_token_id)
+            logps = policy.score_rollout(rollout).logps
+        said = [row[: len(ids)].tolist() for row, ids in zip(logps, completion_ids, strict=True)]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": said}
 
-    def generate(self, original: Callable[[list], tuple], prompts: list) -> tuple:
+    @contextlib.contextmanager
+    def _changed_head(self, trainer: DrGRPOTrainer) -> Iterator[None]:
         if self.name not in HEADS:
-            return super().generate(original, prompts)
-        head = self.trainer.model.get_output_embeddings()
+            yield
+            return
+        head = trainer.model.get_output_embeddings()
         hook = head.register_forward_hook(lambda _, inputs, logits: HEADS[self.name](logits, inputs[0]))
         try:
-            return super().generate(original, prompts)
+            yield
         finally:
             hook.remove()
 
@@ -120,11 +137,10 @@ class Frozen(TrainerCallback):
 def trainer_of(
     folder: str | Path, probes: Sequence[Probe], max_steps: int, sampler: str, fixed: Named | None = None, **more: Any
 ) -> DrGRPOTrainer:
-    """Returns a trainer whose sampler lags N steps, `sampler` being stale-N, or is one of COPIES or HEADS."""
-    lags = sampler.startswith("stale") and fixed is None
+    """Returns a trainer that samples with one of COPIES or HEADS, or with the fixed weights, "stale-N" for instance.
+
+    "itself" without fixed weights is the policy, and then it can be asked for fresh responses.
+    """
     shape = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8}
-    lag = int(sampler.partition("-")[2]) if lags else 1
-    made = default_trainer(folder, probes, max_steps, sampler_lag=lag, **shape | more)
-    if not lags:
-        made.lagging_sampler = OtherSampler(made, sampler, fixed)
-    return made
+    other = None if sampler == "itself" and fixed is None else OtherSampler(sampler, fixed)
+    return default_trainer(folder, probes, max_steps, rollout_func=other, **shape | more)

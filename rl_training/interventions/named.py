@@ -39,7 +39,7 @@ NEEDS = {
     "reference": "it needs the log-probabilities of a reference model, and there is none: full fine-tuning keeps one "
     "only with beta above 0; with an adapter it is the base model",
     "sampler": "the policy itself has sampled these responses, or the sampler's log-probabilities are not known: train "
-    "with vLLM, or in Python with DrGRPOTrainer(sampler_lag=...)",
+    "with vLLM, or in Python with a rollout_func that returns logprobs",
     "some_advantage": "all responses to each prompt have the same reward: there is no gradient to scale",
 }
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from other_samplers import OtherSampler
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
 from rl_training.engine.length_and_reward import reward_gradient
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
+from rl_training.tasks.models import load_tiny
 
 SAMPLER = [[x + 0.5 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] for i, row in enumerate(LOGITS)]
 
@@ -53,7 +55,8 @@ def test_corrections_are_predicted_against_the_step_as_made(make_trainer: Callab
     """The loss corrects nothing, so that `none` is this step; half the learning rate is minus half of it."""
     probe = InterventionsProbe(["none", "tis:1.001", "lr:0.5"], every=1, num_folds=4)
     simple = SimpleEntropyProbe(num_folds=4)
-    make_trainer(probes=[simple, probe], sampler_lag=1, learning_rate=1e-3, max_steps=3).train()
+    stale = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))
+    make_trainer(probes=[simple, probe], beside={"rollout_func": stale}, learning_rate=1e-3, max_steps=3).train()
     found, forward = probe.results(), simple.results()["delta_h/forward"].value
     assert found["intervention/plain_delta_h"].value == pytest.approx(forward, rel=1e-4)
     assert found["intervention/lr:0.5/delta_h"].value == pytest.approx(-0.5 * forward, rel=1e-3)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_samplers import OtherSampler
 from peft import LoraConfig
 from seen import Seen
 from simple_twin import Answers, Recorder, Twin
@@ -32,8 +33,10 @@ from rl_training import DrGRPOTrainer
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import intervention
 from rl_training.probes import InterventionsProbe, SamplerProbe
+from rl_training.tasks.models import load_tiny
 
 NO_DROPOUT = LORA | {"lora_dropout": 0.0}
+STALE = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))  # the policy before the first step
 REUSED: dict[str, Any] = {"num_iterations": 2, "epsilon": 0.02}  # every second step is off-policy
 TRL_S_OWN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     (["bonus:0.1"], {"entropy_coef": 0.1}, {}),
@@ -85,7 +88,7 @@ def test_training_is_that_with_trl_s_own_setting(
 
 
 class LikeVLLM(DrGRPOTrainer):
-    """To TRL its lagging sampler is an engine, for which TRL corrects."""
+    """To TRL its other sampler is an engine, for which TRL corrects."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -118,7 +121,7 @@ def test_training_with_a_correction_is_that_with_trl_s_own(
         settings |= dict(
             zip(("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"), bounds, strict=True)
         )
-    common = SHAPE | SGD | {"sampler_lag": 1}
+    common = SHAPE | SGD | {"beside": {"rollout_func": STALE}}
     probe = SamplerProbe()
     own = change_by(make_trainer, **common, interventions=[name])
     theirs = change_by(make_trainer, LikeVLLM, **common | settings, probes=[probe])
@@ -130,7 +133,7 @@ def test_training_with_a_correction_is_that_with_trl_s_own(
 
 
 def test_a_correction_without_another_sampler_is_refused(make_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="train with vLLM, or in Python with"):
+    with pytest.raises(ValueError, match="train with vLLM, or in Python with a rollout_func"):
         make_trainer(interventions=["tis"], **SHAPE)
 
 

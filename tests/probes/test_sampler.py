@@ -12,6 +12,7 @@ import pytest
 import reference
 import torch
 from example_steps import ALONE
+from other_samplers import COPIES, OtherSampler
 from torch import Tensor
 
 from rl_training.engine.batch import Batch, Correction, LossSettings, Rollout
@@ -212,41 +213,34 @@ def test_numerics_are_nothing_but_rounding_where_the_batch_s_shape_is_all_that_d
     assert found["sampler/numerics_outside"].value == 0
 
 
-def test_a_sampler_that_lags_is_measured_and_the_step_is_predicted(make_trainer: Any, tmp_path: Path) -> None:
+def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any, tmp_path: Path) -> None:
     probe = SamplerProbe()
-    trainer = make_trainer(probes=[probe], max_steps=3, sampler_lag=2, learning_rate=1e-3)
+    stale = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))
+    trainer = make_trainer(probes=[probe], max_steps=3, beside={"rollout_func": stale}, learning_rate=1e-3)
     seen = []
     prepare = probe.prepare
     probe.prepare = lambda step: (prepare(step), seen.append((probe.results(), step.batch.rollout)))[0]
     trainer.train()
     first, _, third = seen
-    assert first[0]["sampler/kl"].value < 1e-9  # nothing to lag behind yet
+    assert first[0]["sampler/kl"].value < 1e-9  # its weights are the policy's still
     assert third[0]["sampler/kl"].value > 1e-6
     assert 0 < third[0]["sampler/ess"].value < 1 - 1e-6
     assert third[1].on_policy
     assert third[1].old_logps is None
 
 
-def int8(weight: Tensor) -> Tensor:
-    scale = weight.abs().amax(-1, keepdim=True) / 127
-    return weight if weight.dim() < 2 else (weight / scale).round() * scale
-
-
-@pytest.mark.parametrize("copied", [int8, lambda weight: weight.bfloat16().float()], ids=["int8", "bf16"])
-def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64(
-    make_trainer: Any, copied: Any
-) -> None:
+@pytest.mark.parametrize("name", ["int8", "bf16"])
+def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64(make_trainer: Any, name: str) -> None:
     """Response by response, without padding, by the two models themselves."""
     probe = SamplerProbe()
-    trainer = make_trainer(probes=[probe], max_steps=1, sampler_lag=1)
-    own = [(name, p.detach().clone()) for name, p in trainer.model.named_parameters()]
-    trainer.lagging_sampler.weights = lambda: {name: copied(weight) for name, weight in own}
+    trainer = make_trainer(probes=[probe], max_steps=1, beside={"rollout_func": OtherSampler(name)})
+    own = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     seen, prepare = [], probe.prepare
     probe.prepare = lambda step: (prepare(step), seen.append(step.batch.rollout))[0]
     trainer.train()
     models = [load_tiny()[0].double() for _ in range(2)]
-    for model, change in zip(models, (lambda weight: weight, copied), strict=True):
-        model.load_state_dict({name: change(weight).double() for name, weight in own}, strict=False)
+    for model, weights in zip(models, (own, COPIES[name](own)), strict=True):
+        model.load_state_dict({name: weight.double() for name, weight in weights.items()}, strict=False)
     terms = []
     for i in range(seen[0].num_sequences):
         prompt = seen[0].prompt_ids[i][seen[0].prompt_mask[i].bool()]
@@ -257,9 +251,3 @@ def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64
         terms += ((policy - sampler).exp() - 1 - (policy - sampler)).tolist()
     assert probe.results()["sampler/kl"].value == pytest.approx(sum(terms) / len(terms), rel=2e-3)
     assert sum(terms) / len(terms) > 1e-7
-
-
-@pytest.mark.parametrize("lag", [-1, 0.5])
-def test_a_lag_that_is_no_number_of_rollouts_is_refused_by_name(make_trainer: Any, lag: Any) -> None:
-    with pytest.raises(ValueError, match=f"sampler_lag={lag} must be a whole number of rollouts"):
-        make_trainer(sampler_lag=lag)

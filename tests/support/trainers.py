@@ -80,7 +80,6 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         records: Any = None,
         interventions: Any = (),
         buffer: Any = None,
-        sampler_lag: int = 0,
         dtype: torch.dtype | None = torch.float32,
         model: Any = None,
         optimizers: Any = (None, None),
@@ -109,7 +108,6 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             "disable_tqdm": True,
         }
         extra = {"probes": probes or [], "records": records, "interventions": interventions, "buffer": buffer}
-        extra |= {"sampler_lag": sampler_lag} if sampler_lag else {}
         trainer = trainer_class(
             model=(model or policy) if dtype is None else (model or policy).to(dtype),
             reward_funcs=reward or task.reward,

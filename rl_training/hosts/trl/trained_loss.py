@@ -56,7 +56,7 @@ def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interven
                 f"intervention={each.name} needs a reference model, and full fine-tuning keeps none: set "
                 f"trainer.beta={each.strength:g}, for which TRL keeps one, or use adapter=lora"
             )
-        if "sampler" in each.needs and not (trainer.use_vllm or getattr(trainer, "sampler_lag", 0)):
+        if "sampler" in each.needs and not (trainer.use_vllm or trainer.rollout_func):
             raise ValueError(f"intervention={each.name}: {NEEDS['sampler']}")
         if each.function is None and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
             raise ValueError(

@@ -27,8 +27,6 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.attachment import Attachment
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
-from rl_training.hosts.trl.lagging_sampler import LaggingSampler
-from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import interventions_to_train
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
@@ -132,7 +130,6 @@ class DrGRPOTrainer(GRPOTrainer):
     records  where metrics.jsonl and probes.jsonl go; optional
     interventions  what to train with, by name, one after another: ["psr", "bonus:0.02"], see interventions/named.py
     buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those with zero advantage
-    sampler_lag  responses come from the policy of so many rollouts before, for experiments: see lagging_sampler.py
     Everything else as in trl.GRPOTrainer. `.attachment.remove()` removes the probes.
     """
 
@@ -145,7 +142,6 @@ class DrGRPOTrainer(GRPOTrainer):
         records: Records | None = None,
         interventions: Sequence[str] = (),
         buffer: FilteredBuffer | None = None,
-        sampler_lag: int = 0,
         **kwargs: Any,
     ) -> None:
         trained_with = interventions_to_train(interventions)
@@ -159,9 +155,8 @@ class DrGRPOTrainer(GRPOTrainer):
             for param in self.model.parameters():
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
-        self.interventions, self.sampler_lag = tuple(interventions), sampler_lag
+        self.interventions = tuple(interventions)
         self.attachment = Attachment(self, probes, records, whole_prompts=True, interventions=trained_with)
-        self.lagging_sampler = LaggingSampler(self, TrainerPolicy(self), sampler_lag) if sampler_lag else None
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(each.lr_factor != 1.0 for each in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
@@ -179,11 +174,6 @@ class DrGRPOTrainer(GRPOTrainer):
         differing += ["mask_truncated_completions=true"] * settings.hides_truncated
         differing += [f"intervention={name}" for name in self.interventions]
         return f"Dr-GRPO except for {', '.join(differing)}" if differing else "Dr-GRPO"
-
-    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        if self.lagging_sampler is None or not self.model.training:
-            return super()._generate(prompts)
-        return self.lagging_sampler.generate(super()._generate, prompts)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
