@@ -26,6 +26,7 @@ from rl_training.records.checkpoints import checkpoints_named
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.frames import OFFLINE, RESULT_FILE, read_analysis
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.masking import without_secrets
 from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_analyses_page
 from rl_training.records.report.series import read_run
@@ -84,7 +85,7 @@ def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mappin
     with short_memory_says_what_to_lower("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, settings))
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
-    values = {"offline": overrides, "run": OmegaConf.to_container(run, resolve=True)}
+    values = without_secrets({"offline": overrides, "run": OmegaConf.to_container(run, resolve=True)})
     log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, settings.log, values)
     if restored.rank == 0:
         write_result(path, restored, analysis, values, log)

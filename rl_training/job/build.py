@@ -27,7 +27,8 @@ from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
-from rl_training.records.provenance import provenance, without_secrets
+from rl_training.records.masking import without_secrets
+from rl_training.records.provenance import provenance
 from rl_training.records.workspace import CORE
 from rl_training.tasks.task import as_task
 

@@ -41,6 +41,7 @@ from rl_training.records.evaluated import (
 )  # fmt: skip
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.masking import mask_line
 from rl_training.records.report import write_report
 from rl_training.records.report.words import in_words
 
@@ -141,6 +142,7 @@ class _Evaluation:
         self.bar.set_description(f"{self.num_finished} of {len(self.plan.checkpoints)} checkpoints")
 
     def _report(self, problem: str) -> None:
+        problem = mask_line(problem)
         self.problems.append(problem)
         tqdm.write(problem)
 
@@ -156,7 +158,7 @@ class _Evaluation:
             try:
                 metrics |= custom_metrics(name, metric, sampled, self.task.eval_dataset)
             except ValueError as error:
-                errors.append(str(error))
+                errors.append(mask_line(str(error)))
                 self._report(f"step {step}: {error}")
         about = {
             "checkpoint": str(checkpoint),

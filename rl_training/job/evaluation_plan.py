@@ -30,6 +30,7 @@ from rl_training.job.settings import check_evaluation
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE, checkpoints_of
+from rl_training.records.masking import without_masks, without_secrets
 from rl_training.tasks.task import Task, as_task
 
 GROUPS = ("model", "adapter", "data")
@@ -49,7 +50,7 @@ class EvaluationPlan:
     rows: tuple[int, ...]  # of the task's evaluation split
     options: DictConfig  # `evaluation` of conf/evaluate.yaml, with the run's temperature and length where none is given
     metrics: dict[str, Any]  # nodes of the user's own
-    settings: dict[str, Any]  # what must be equal for two results to share a table
+    settings: dict[str, Any]  # what must be equal for two results to share a table; no secrets
 
     def task(self) -> Task:
         return as_task(make("data", self.config["data"]))
@@ -111,6 +112,8 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     num_rows = len(as_task(make("data", config["data"])).eval_dataset)
     if num_rows == 0:
         raise ValueError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
+    settings = {str(key): value for key, value in options.items() if key not in FREE}
+    settings |= {"metrics": metrics, **{group: config.get(group) for group in GROUPS}}
     plan = EvaluationPlan(
         run=run,
         config=config,
@@ -120,9 +123,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
         rows=choose_rows(num_rows, options.fraction, options.seed),
         options=options,
         metrics=metrics,
-        settings={str(key): value for key, value in options.items() if key not in FREE}
-        | {"metrics": metrics}
-        | {group: config.get(group) for group in GROUPS},
+        settings=without_masks(without_secrets(settings)),
     )
     plan.custom_metrics()  # one that cannot be found is refused before anything is written
     return plan

@@ -21,7 +21,7 @@ from rl_training.job.explain import GONE, did_you_mean, differences, flat, load_
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
-from rl_training.records.provenance import without_secrets
+from rl_training.records.masking import without_masks, without_secrets
 
 # Groups whose option can be changed, each with its place in the settings.
 GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
@@ -120,7 +120,7 @@ def settable(word: str) -> str:
 
 
 def load_settings(path: Path) -> DictConfig:
-    """Returns what a config.yaml holds, without settings that are gone.
+    """Returns what a config.yaml holds, without settings that are gone and without secrets, which are masked there.
 
     Raises ValueError where it cannot be read, or holds no settings.
     """
@@ -135,7 +135,7 @@ def load_settings(path: Path) -> DictConfig:
         node = OmegaConf.select(settings, above)
         if isinstance(node, DictConfig):
             node.pop(name, None)
-    return settings
+    return OmegaConf.create(without_masks(OmegaConf.to_container(settings)))
 
 
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
@@ -144,9 +144,10 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     if not stored.is_file():
         return
     started = load_settings(stored)
+    both = (without_masks(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
     before, now = (
-        {key: value for key, value in flat(without_secrets(c)).items() if not key.startswith(NOT_OF_TRAINING)}
-        for c in (OmegaConf.to_container(started, resolve=True), OmegaConf.to_container(cfg, resolve=True))
+        {key: value for key, value in flat(settings).items() if not key.startswith(NOT_OF_TRAINING)}
+        for settings in both
     )
     if changed := differences(before, now):
         raise ValueError(
