@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
     "report": "pandas vl_convert jinja2 rich yaml filelock",
-    "train": "hydra omegaconf peft datasets math_verify tensorboard tqdm",
+    "train": "hydra omegaconf peft datasets tensorboard tqdm",
     "dashboard": "wandb_workspaces",
     "qlora": "bitsandbytes",
     "reasoning-gym": "reasoning_gym",

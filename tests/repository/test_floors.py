@@ -47,9 +47,7 @@ LIBRARIES = {
     "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "yaml", "pandas"},
     "tasks": {
-        "tqdm",
-        "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
-        "safetensors", "reasoning_gym",
+        "torch", "transformers", "tokenizers", "datasets", "numpy", "sympy", "safetensors", "tqdm", "reasoning_gym",
     },
     "job": {
         "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",
