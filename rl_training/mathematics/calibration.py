@@ -1,4 +1,4 @@
-"""How well predictions match the truth: slope, correlation, sign agreement and coverage over the steps so far.
+"""How well predictions match the truth: slope, correlation, sign agreement and coverage over measured steps.
 
 From n pairs of a prediction p (standard error s, ν degrees of freedom) and the truth t (standard error τ) of the same
 step:
@@ -20,7 +20,7 @@ Sources: Fuller 1987, "Measurement error models", ch. 1 (the correction); Welch 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import torch
 from scipy.special import ndtri, stdtrit
@@ -49,49 +49,32 @@ def interval_covers(difference: float, stderr: float, num_samples: int, other_st
     return float(abs(difference) <= quantile * math.hypot(stderr, other_stderr))
 
 
-class Calibration:
-    """Pairs of predictions and truths, accumulated, and the calibration of the predictions.
+def calibration(pairs: Sequence[tuple[Estimate, Estimate]]) -> dict[str, Estimate]:
+    """Return slope, slope_corrected, correlation, sign_agreement and coverage over pairs of prediction and truth.
 
     A pair with a nan on either side is left out. `num_samples` of each estimate is the number of pairs behind it.
     """
-
-    def __init__(self) -> None:
-        self._pairs = torch.zeros(0, 5, dtype=torch.float64)  # prediction, its stderr, num_samples, truth, its stderr
-
-    def add(self, prediction: Estimate, truth: Estimate) -> None:
-        """Adds a pair for the same quantity and the same step."""
-        if math.isnan(prediction.value) or math.isnan(truth.value):
-            return
-        pair = [prediction.value, prediction.stderr, prediction.num_samples, truth.value, truth.stderr]
-        self._pairs = torch.cat([self._pairs, self._pairs.new_tensor([pair])])
-
-    def estimates(self) -> dict[str, Estimate]:
-        """Returns slope, slope_corrected, correlation, sign_agreement and coverage over all pairs so far."""
-        prediction, stderr, _, truth, truth_stderr = self._pairs.unbind(dim=1)
-        with_bars = ~(stderr.isnan() | truth_stderr.isnan())
-        covered = [interval_covers(p - t, s, int(n), tau) for p, s, n, t, tau in self._pairs[with_bars].tolist()]
-        p, t, s = prediction[with_bars], truth[with_bars], stderr[with_bars]
-        return {
-            "slope": _estimate(_ratio, [prediction * truth, prediction.square()], ALL_ZERO),
-            "slope_corrected": _estimate(_ratio, [p * t, p.square() - s.square()], NO_NOISE_LEFT, NO_ERROR_BARS),
-            "correlation": _estimate(
-                _pearson,
-                [torch.ones_like(truth), prediction, truth, prediction.square(), truth.square(), prediction * truth],
-                NO_SPREAD,
-            ),
-            "sign_agreement": _share((prediction * truth > 0).double()),
-            "coverage": _share(self._pairs.new_tensor(covered), NO_ERROR_BARS),
-        }
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns all pairs as one tensor."""
-        return {"pairs": self._pairs}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state_dict` returned."""
-        if state["pairs"].shape[1:] != self._pairs.shape[1:]:
-            raise ValueError(f"pairs has shape {tuple(state['pairs'].shape)}, not (N, {self._pairs.shape[1]})")
-        self._pairs = state["pairs"].cpu()
+    rows = [
+        [prediction.value, prediction.stderr, prediction.num_samples, truth.value, truth.stderr]
+        for prediction, truth in pairs
+        if not (math.isnan(prediction.value) or math.isnan(truth.value))
+    ]
+    table = torch.tensor(rows, dtype=torch.float64).view(-1, 5)
+    prediction, stderr, _, truth, truth_stderr = table.unbind(dim=1)
+    with_bars = ~(stderr.isnan() | truth_stderr.isnan())
+    covered = [interval_covers(p - t, s, int(n), tau) for p, s, n, t, tau in table[with_bars].tolist()]
+    p, t, s = prediction[with_bars], truth[with_bars], stderr[with_bars]
+    return {
+        "slope": _estimate(_ratio, [prediction * truth, prediction.square()], ALL_ZERO),
+        "slope_corrected": _estimate(_ratio, [p * t, p.square() - s.square()], NO_NOISE_LEFT, NO_ERROR_BARS),
+        "correlation": _estimate(
+            _pearson,
+            [torch.ones_like(truth), prediction, truth, prediction.square(), truth.square(), prediction * truth],
+            NO_SPREAD,
+        ),
+        "sign_agreement": _share((prediction * truth > 0).double()),
+        "coverage": _share(table.new_tensor(covered), NO_ERROR_BARS),
+    }
 
 
 def _ratio(sums: Tensor) -> Tensor:
@@ -117,7 +100,7 @@ def _estimate(statistic: Callable[[Tensor], Tensor], columns: list[Tensor], why_
     num_pairs, sums = len(terms), terms.sum(dim=0)
     if num_pairs < MIN_PAIRS:
         detail = f" ({needs})" if needs else ""
-        reason = f"{num_pairs} pairs of prediction and truth so far: at least {MIN_PAIRS} are needed{detail}"
+        reason = f"{num_pairs} pairs of prediction and truth: at least {MIN_PAIRS} are needed{detail}"
         return Estimate(math.nan, num_samples=num_pairs, reason=reason)
     value = float(statistic(sums))
     stderr = float(jackknife_stderr(statistic, sums, sums - terms))
