@@ -14,6 +14,7 @@ LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does,
     "dashboard": "wandb_workspaces",
     "qlora": "bitsandbytes",
     "reasoning-gym": "reasoning_gym",
+    "smollm2": "gguf",
     **{name: name for name in ("wandb", "trackio", "deepspeed", "vllm", "verl")},
 }
 EXTRA_OF = {library: extra for extra, libraries in LIBRARIES.items() for library in libraries.split()}
