@@ -107,6 +107,23 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
         torch.testing.assert_close(one, torch.cat(expected))
 
 
+def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped_by_its_own_norm() -> None:
+    """In fp32, from gradients whose squares cancel to less than their rounding, or below 0."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, limit = torch.full((8,), 4.0, dtype=torch.float64), 1e-5
+    for others in (0.0, 1e-9, 1e-5, 1e-3):
+        rows = others * torch.randn(8, 20000, generator=generator)
+        rows[3] = torch.randn(20000, generator=generator)
+        mean = rows.mean(dim=0)
+        weights = {"w": torch.zeros(20000)}
+        pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
+        steps = StepsWithoutFolds(pieces, fold_means([mean], [rows], sizes), limit, unchanged)
+        made = [torch.cat([parts.total for _, parts in steps.parts(k)]).double() for k in (3, 0)]
+        for step, clip in zip(made, steps.clips[[3, 0]].tolist(), strict=True):
+            unclipped = step.norm() / clip / 0.1  # of the gradient that the step is made of
+            assert clip == pytest.approx(min(1.0, limit / (float(unclipped) + 1e-6)), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "settings", "alike"),
     [
