@@ -22,7 +22,7 @@ from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coeffici
 from rl_training.mathematics.folds import shares_of_others
 from rl_training.mathematics.rounding import kept_change, kept_share
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import Layout, Vector, constant, dots, join, sums_of_spans
+from rl_training.mathematics.vectors import Layout, Vector, constant, join, sums_of_spans
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 EVERY_FOLD = slice(None)
