@@ -102,7 +102,7 @@ def _make_trainer(
     cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
 ) -> DrGRPOTrainer:
     """Returns the trainer, with the evaluation split of its task if asked for."""
-    interventions = cfg.get("intervention") or []  # an older config.yaml has none
+    interventions = cfg.intervention or []
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     task = as_task(make("data", cfg.data))
     model, tokenizer = make("model", cfg.model)

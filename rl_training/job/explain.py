@@ -19,15 +19,6 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rl_training.job.shipped import CONF, conf_folders
 
-GONE = {  # settings, and what to do instead
-    "interventions": "a branch measures them: rl-training train branch=CHECKPOINT additional_steps=4 "
-    "'probe=[simple,interventions]' probes.interventions.every=1",
-    "probes.error_shares": "probes.simple.responses_per_prompt=2 shows whether the entropy gradient makes the error",
-    "probes.responses": "which responses move entropy: rl-training analyze checkpoint=RUN kernel.enabled=true",
-    "probes.simple.own_prompts": "delta_h/forward is about new prompts, leave it out",
-}
-
-
 INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # of ranges.yaml
 
 
@@ -140,8 +131,6 @@ def explain(error: BaseException) -> str:
     choice = re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", message)  # load: in a list
     if choice:
         group, name = choice.groups()
-        if instead := GONE.get(f"{group}s.{name}"):  # what probe=NAME chooses is probes.NAME
-            return f"{group}={name}: this {group} is gone: {instead}"
         options = _options_of(group)
         return (
             f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{did_you_mean(name, options)}"
@@ -193,8 +182,6 @@ def as_text(value: str) -> str:
 
 
 def _no_such_setting(key: str) -> str:
-    if key in GONE:
-        return f"this setting is gone: {GONE[key]}"
     having: dict[str, list[str]] = {}  # by setting, what would have it: GROUP=OPTION
     for path in sorted(CONF.glob("*/*.yaml")):
         group, content = path.parent.name, load_plain(path)

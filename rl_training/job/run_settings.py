@@ -1,7 +1,7 @@
 """The settings of a run, as its config.yaml has them, and changes to them in the words of train.py.
 
 Analyses, evaluations and branches start from a run's settings and change them by what is typed: GROUP=OPTION or
-KEY=VALUE. A config.yaml that an earlier version has written is read as it would be written today.
+KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.explain import GONE, did_you_mean, differences, flat, load_plain
+from rl_training.job.explain import did_you_mean, differences, flat, load_plain
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
@@ -64,8 +64,6 @@ def with_changes(settings: DictConfig, words: Sequence[str], where: str) -> Dict
         if key in GROUPS:
             _choose(settings, key, [value] if isinstance(value, str) else value)
             continue
-        if gone := GONE.get(key) or GONE.get(key_of(f"{key}=")):
-            raise ValueError(f"{key}: this setting is gone: {gone}")
         is_unlisted = key_of(f"{key}=") in UNLISTED and settings.get(key_of(f"{key}="))
         if not is_unlisted and OmegaConf.select(settings, key, default=...) is ...:
             hint = did_you_mean(key, [*flat(settings), *flat(load_plain(CONF / "offline.yaml"))])
@@ -120,7 +118,7 @@ def settable(word: str) -> str:
 
 
 def load_settings(path: Path) -> DictConfig:
-    """Returns what a config.yaml holds, without settings that are gone and without secrets, which are masked there.
+    """Returns what a config.yaml holds, without secrets, which are masked there.
 
     Raises ValueError where it cannot be read, or holds no settings.
     """
@@ -130,11 +128,6 @@ def load_settings(path: Path) -> DictConfig:
         raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
     if not isinstance(settings, DictConfig):
         raise ValueError(f"{path} holds no settings: mend or delete it")
-    for key in GONE:
-        above, _, name = key.rpartition(".")
-        node = OmegaConf.select(settings, above)
-        if isinstance(node, DictConfig):
-            node.pop(name, None)
     return OmegaConf.create(without_masks(OmegaConf.to_container(settings)))
 
 
@@ -173,8 +166,6 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     started = load_settings(stored)
     started.pop("provenance", None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # run_dir may name the seed, which is this run's
-    for key in (key for key in as_given if key not in started):  # a config.yaml may be older than a setting
-        started[key] = as_given[key]
     changes = [word for word in words if key_of(word) not in ITS_OWN]
     settings = with_changes(started, changes, f"the run in {stored.parent}")
     before, now = ({k: v for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))

@@ -11,7 +11,6 @@ import torch
 from example_steps import shard_of
 from torch import Tensor, nn
 
-from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.shards import Shard
@@ -182,17 +181,3 @@ def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
     weights["w"] += 1.0
     history.finish(1, weights)  # once
     assert history.before(2)[0].tolist() == [0.25, -1.0]
-
-
-def test_averaged_errors_of_a_checkpoint_that_has_own_prompts_go_to_the_products_that_are_left() -> None:
-    """Its rows were forward, backward, reuse, own_prompts, forward_unclipped, and a row for each split."""
-    parameters = {"w": torch.zeros(2)}
-    memory = StepMemory(shard_of(parameters), EntropySettings())
-    labels = [f"label {number}" for number in range(len(memory.attribution.labels))]
-    before = [*PRODUCTS[:3], "own_prompts", *PRODUCTS[3:], *labels]
-    numbers = torch.arange(len(before), dtype=torch.float64).unsqueeze(1).expand(-1, 2)
-    memory.load_state_dict({f"error.{name}": numbers for name in ("weight", "sum", "squares")})
-    left = [before[int(number)] for number in memory.errors.state_dict()["sum"][:, 0]]
-    assert left == [*PRODUCTS, *labels]
-    memory.load_state_dict(memory.state_dict())  # as it is written today, nothing is left out
-    assert len(memory.errors.state_dict()["sum"]) == len(left)

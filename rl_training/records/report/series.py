@@ -82,7 +82,7 @@ class Run:
     def measured_steps(self, name: str) -> int:
         """Returns how many measured steps are behind the last of this metric's running means."""
         known = self.known(name)["measured_steps"]
-        return 0 if known.empty else len(known) if math.isnan(known.iloc[-1]) else int(known.iloc[-1])
+        return 0 if known.empty else int(known.iloc[-1])
 
     def with_interval(self, name: str) -> pd.DataFrame:
         """Returns this metric's rows with the intervals that are recorded beside them, NAME_low and NAME_high."""
