@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
-    "report": "pandas vl_convert jinja2 rich yaml filelock",
+    "report": "pandas vl_convert jinja2 rich yaml",
     "train": "hydra omegaconf peft datasets tensorboard tqdm",
     "dashboard": "wandb_workspaces",
     "qlora": "bitsandbytes",

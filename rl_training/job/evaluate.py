@@ -35,12 +35,12 @@ from rl_training.records.evaluated import (
     consolidate,
     estimates_in,
     largest_pass_at,
-    locked,
     read_table,
     write_step,
 )  # fmt: skip
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.lock import locked
 from rl_training.records.masking import mask_line
 from rl_training.records.report import write_report
 from rl_training.records.report.words import in_words
@@ -50,6 +50,7 @@ COLUMNS = {
     "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
     "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
 }  # fmt: skip
+ELSEWHERE = "an evaluation is written here: give output=FOLDER"
 PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
 
 
@@ -63,7 +64,7 @@ def evaluate(cfg: DictConfig) -> int:
     with contextlib.ExitStack() as lock:
         if state.is_main_process:
             try:
-                lock.enter_context(locked(plan.folder.parent))
+                lock.enter_context(locked(plan.folder.parent, ELSEWHERE))
                 plan.start()
                 evaluation = _Evaluation(plan, state.num_processes)
             except (ValueError, OSError) as error:

@@ -33,6 +33,7 @@ from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.command_line import SIGNALS, Interrupted, Launch, libraries_refuse
 from rl_training.job.explain import quoted
 from rl_training.job.loggers import MetricsLogger
+from rl_training.job.run_folder import release_run_folder
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
@@ -165,7 +166,8 @@ class TrainingRun:
             print_summary(self.run_dir)
 
     def end(self) -> None:
-        """Raises Interrupted, with the line that resumes, when a signal has stopped the run."""
+        """Frees the run's folder. Raises Interrupted, with the line that resumes, when a signal has stopped the run."""
+        release_run_folder(self.run_dir)
         if not self.stop.signum:
             return
         self.trainer.accelerator.wait_for_everyone()  # a launcher ends the others as soon as one is gone

@@ -39,7 +39,7 @@ LIBRARIES = {
     "probes": {"torch"},
     "records": {
         "torch", "safetensors", "rich", "numpy", "jinja2", "markupsafe", "wandb",
-        "wandb_workspaces", "pandas", "scipy", "yaml", "filelock",
+        "wandb_workspaces", "pandas", "scipy", "yaml",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy"},
     "hosts": {"torch", "numpy"},
