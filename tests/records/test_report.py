@@ -411,7 +411,8 @@ def test_command_line_writes_the_report_alone_and_prints_the_table(tmp_path, cap
 
 def test_pictures_are_drawn_where_they_are_asked_for_those_of_interventions_too(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, range(1, 4)) / "logs")
-    effect = {f"intervention/kl/mean_{name}": Estimate(0.1, 0.01, 8) for name in ("delta_h", "delta_reward")}
+    mean = Estimate(0.1, 0.01, 8, detail={"measured_steps": 1})
+    effect = {f"intervention/kl/mean_{name}": mean for name in ("delta_h", "delta_reward")}
     records.write_estimates(3, 1, "interventions", effect)
     main([str(tmp_path), "--pictures", "svg"])
     drawn = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "report").glob("*.svg")}
