@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 from rl_training.evaluation.workers import Send
-from rl_training.records.lock import locked
 
 
 def kill_itself(send: Send) -> None:
@@ -24,6 +23,8 @@ def leave(send: Send) -> None:
 
 
 def hold(folder: Path, send: Send) -> None:
-    with locked(folder, ""):
+    from rl_training.records import evaluated  # not above: it takes pandas
+
+    with evaluated.locked(folder):
         send("locked")
         kill_itself(lambda _: None)
