@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from rl_training import Estimate
-from rl_training.mathematics.calibration import Calibration, interval_covers
+from rl_training.mathematics.calibration import calibration, interval_covers
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.records.jsonl import read_estimates
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Series
@@ -68,10 +68,7 @@ def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
 def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator[str]:
     for name in PREDICTIONS:
         pairs = pairs_of(runs, name, steps)
-        calibration = Calibration()
-        for pair in pairs:
-            calibration.add(*pair)
-        said = calibration.estimates()
+        said = calibration(pairs)
         measured = sum(pair.truth.value for pair in pairs) / len(runs)
         stderr = math.hypot(*(pair.truth.stderr for pair in pairs)) / len(runs)
         cells = [

@@ -9,11 +9,12 @@ import contextlib
 from collections.abc import Iterator
 
 LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
-    "report": "pandas vl_convert jinja2 rich yaml filelock",
-    "train": "hydra omegaconf peft datasets math_verify tensorboard tqdm",
+    "report": "pandas vl_convert jinja2 rich yaml",
+    "train": "hydra omegaconf peft datasets tensorboard tqdm",
     "dashboard": "wandb_workspaces",
     "qlora": "bitsandbytes",
     "reasoning-gym": "reasoning_gym",
+    "smollm2": "gguf",
     **{name: name for name in ("wandb", "trackio", "deepspeed", "vllm", "verl")},
 }
 EXTRA_OF = {library: extra for extra, libraries in LIBRARIES.items() for library in libraries.split()}

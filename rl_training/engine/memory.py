@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
-from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
 from rl_training.mathematics.running_variance import RunningVariance
@@ -60,7 +58,7 @@ class KeptVector:
         if "update_step" not in state:
             return
         sizes = {name: entries for name, (_, _, entries) in self._places.items()}
-        shards = _shards_in(state, sizes)
+        shards = _shards_in(state)
         if shards.keys() != sizes.keys() or any(stop > sizes[name] for name in sizes for _, stop, _ in shards[name]):
             raise ValueError(
                 f"the vector in the checkpoint is not of the {sum(sizes.values())} numbers that are trained: it "
@@ -136,23 +134,11 @@ class StepMemory(KeptVector):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._before, self._why_unknown = {}, ""
-        rows = len(PRODUCTS) + len(self.attribution.labels) + self.settings.per_sequence
-        if len(state.get(f"{ERROR}sum", ())) > rows:
-            # A checkpoint of an earlier version has a row of `own_prompts`, the fourth, which is no longer measured.
-            state = {k: torch.cat([v[:3], v[4:]]) if k.startswith(ERROR) else v for k, v in state.items()}
         super().load_state_dict(state)
 
 
-def _shards_in(state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, list[tuple[int, int, Tensor]]]:
+def _shards_in(state: Mapping[str, Tensor]) -> dict[str, list[tuple[int, int, Tensor]]]:
     """Returns the parts of each parameter in a checkpoint: start, stop, entries."""
-    if "update" in state:  # of an earlier version: all parameters, one after another
-        flat = state["update"]
-        stops = list(itertools.accumulate(sizes.values()))
-        if len(flat) != stops[-1]:
-            return {}
-        return {
-            name: [(0, size, flat[stop - size : stop])] for (name, size), stop in zip(sizes.items(), stops, strict=True)
-        }
     shards: dict[str, list[tuple[int, int, Tensor]]] = {}
     for key, shard in state.items():
         if key.startswith(SHARD):

@@ -93,7 +93,8 @@ class OpenStep:
             if weight is not None:  # None: the loss does not depend on this score
                 weights[name] = weight
 
-        scores.logps.register_hook(functools.partial(keep, "logps"))
+        if scores.logps.requires_grad:  # otherwise the loss is not made of them
+            scores.logps.register_hook(functools.partial(keep, "logps"))
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
@@ -159,14 +160,20 @@ class OpenStep:
             entropies=in_one_width([scores.entropies for scores in self.scores]),
             mask=rollout.completion_mask,
         )
-        entropies = None
-        if any("entropies" in weights for weights in self.loss_weights):
-            parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in self.loss_weights]
-            entropies = in_one_width(parts)
+        logp_weights, entropy_weights = (
+            in_one_width(
+                [
+                    weights.get(name, torch.zeros_like(scores.logps))
+                    for weights, scores in zip(self.loss_weights, self.scores, strict=True)
+                ]
+            )
+            for name in ("logps", "entropies")
+        )
+        has_entropies = any("entropies" in weights for weights in self.loss_weights)
         return Batch(
             rollout=rollout,
             scores=scores,
-            loss_weights=LossWeights(in_one_width([weights["logps"] for weights in self.loss_weights]), entropies),
+            loss_weights=LossWeights(logp_weights, entropy_weights if has_entropies else None),
             microbatch_rows=self.microbatch_rows,
             fold=fold,
             num_folds=num_folds,

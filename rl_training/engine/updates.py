@@ -22,7 +22,7 @@ from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coeffici
 from rl_training.mathematics.folds import shares_of_others
 from rl_training.mathematics.rounding import kept_change, kept_share
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import Layout, Vector, constant, dots, join, sums_of_spans
+from rl_training.mathematics.vectors import Layout, Vector, constant, join, sums_of_spans
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 EVERY_FOLD = slice(None)
@@ -230,7 +230,7 @@ class FoldMeans:
         """
         mean = piece.of(self.mean) if mean is None else mean
         rows = piece.of(self.rows)[folds].to(mean)
-        return torch.addcmul(rows * self.share_of_fold[folds], self.share_of_mean[folds], mean)  # in two passes
+        return (rows * self.share_of_fold[folds]).addcmul_(self.share_of_mean[folds], mean)  # in two passes
 
 
 def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
@@ -255,12 +255,10 @@ class StepsWithoutFolds:
         self, pieces: OptimizerPieces, gradient: FoldMeans, max_grad_norm: float, reduce: Callable[[Tensor], Tensor]
     ) -> None:
         self.pieces, self.gradient, self.max_grad_norm = pieces, gradient, max_grad_norm
-        a, b = gradient.share_of_mean.squeeze(1).double(), gradient.share_of_fold.squeeze(1).double()
-        squares = torch.zeros_like(a)
+        squares = torch.zeros_like(gradient.share_of_mean[:, 0], dtype=torch.float64)
         for piece in pieces:
-            mean = piece.of(gradient.mean)
-            rows = piece.of(gradient.rows).to(mean)
-            squares += a**2 * dots(mean, mean) + 2 * a * b * dots(rows, mean) + b**2 * dots(rows, rows)
+            # Of the vectors themselves: from products of g and g_k it would cancel where one fold is nearly all of g.
+            squares += gradient.without(EVERY_FOLD, piece).square_().sum(dim=-1).double()
         # (F,) fp64 in host memory, the factor by which the gradient without each fold is clipped.
         self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
 

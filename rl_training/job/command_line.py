@@ -4,13 +4,15 @@
     exit code 1          any other: the traceback, then one line
     exit code 130, 143   ended by SIGINT (Ctrl-C) or SIGTERM
 
---debug, or RL_TRAINING_DEBUG=1, shows the traceback of a foreseen error too. Of several processes one prints. The
-module imports nothing slow and no library of an extra, not even Hydra, so that --help is immediate.
+--debug, or RL_TRAINING_DEBUG=1, shows the traceback of a foreseen error too. Of several processes one prints. Secrets
+that were typed or lie in the environment are masked. The module imports nothing slow and no library of an extra, not
+even Hydra, so that --help is immediate.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -30,6 +32,7 @@ from typing import NoReturn
 import rl_training.job.silence  # noqa: F401
 
 from rl_training.extras import what_is_missing
+from rl_training.records.masking import mask_line, secrets_in
 
 PACKAGE = Path(__file__).parents[1]
 DEBUG_VARIABLE = "RL_TRAINING_DEBUG"
@@ -111,18 +114,18 @@ def run_command(main: Callable[[], object]) -> None:
     debug = "--debug" in sys.argv[1:] or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, instead of printing them
-    launch = Launch.of_this_process()
+    end = functools.partial(_end, Launch.of_this_process(), secrets_in(sys.argv[1:], os.environ))
     for signum in SIGNALS:
         signal.signal(signum, _interrupt)
     try:
         main()
     except (Interrupted, KeyboardInterrupt) as error:  # the latter of a library's own handler
         stop = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
-        _end(launch, 128 + stop.signum, "" if _rank() else str(stop))
+        end(128 + stop.signum, "" if _rank() else str(stop))
     except Carried as carried:
-        _fail(launch, carried.args[0], debug)
+        end(*_failure(carried.args[0], debug))
     except Exception as error:
-        _fail(launch, error, debug)
+        end(*_failure(error, debug))
 
 
 def is_foreseen(error: BaseException) -> bool:
@@ -192,15 +195,20 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     raise Interrupted(signum)
 
 
-def _fail(launch: Launch, error: Exception, debug: bool) -> NoReturn:
+def _failure(error: Exception, debug: bool) -> tuple[int, str, str]:
+    """Return the exit code of an error, the line that says it, and what is shown above that line."""
     foreseen = is_foreseen(error)
     shown = "" if foreseen and not debug else "".join(traceback.format_exception(error))
     hint = "" if foreseen else " (unexpected: the traceback is above)"
-    _end(launch, 2 if foreseen else 1, f"error: {in_one_line(error)}{hint}", shown)
+    return 2 if foreseen else 1, f"error: {in_one_line(error)}{hint}", shown
 
 
-def _end(launch: Launch, code: int, line: str, shown: str = "") -> NoReturn:
-    """Ends the process; of several processes that end together, only the first says why, unless it does not end."""
+def _end(launch: Launch, secrets: Sequence[str], code: int, line: str, shown: str = "") -> NoReturn:
+    """Ends the process; of several processes that end together, only the first says why, unless it does not end.
+
+    secrets  values that are masked in what is printed
+    """
+    line, shown = mask_line(line, secrets), mask_line(shown, secrets)
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
     if line:

@@ -5,9 +5,12 @@ A folder that is given by `--config-dir` comes before the package's own: its fil
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -22,6 +25,7 @@ from rl_training.job.explain import check_choices, load_plain
 from rl_training.job.run_settings import branched, key_of, parsed, settable, words_of_the_run
 from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
+from rl_training.records.masking import mask_line, mask_words, secrets_in, without_secrets
 
 
 class _UsersFirst(SearchPathPlugin):
@@ -43,7 +47,9 @@ def _composed(name: str, task: Callable[[DictConfig, list[str]], None], is_liste
 
     def carrying(cfg: DictConfig) -> None:
         try:
-            task(cfg, list(HydraConfig.get().overrides.task))
+            words = list(HydraConfig.get().overrides.task)
+            _hide_secrets()
+            task(cfg, words)
         except Exception as error:
             raise Carried(error) from error
 
@@ -51,7 +57,32 @@ def _composed(name: str, task: Callable[[DictConfig, list[str]], None], is_liste
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     sys.argv[1:] = [word if is_listed(word) else settable(word) for word in sys.argv[1:]]
     check_choices(sys.argv[1:])
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(carrying)()
+    with _settings_shown_masked():
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(carrying)()
+
+
+def _hide_secrets() -> None:
+    """Mask secrets in what Hydra and W&B keep of a command line: in Hydra's note of a sweep, and in sys.argv."""
+    hydra = HydraConfig.get()
+    note = Path(hydra.sweep.dir) / "multirun.yaml"
+    if hydra.mode == RunMode.MULTIRUN and note.is_file():
+        noted = without_secrets(OmegaConf.to_container(OmegaConf.load(note)))
+        note.write_text(OmegaConf.to_yaml(OmegaConf.create(noted)), encoding="utf-8")
+    sys.argv[1:] = mask_words(sys.argv[1:])
+
+
+@contextlib.contextmanager
+def _settings_shown_masked() -> Iterator[None]:
+    """A context in which the settings that Hydra prints for --cfg or --info are printed without secrets."""
+    if not {word.partition("=")[0] for word in sys.argv[1:]} & {"--cfg", "-c", "--info", "-i"}:
+        yield
+        return
+    known, shown = secrets_in(sys.argv[1:], os.environ), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):
+            yield
+    finally:
+        print(mask_line(shown.getvalue(), known), end="")
 
 
 def train() -> None:
@@ -85,7 +116,7 @@ def _analyze(cfg: DictConfig, words: list[str]) -> None:
         typed = [word for word in sys.argv[1:] if key_of(word)]
         swept = {word.key_or_group for word in parsed(typed) if word.is_sweep_override()} - {"checkpoint"}
         apart = [word.lstrip("+") for word in words if word.lstrip("+").partition("=")[0] in swept]
-        cfg.name = ",".join([cfg.name, *apart])  # else all jobs would write into one folder
+        cfg.name = ",".join([cfg.name, *mask_words(apart)])  # else all jobs would write into one folder
     check_analysis(cfg)  # again by its plan; here it waits for no import
     with importing():
         from rl_training.job.analysis import analyse_checkpoints

@@ -29,19 +29,19 @@ from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
 from rl_training.job.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
 from rl_training.job.loggers import MetricsLogger, loggers_of
-from rl_training.job.stored_settings import as_written
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import (
     TABLE_FILE,
     consolidate,
     estimates_in,
     largest_pass_at,
-    locked,
     read_table,
     write_step,
 )  # fmt: skip
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.lock import locked
+from rl_training.records.masking import mask_line
 from rl_training.records.report import write_report
 from rl_training.records.report.words import in_words
 
@@ -50,6 +50,7 @@ COLUMNS = {
     "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
     "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
 }  # fmt: skip
+ELSEWHERE = "an evaluation is written here: give output=FOLDER"
 PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
 
 
@@ -63,7 +64,7 @@ def evaluate(cfg: DictConfig) -> int:
     with contextlib.ExitStack() as lock:
         if state.is_main_process:
             try:
-                lock.enter_context(locked(plan.folder.parent))
+                lock.enter_context(locked(plan.folder.parent, ELSEWHERE))
                 plan.start()
                 evaluation = _Evaluation(plan, state.num_processes)
             except (ValueError, OSError) as error:
@@ -142,6 +143,7 @@ class _Evaluation:
         self.bar.set_description(f"{self.num_finished} of {len(self.plan.checkpoints)} checkpoints")
 
     def _report(self, problem: str) -> None:
+        problem = mask_line(problem)
         self.problems.append(problem)
         tqdm.write(problem)
 
@@ -157,7 +159,7 @@ class _Evaluation:
             try:
                 metrics |= custom_metrics(name, metric, sampled, self.task.eval_dataset)
             except ValueError as error:
-                errors.append(str(error))
+                errors.append(mask_line(str(error)))
                 self._report(f"step {step}: {error}")
         about = {
             "checkpoint": str(checkpoint),
@@ -174,7 +176,7 @@ class _Evaluation:
 
     def _log(self, step: int, metrics: dict[str, Estimate]) -> None:
         if self.loggers is None:
-            self.loggers = [] if self.plan.run is None else loggers_of(self.plan.run, as_written(self.plan.config))
+            self.loggers = [] if self.plan.run is None else loggers_of(self.plan.run, self.plan.config)
             for dashboard in self.loggers:
                 dashboard.start(after_step=0)
         named = {f"{self.plan.prefix}{name}": e for name, e in metrics.items()}

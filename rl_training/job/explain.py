@@ -12,20 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import InstantiationException, OverrideParseException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rl_training.job.shipped import CONF, conf_folders
-
-GONE = {  # settings, and what to do instead
-    "interventions": "a branch measures them: rl-training train branch=CHECKPOINT additional_steps=4 "
-    "'probe=[simple,interventions]' probes.interventions.every=1",
-    "probes.error_shares": "probes.simple.responses_per_prompt=2 shows whether the entropy gradient makes the error",
-    "probes.responses": "which responses move entropy: rl-training analyze checkpoint=RUN kernel.enabled=true",
-    "probes.simple.own_prompts": "delta_h/forward is about new prompts, leave it out",
-}
-
 
 INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # of ranges.yaml
 
@@ -104,6 +96,22 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in changed)
 
 
+def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
+    """Returns what a node of the configuration describes. ValueError, naming the key, when it describes nothing."""
+    try:
+        return instantiate(node, _convert_="all", **values)
+    except InstantiationException as error:
+        cause = error.__cause__
+        is_in_words = isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name)
+        if cause is not None and (
+            is_in_words or isinstance(cause, MemoryError | RuntimeError)
+        ):  # short memory is either
+            raise cause from None  # of a maker's own, in its words
+        own = cause is not None and not isinstance(cause, ImportError)  # of code that the node names
+        said = f"{type(cause).__name__}: {cause} (--debug shows where)" if own else str(cause or error)
+        raise ValueError(f"{key}: {' '.join(said.split())}") from error
+
+
 def explain(error: BaseException) -> str:
     """Returns what is wrong with the command line, and the fix; the message of an error of any other kind."""
     message = str(error)
@@ -123,8 +131,6 @@ def explain(error: BaseException) -> str:
     choice = re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", message)  # load: in a list
     if choice:
         group, name = choice.groups()
-        if instead := GONE.get(f"{group}s.{name}"):  # what probe=NAME chooses is probes.NAME
-            return f"{group}={name}: this {group} is gone: {instead}"
         options = _options_of(group)
         return (
             f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{did_you_mean(name, options)}"
@@ -176,8 +182,6 @@ def as_text(value: str) -> str:
 
 
 def _no_such_setting(key: str) -> str:
-    if key in GONE:
-        return f"this setting is gone: {GONE[key]}"
     having: dict[str, list[str]] = {}  # by setting, what would have it: GROUP=OPTION
     for path in sorted(CONF.glob("*/*.yaml")):
         group, content = path.parent.name, load_plain(path)

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.masking import without_secrets
 
 logger = logging.get_logger(__name__)
 
@@ -29,14 +30,14 @@ WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training 
 class MetricsLogger(TrainerCallback):
     """What the three have in common: `start` before training, `log` at each step, `finish` after the report.
 
-    config   of the whole run, resolved
+    config   of the whole run, resolved; its secrets are masked here
     metrics  that are shown; None: all. The records have all of them, whatever is shown
     """
 
     replaces: type[TrainerCallback]  # what transformers makes for the same entry of `report_to`
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None = None) -> None:
-        self.run_dir, self.config, self.metrics = run_dir, dict(config), metrics
+        self.run_dir, self.config, self.metrics = run_dir, without_secrets(config), metrics
         trainer = config.get("trainer", {})
         self.project = trainer.get("project", DrGRPOConfig.project)
         self.name = trainer.get("run_name") or run_dir.resolve().name

@@ -33,9 +33,11 @@ from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.command_line import SIGNALS, Interrupted, Launch, libraries_refuse
 from rl_training.job.explain import quoted
 from rl_training.job.loggers import MetricsLogger
+from rl_training.job.run_folder import release_run_folder
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.masking import mask_words
 from rl_training.records.report import print_summary, write_report
 
 logger = logging.get_logger(__name__)
@@ -164,7 +166,8 @@ class TrainingRun:
             print_summary(self.run_dir)
 
     def end(self) -> None:
-        """Raises Interrupted, with the line that resumes, when a signal has stopped the run."""
+        """Frees the run's folder. Raises Interrupted, with the line that resumes, when a signal has stopped the run."""
+        release_run_folder(self.run_dir)
         if not self.stop.signum:
             return
         self.trainer.accelerator.wait_for_everyone()  # a launcher ends the others as soon as one is gone
@@ -175,8 +178,9 @@ class TrainingRun:
         raise Interrupted(self.stop.signum, line)
 
     def _resuming(self) -> str:
-        """Returns the command that resumes this run, as it was typed except where it has to change."""
-        given = [arg.removeprefix("++") for arg in sys.argv[1:] if not re.match(r"\+*(run_dir|resume)=", arg)]
+        """Returns the command that resumes this run, as it was typed except for what has to change and for secrets."""
+        typed = mask_words(sys.argv[1:])
+        given = [arg.removeprefix("++") for arg in typed if not re.match(r"\+*(run_dir|resume)=", arg)]
         if any(arg.startswith("additional_steps=") for arg in given):  # would be added once more
             given = [arg for arg in given if not arg.startswith(("additional_steps=", "trainer.max_steps="))]
             given.append(f"trainer.max_steps={self.trainer.state.max_steps}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
 from rl_training.job.run_settings import refuse_other_settings
-from rl_training.job.stored_settings import literal
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import (
     SHARDED_BY,
@@ -26,17 +26,19 @@ from rl_training.records.checkpoints import (
 )
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.links import refuse_links_out
+from rl_training.records.lock import locked
 
 logger = logging.get_logger(__name__)
 
+ELSEWHERE = "choose another with run_dir=PATH"
 ANOTHERS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
+_locks: dict[Path, contextlib.ExitStack] = {}  # of the folders of this process's runs
 
 
 def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     """Returns the run folder, made and the same on every process, and the checkpoint to go on from, if there is one.
 
-    Last, whether the folder holds this run's config.yaml already.
+    Last, whether the folder holds this run's config.yaml already. The folder is locked until `release_run_folder`.
     `additional_steps` are added to those that were taken, and then spent: config.yaml says how far the run goes.
     """
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
@@ -44,13 +46,17 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     check_number_of_processes(state.num_processes)
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
+    if cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir()):
+        _lock(run_dir)  # before its checkpoints are read: another process may write one meanwhile
     run, checkpoint = _resumed(str(cfg.resume), run_dir)
-    refuse_links_out(run)
     goes_on = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists())
     if checkpoint is None and cfg.get("branch") is not None:
         checkpoint = Path(cfg.branch)
     taken = 0 if checkpoint is None else steps_taken(checkpoint)
     written = state.num_processes if checkpoint is None else written_by(checkpoint)
+    if not goes_on and ((run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists()):
+        raise ValueError(ANOTHERS.format(run))
+    _lock(run)
     if goes_on:
         refuse_other_settings(cfg, run)
         if checkpoint is None:
@@ -62,15 +68,13 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
                     "random numbers differ, so it is not bitwise the uninterrupted run"
                 )
             logger.warning(f"continuing {run} from step {taken}")
-    elif (run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists():
-        raise ValueError(ANOTHERS.format(run))
     state.wait_for_everyone()  # nothing is moved or created before every process has checked
     if goes_on and state.is_main_process:
         set_aside_later(run, taken)
     try:
         (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"run_dir={run} cannot be written to ({error}): choose another with run_dir=PATH") from error
+        raise ValueError(f"run_dir={run} cannot be written to ({error}): {ELSEWHERE}") from error
     if checkpoint is not None and cfg.additional_steps is not None:
         cfg.trainer.max_steps = taken + cfg.additional_steps
         cfg.additional_steps = None
@@ -80,6 +84,32 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
             "larger one, or additional_steps=20"
         )
     return run, checkpoint, goes_on
+
+
+def _lock(run: Path) -> None:
+    """Locks a run folder for this launch. ValueError, on every process, where another launch has locked it.
+
+    A collective: the main process holds the lock, of which all learn the outcome.
+    """
+    refusal = ""
+    if PartialState().is_main_process and run.resolve() not in _locks:
+        lock = contextlib.ExitStack()
+        try:
+            lock.enter_context(locked(run, ELSEWHERE))
+            _locks[run.resolve()] = lock
+        except ValueError as error:
+            refusal = str(error)
+        except OSError as error:
+            refusal = f"run_dir={run} cannot be written to ({error.__cause__}): {ELSEWHERE}"
+    refusal = broadcast_object_list([refusal])[0]
+    if refusal:
+        raise ValueError(refusal)
+
+
+def release_run_folder(run: Path) -> None:
+    """Frees the lock of a run's folder; without it the lock is freed when this process ends."""
+    if run.resolve() in _locks:
+        _locks.pop(run.resolve()).close()
 
 
 def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
@@ -108,7 +138,7 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
     """
     refusal, path = "", run_dir / CONFIG_FILE
     if PartialState().is_main_process:
-        text = OmegaConf.to_yaml(OmegaConf.create(literal(config)))
+        text = OmegaConf.to_yaml(OmegaConf.create(config))
         try:
             if is_its_own:
                 write_atomically({path: text.encode()})

@@ -1,7 +1,7 @@
 """The settings of a run, as its config.yaml has them, and changes to them in the words of train.py.
 
 Analyses, evaluations and branches start from a run's settings and change them by what is typed: GROUP=OPTION or
-KEY=VALUE. A config.yaml that an earlier version has written is read as it would be written today.
+KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.explain import GONE, did_you_mean, differences, flat, load_plain
+from rl_training.job.explain import did_you_mean, differences, flat, load_plain
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
-from rl_training.job.stored_settings import as_written, load_settings, refuse_marked
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
-from rl_training.records.provenance import without_secrets
+from rl_training.records.masking import without_masks, without_secrets
 
 # Groups whose option can be changed, each with its place in the settings.
 GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
           "logger": "logger"}  # fmt: skip
 UNLISTED = ("trainer", "model", "adapter", "data")  # what they are made into refuses a setting that it does not know
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
-MADE = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # into a trainer
 ITS_OWN = ("run_dir", "resume", "branch", "additional_steps")
 KEPT = ("model.", "adapter.", "data.", "trainer.optim")
 # Settings that say which prompts a step learns from.
@@ -65,8 +64,6 @@ def with_changes(settings: DictConfig, words: Sequence[str], where: str) -> Dict
         if key in GROUPS:
             _choose(settings, key, [value] if isinstance(value, str) else value)
             continue
-        if gone := GONE.get(key) or GONE.get(key_of(f"{key}=")):
-            raise ValueError(f"{key}: this setting is gone: {gone}")
         is_unlisted = key_of(f"{key}=") in UNLISTED and settings.get(key_of(f"{key}="))
         if not is_unlisted and OmegaConf.select(settings, key, default=...) is ...:
             hint = did_you_mean(key, [*flat(settings), *flat(load_plain(CONF / "offline.yaml"))])
@@ -120,15 +117,30 @@ def settable(word: str) -> str:
     return f"++{word}" if is_plain else word
 
 
+def load_settings(path: Path) -> DictConfig:
+    """Returns what a config.yaml holds, without secrets, which are masked there.
+
+    Raises ValueError where it cannot be read, or holds no settings.
+    """
+    try:
+        settings = OmegaConf.load(path)
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
+    if not isinstance(settings, DictConfig):
+        raise ValueError(f"{path} holds no settings: mend or delete it")
+    return OmegaConf.create(without_masks(OmegaConf.to_container(settings)))
+
+
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     """Raises ValueError when a run would be resumed with other settings than it has: some of them would be ignored."""
     stored = run_dir / CONFIG_FILE
     if not stored.is_file():
         return
     started = load_settings(stored)
+    both = (without_masks(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
     before, now = (
-        {key: value for key, value in flat(without_secrets(c)).items() if not key.startswith(NOT_OF_TRAINING)}
-        for c in (as_written(OmegaConf.to_container(started, resolve=True)), OmegaConf.to_container(cfg, resolve=True))
+        {key: value for key, value in flat(settings).items() if not key.startswith(NOT_OF_TRAINING)}
+        for settings in both
     )
     if changed := differences(before, now):
         raise ValueError(
@@ -154,17 +166,14 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     started = load_settings(stored)
     started.pop("provenance", None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # run_dir may name the seed, which is this run's
-    for key in (key for key in as_given if key not in started):  # a config.yaml may be older than a setting
-        started[key] = as_given[key]
     changes = [word for word in words if key_of(word) not in ITS_OWN]
     settings = with_changes(started, changes, f"the run in {stored.parent}")
-    before, now = ({k: as_written(v) for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
+    before, now = ({k: v for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
     if changed := differences(before, now):
         raise ValueError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
             f"run from its weights with model=hub model.name={checkpoint}"
         )
-    refuse_marked(settings, *MADE, "probes")  # before anything is written
     settings.merge_with({key: as_given[key] for key in ITS_OWN})
     if Path(str(settings.run_dir)).expanduser().resolve().is_relative_to(checkpoint.parent):
         raise ValueError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")

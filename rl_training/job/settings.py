@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.extras import EXTRA_OF, how_to_install
-from rl_training.job.explain import GONE, check_allowed, did_you_mean, load_plain, quoted, refuse_other_kinds
+from rl_training.job.explain import check_allowed, did_you_mean, load_plain, quoted, refuse_other_kinds
 from rl_training.job.shipped import CONF
 from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
@@ -56,15 +56,12 @@ def check_settings(cfg: DictConfig) -> None:
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
     refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # what is in them comes later
-    for key in ranges("train"):  # a config.yaml may be older than a setting
+    for key in ranges("train"):
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
             OmegaConf.update(cfg, key, int(value))
     _check_probes(cfg.get("probes"))
     check_values(cfg, "train")
-    for key, instead in GONE.items():
-        if OmegaConf.select(cfg, key) is not None:
-            raise ValueError(f"{key}: this setting is gone: {instead}")
     for key in ("data.path", "model.name"):
         value = OmegaConf.select(cfg, key)
         if not isinstance(value, str | None):
@@ -83,7 +80,7 @@ def ranges(command: str) -> dict[str, Any]:
 def check_values(cfg: DictConfig, command: str) -> None:
     """Raises ValueError for a setting that is not set, of another kind than in conf/, or out of its range.
 
-    One that is not there is not checked: a config.yaml may be older than it.
+    One that is not there is not checked.
     """
     unset = sorted(OmegaConf.missing_keys(cfg))
     if unset:

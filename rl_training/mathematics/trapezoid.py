@@ -71,15 +71,13 @@ class TrapezoidSum:
                 "half_step_variance": (0.5 * forward.stderr).square(),
             }
             return _terms(step - 1, why_none, (nan, nan, one), (zero, zero, one), (zero, zero, one))
-        # A state of before numbers of batches were kept: one.
-        ahead_batches, ahead_variance = last.get("forward_batches", one), last["forward_stderr"].square()
+        ahead_batches, ahead_variance = last["forward_batches"], last["forward_stderr"].square()
         trapezoid = 0.5 * ((last["forward"] if int(last["step"]) == step - 1 else nan) + backward.value)
         stderr = 0.5 * torch.hypot(last["forward_stderr"], backward.stderr)
         batches = _batches_of_sum(ahead_variance, ahead_batches, backward.stderr.square(), backward.batches)
         predicted, variance = last["predicted"] + trapezoid, last["variance"] + last["half_step_variance"]
         end = (0.5 * backward.stderr).square()
-        # A state of before squares were kept: as if all the variance so far were one batch's.
-        squares = last.get("squares", last["variance"].square()) + last["half_step_variance"].square()
+        squares = last["squares"] + last["half_step_variance"].square()
         with_end = squares + end.square()
         batches_of_sum = torch.where(with_end > 0, (variance + end).square() / with_end, 1.0)
         sums = {"predicted": predicted, "variance": variance, "squares": squares}

@@ -87,8 +87,6 @@ def _fixed(
         write_atomically({path: json.dumps(content).encode()})
     restored.trainer.accelerator.wait_for_everyone()
     content = json.loads(path.read_text(encoding="utf-8"))
-    if "rows" not in content:
-        raise ValueError(f"{path} is an earlier version's: name another analysis, name=NAME")
     prompt_ids, completion_ids = (
         [torch.tensor(pair[side], device=restored.device) for pair in content["tokens"]] for side in (0, 1)
     )

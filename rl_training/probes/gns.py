@@ -96,7 +96,6 @@ class GradientNoiseScaleProbe(Probe):
             if state["history"].shape[1:] != self._history.shape[1:]:
                 raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
             self._history = state["history"]
-        # Checkpoints of earlier versions may hold `lags` and `past.…` too, products over steps: no longer used.
 
     def _estimates(self, step: Step, blocks: int, batch_size: float) -> dict[str, Estimate]:
         raw = self._history[-1, 0]

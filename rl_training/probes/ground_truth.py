@@ -4,7 +4,7 @@ The training batch is no ground truth: it shares its noise with the update that 
 
     before    an evaluation buffer E of N fresh responses to random prompts is sampled and scored at θ, and the first
               order predicted from E itself, X_E · δθ, where δθ has a formula
-    after     E is scored at θ', and ΔH measured; `forward` is held against it (calibration.py)
+    after     E is scored at θ', and ΔH measured
 
 How: evaluation_buffer.py. `delta_h/evaluation_error` is the difference of prediction and truth of one E: the curvature
 of the step. `delta_h/true_resampled` says whether E had to be drawn afresh at θ'.
@@ -31,7 +31,6 @@ from rl_training.engine.evaluation_buffer import (
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics import importance
-from rl_training.mathematics.calibration import Calibration
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import per_decision_change
@@ -71,12 +70,9 @@ class GroundTruthProbe(Probe):
         self._buffer: EvaluationBuffer | None = None
         self._floor = math.nan
         self._predicted: tuple[Replicates, JackknifeUnits] | None = None
-        self._forward: Estimate | None = None  # what is held against the truth
-        self.running = Calibration()
 
     def prepare(self, step: Step) -> None:
         no_truth, change = step.capabilities.no_fresh_responses, step.entropy_change
-        self._forward = None if change.why_none else change.quantities["forward"].estimates(step.num_folds)[0]
         num_targets = 1 + change.settings.per_sequence
         why_no_prediction = no_truth or change.why_none or step.optimizer.reason
         self._answers = dict.fromkeys(
@@ -94,9 +90,6 @@ class GroundTruthProbe(Probe):
         else:
             self._answers |= self._measured(step, self._buffer)
         self._buffer = self._predicted = None
-        if self._forward is not None:
-            self.running.add(self._forward, self._answers["delta_h/true"])
-        self._answers |= {f"calibration/{name}": e for name, e in self.running.estimates().items()}
 
     def _sample(self, step: Step) -> tuple[Rollout, JackknifeUnits]:
         """Returns N responses at the present parameters, the same random numbers at each call, each a unit."""

@@ -40,10 +40,6 @@ CLASSES = {  # of each kind, in the order of their numbers
 }
 QUANTILES = (0.5, 0.8)  # of entropy, between its classes
 DECAY = 0.9  # weight of an optimizer step relative to the next in the means
-FORMER_NAMES = {  # in checkpoints, of what is called otherwise today
-    f"response/{former}": f"advantage/{name}"
-    for former, name in zip(("right", "wrong", "neither"), CLASSES["advantage"], strict=True)
-}
 TAG = re.compile(r"<[^<>\s]+>")
 FIRST = "Adam's first step goes by the gradient's signs alone: no class has a share in it"
 OFF_POLICY = "off-policy: a class's share is not weighted by importance ratios; use one step per rollout"
@@ -106,9 +102,6 @@ class TokenClassesProbe(Probe):
             by_token = torch.tensor(list(map(text_class, texts)), dtype=torch.long, device=ids.device)
             kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[place])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state_dict({FORMER_NAMES.get(name, name): value for name, value in state.items()})
 
     def num_vectors(self, num_folds: int) -> int:
         """The gradient of one class, by fold and over all folds."""

@@ -10,28 +10,25 @@ Files are there whole or not at all, and metrics.json is written last: without i
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from filelock import FileLock, Timeout
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.atomic_write import cannot_write, write_atomically
+from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
 
+EVALUATIONS = "evaluations"  # folder of a run
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 TABLE_FILE = "consolidated_metrics.csv"
 METRICS = "metrics.json"
 RESPONSES = "responses.jsonl"
 SETTINGS = "settings.json"
-LOCK = ".lock"
 COLUMNS = ["step", "metric", "value", "stderr", "num_prompts", "low", "high"]  # the last two: Estimate.interval
 MAKE_ROOM = "nothing that was finished is lost: make room, and run the same command again"
 
@@ -125,20 +122,3 @@ def largest_pass_at(metrics: Iterable[str]) -> str:
     return max(
         (m for m in metrics if m.startswith("pass_at_")), key=lambda m: int(m.removeprefix("pass_at_")), default=""
     )
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """A context that one process at a time can enter, however it ends. ValueError names the process that is in it."""
-    path = folder / LOCK
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path, timeout=0).acquire()
-        path.write_text(f"process {os.getpid()} on {os.uname().nodename}", encoding="utf-8")
-    except Timeout as error:
-        other = path.read_text(encoding="utf-8") or "another process"
-        raise ValueError(f"{folder} is being written to by {other}: wait until it has ended, or stop it") from error
-    except OSError as error:
-        raise cannot_write(path, error, "an evaluation is written here: give output=FOLDER") from error
-    with lock:
-        yield

@@ -1,28 +1,19 @@
-"""Where a run comes from: version, commit, command, machine, date, library versions; and secrets, masked everywhere.
-
-Run folders are shared: tokens and passwords are masked in everything that a run writes.
-"""
+"""Where a run comes from: version, commit, command without its secrets, machine, date, library versions."""
 
 from __future__ import annotations
 
 import platform
-import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
+from rl_training.records.masking import mask_words
 from rl_training.version import VERSION
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "vllm")
-SECRETS = ("token", "password", "secret", "api_key")  # how the names of secret settings end
-OF_TOKENIZERS = ("eos_", "pad_", "bos_")
-MASK = "***"
-SECRET = re.compile(r"((?:token|key|secret|password)\w*=)\S+", re.IGNORECASE)
 
 
 def provenance() -> dict[str, str]:
@@ -31,7 +22,7 @@ def provenance() -> dict[str, str]:
     return {
         "version": VERSION,
         "commit": _commit(),
-        "command": SECRET.sub(r"\1***", shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
+        "command": shlex.join([Path(sys.argv[0]).name, *mask_words(sys.argv[1:])]),
         "host": platform.node(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -49,11 +40,3 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return shown.strip().replace("-dirty", ", with changes that are not committed")
-
-
-def without_secrets(node: Any, name: str = "") -> Any:
-    """Returns a setting, of this name, or a nested mapping of settings, with tokens and passwords masked."""
-    if isinstance(node, Mapping):
-        return {key: without_secrets(value, str(key)) for key, value in node.items()}
-    is_secret = isinstance(node, str) and any(name == word or name.endswith(f"_{word}") for word in SECRETS)
-    return MASK if is_secret and not name.startswith(OF_TOKENIZERS) else node

@@ -11,7 +11,6 @@ import torch
 from example_steps import shard_of
 from torch import Tensor, nn
 
-from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.shards import Shard
@@ -107,6 +106,23 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
         torch.testing.assert_close(one, torch.cat(expected))
 
 
+def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped_by_its_own_norm() -> None:
+    """In fp32, from gradients whose squares cancel to less than their rounding, or below 0."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, limit = torch.full((8,), 4.0, dtype=torch.float64), 1e-5
+    for others in (0.0, 1e-9, 1e-5, 1e-3):
+        rows = others * torch.randn(8, 20000, generator=generator)
+        rows[3] = torch.randn(20000, generator=generator)
+        mean = rows.mean(dim=0)
+        weights = {"w": torch.zeros(20000)}
+        pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
+        steps = StepsWithoutFolds(pieces, fold_means([mean], [rows], sizes), limit, unchanged)
+        made = [torch.cat([parts.total for _, parts in steps.parts(k)]).double() for k in (3, 0)]
+        for step, clip in zip(made, steps.clips[[3, 0]].tolist(), strict=True):
+            unclipped = step.norm() / clip / 0.1  # of the gradient that the step is made of
+            assert clip == pytest.approx(min(1.0, limit / (float(unclipped) + 1e-6)), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "settings", "alike"),
     [
@@ -165,17 +181,3 @@ def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
     weights["w"] += 1.0
     history.finish(1, weights)  # once
     assert history.before(2)[0].tolist() == [0.25, -1.0]
-
-
-def test_averaged_errors_of_a_checkpoint_that_has_own_prompts_go_to_the_products_that_are_left() -> None:
-    """Its rows were forward, backward, reuse, own_prompts, forward_unclipped, and a row for each split."""
-    parameters = {"w": torch.zeros(2)}
-    memory = StepMemory(shard_of(parameters), EntropySettings())
-    labels = [f"label {number}" for number in range(len(memory.attribution.labels))]
-    before = [*PRODUCTS[:3], "own_prompts", *PRODUCTS[3:], *labels]
-    numbers = torch.arange(len(before), dtype=torch.float64).unsqueeze(1).expand(-1, 2)
-    memory.load_state_dict({f"error.{name}": numbers for name in ("weight", "sum", "squares")})
-    left = [before[int(number)] for number in memory.errors.state_dict()["sum"][:, 0]]
-    assert left == [*PRODUCTS, *labels]
-    memory.load_state_dict(memory.state_dict())  # as it is written today, nothing is left out
-    assert len(memory.errors.state_dict()["sum"]) == len(left)

@@ -22,7 +22,7 @@ import pandas as pd
 import pytest
 import torch
 from configs import REFUSED, composed
-from endings import hold, kill_itself, leave, run_out_of_memory
+from endings import kill_itself, leave, run_out_of_memory
 from full_disk import files_of_at_most
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -306,22 +306,6 @@ def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returne
         ValueError, match=r"metric mine raised at row 0 .* instead of numbers by name, such as \{'mine': 0\.5\}"
     ):
         custom_metrics("mine", lambda **_: returned, {0: [response]}, [{"prompt": "p"}])
-
-
-def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    told = pytest.raises(OSError, match=r"an evaluation is written here: give output=FOLDER.*file/evaluations/\.lock")
-    with told, evaluated.locked(tmp_path / "file" / "evaluations"):
-        pass
-
-
-def test_two_evaluations_at_once_the_second_says_so_and_a_dead_one_locks_nothing(tmp_path: Path) -> None:
-    other = pytest.raises(ValueError, match=f"written to by process {os.getpid()}")
-    with evaluated.locked(tmp_path), other, evaluated.locked(tmp_path):
-        pass
-    assert "SIGKILL" in run_in_process(functools.partial(hold, tmp_path), lambda _: None)
-    with evaluated.locked(tmp_path):
-        assert f"process {os.getpid()} on" in (tmp_path / evaluated.LOCK).read_text(encoding="utf-8")
 
 
 # --- responses --------------------------------------------------------------------------------------------------------

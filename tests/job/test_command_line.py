@@ -20,19 +20,21 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+import forks
 import pytest
 import transformers.integrations
-from configs import QUICK
+from configs import QUICK, composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import rl_training.job.build  # noqa: F401, for the forks
 from rl_training.job.command_line import Interrupted, importing, in_one_line
 from rl_training.job.explain import explain
-from rl_training.job.run_folder import save_config
+from rl_training.job.run_folder import find_run_folder, save_config
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
+from rl_training.records.lock import locked
 
 ROOT = Path(__file__).parents[2]
 PRINTS = "transformers.integrations.integration_utils"
@@ -296,10 +298,43 @@ def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
     ]
     assert sorted(command.end() for command in both) == [0, 2]
     refused = next(command for command in both if command.end() == 2)
-    assert refused.lines[-1].startswith(f"error: run_dir={tmp_path / 'run'} already holds a run")
+    said = (f"run_dir={tmp_path / 'run'} already holds a run", f"{tmp_path / 'run'} is being written to by process ")
+    assert refused.lines[-1].removeprefix("error: ").startswith(said)
     seed = both.index(refused) % 2 * -1 + 2  # of the other
     assert f"seed: {seed}" in (tmp_path / "run" / "config.yaml").read_text()
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
+
+
+def test_a_second_run_that_resumes_in_the_same_folder_ends_in_one_line_until_the_first_has_died(tmp_path: Path) -> None:
+    """As when Slurm starts a job again while the first one still ends: it neither trains beside it nor waits."""
+    words = ["resume=auto", "probe=none"]
+    first = train_with_own(tmp_path, *words, "+probes.waiting._target_=my_file.Waiting")
+    wait_for((tmp_path / "waiting").exists)
+    kept = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for resume in ("auto", "latest"):
+        second = start(tmp_path / "log2", *SMALL, f"resume={resume}", "probe=none", f"run_dir={tmp_path / 'run'}")
+        assert second.end() == 2
+        (line,) = second.lines
+        holder = f"is being written to by process {first.process.pid} on {os.uname().nodename} since "
+        assert line.startswith(f"error: {tmp_path / 'run'} {holder}"), line
+    assert kept == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    first.process.kill()
+    first.process.join()
+    third = train_with_own(tmp_path, *words)
+    assert third.end() == 0, third.lines
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
+
+
+def lock_refuses(rank: int, run: str) -> None:
+    cfg = composed("train", f"run_dir={run}", "resume=auto", *SMALL)
+    with pytest.raises(ValueError, match=r"is being written to by process \d+ on "):
+        find_run_folder(cfg)
+
+
+def test_of_a_launch_that_finds_the_folder_locked_every_process_ends(tmp_path: Path) -> None:
+    """The main process looks; the others would wait for it."""
+    with locked(tmp_path / "run", ""):
+        forks.start_ranks(lock_refuses, (str(tmp_path / "run"),), 2)
 
 
 def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
 import os
 import re
 import shutil
@@ -18,11 +16,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from rl_training.job.build import TrainingRun
-from rl_training.job.explain import GONE, check_choices, explain
+from rl_training.job.explain import check_choices, explain, make
 from rl_training.job.run_settings import refuse_other_settings
 from rl_training.job.settings import accumulation_steps, check_settings
 from rl_training.job.shipped import CONF
-from rl_training.job.stored_settings import load_settings, make
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny
@@ -159,17 +156,6 @@ def test_every_list_in_a_command_of_the_pages_and_of_help_is_quoted_as_zsh_needs
         text = page.read_text(encoding="utf-8")
         blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.DOTALL) if page.suffix == ".md" else [text]
         assert not re.findall(r"(?<!['\"\w.])[\w.]+=\[.*", "\n".join(blocks)), page
-
-
-def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
-    cfg = composed("train", "probe=[simple,gns]", "run_dir=somewhere")  # else it is named by the second
-    stored = OmegaConf.to_container(cfg, resolve=True)
-    for number, setting in enumerate(GONE):
-        *above, option = setting.split(".")
-        functools.reduce(operator.getitem, above, stored)[option] = number
-    OmegaConf.save(OmegaConf.create(stored), tmp_path / "config.yaml")
-    refuse_other_settings(cfg, tmp_path)
-    assert load_settings(tmp_path / "config.yaml") == cfg
 
 
 def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) -> None:

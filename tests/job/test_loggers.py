@@ -179,6 +179,5 @@ def test_every_panel_of_the_dashboard_has_something_to_show(run_dir: Path) -> No
         metrics, pattern = set(panel.get("metrics", [])), panel.get("pattern")
         shown = {name for name in names if name in metrics or (pattern and re.search(pattern, name))}
         late = set(ADAM) | {name for name in RATIOS if name.endswith(("_low", "_high"))}  # they need 10 and 8 steps
-        late |= {"calibration/slope_corrected", "calibration/coverage"}  # 8 pairs
         assert shown or metrics <= late, title
         assert metrics - shown <= late, title

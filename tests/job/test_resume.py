@@ -24,7 +24,7 @@ from trainers import logged_numbers
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.job.build import TrainingRun
 from rl_training.job.settings import check_resume
-from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
+from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, what_is_wrong_with
 from rl_training.records.folder import TRAINING_STATE
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(run
 
 @pytest.mark.parametrize(
     ("probe", "part"),
-    [(SimpleEntropyProbe(), "sum."), (GroundTruthProbe(), "pairs"), (GradientNoiseScaleProbe(), "history")],
+    [(SimpleEntropyProbe(), "sum."), (GradientNoiseScaleProbe(), "history")],
 )
 def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, probe: Probe, part: str) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"

@@ -8,21 +8,21 @@ import statistics
 
 import pytest
 import reference
-import torch
 from scipy import stats
 
-from rl_training.mathematics.calibration import MIN_PAIRS, Calibration, interval_covers
+from rl_training.mathematics.calibration import MIN_PAIRS, calibration, interval_covers
 from rl_training.mathematics.estimate import Estimate
 
 Pair = tuple[float, float, int, float, float]
 NAMES = {"slope", "slope_corrected", "correlation", "sign_agreement", "coverage"}
 
 
-def calibrated(pairs: list[Pair]) -> Calibration:
-    calibration = Calibration()
-    for prediction, stderr, num_samples, truth, truth_stderr in pairs:
-        calibration.add(Estimate(prediction, stderr, num_samples), Estimate(truth, truth_stderr, 512))
-    return calibration
+def as_estimates(pairs: list[Pair]) -> list[tuple[Estimate, Estimate]]:
+    return [(Estimate(p, s, n), Estimate(t, tau, 512)) for p, s, n, t, tau in pairs]
+
+
+def calibrated(pairs: list[Pair]) -> dict[str, Estimate]:
+    return calibration(as_estimates(pairs))
 
 
 def random_pairs(count: int, seed: int) -> list[Pair]:
@@ -35,7 +35,7 @@ def random_pairs(count: int, seed: int) -> list[Pair]:
 @pytest.mark.parametrize("seed", range(3))
 def test_values_are_those_of_the_textbook(seed: int) -> None:
     pairs = random_pairs(11, seed)
-    answers = calibrated(pairs).estimates()
+    answers = calibrated(pairs)
     p, s, _, t, tau = (list(column) for column in zip(*pairs, strict=True))
     products = [a * b for a, b in zip(p, t, strict=True)]
     assert answers["slope"].value == pytest.approx(sum(products) / sum(x * x for x in p))
@@ -50,7 +50,7 @@ def test_values_are_those_of_the_textbook(seed: int) -> None:
 
 def test_errors_are_the_jackknife_over_pairs() -> None:
     pairs = random_pairs(12, seed=7)
-    answers = calibrated(pairs).estimates()
+    answers = calibrated(pairs)
     slope = reference.jackknife_stderr(lambda s: s[0] / s[1], [[p * t, p * p] for p, _, _, t, _ in pairs])
     assert answers["slope"].stderr == pytest.approx(slope, rel=1e-9)
     correlations = [
@@ -69,7 +69,7 @@ def test_honest_error_bars_cover_95_percent_also_from_few_samples(truth_stderr: 
         noise = [rng.gauss(0, 1) for _ in range(8)]
         mean, stderr = statistics.mean(noise), statistics.stdev(noise) / math.sqrt(8)
         pairs.append((5 + mean, stderr, 8, 5 + rng.gauss(0, truth_stderr), truth_stderr))
-    coverage = calibrated(pairs).estimates()["coverage"]
+    coverage = calibrated(pairs)["coverage"]
     assert abs(coverage.value - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 4000)
     assert coverage.stderr == pytest.approx(math.sqrt(coverage.value * (1 - coverage.value) / 3999), rel=1e-6)
 
@@ -92,7 +92,7 @@ def test_interval_between_the_two_has_welchs_degrees_of_freedom() -> None:
 
 def test_too_few_pairs_are_nan_with_how_many_are_needed() -> None:
     for count in (0, MIN_PAIRS - 1):
-        answers = calibrated(random_pairs(count, seed=3)).estimates()
+        answers = calibrated(random_pairs(count, seed=3))
         assert answers.keys() == NAMES
         for answer in answers.values():
             assert math.isnan(answer.value)
@@ -101,15 +101,13 @@ def test_too_few_pairs_are_nan_with_how_many_are_needed() -> None:
 
 
 def test_a_pair_with_a_side_missing_is_left_out() -> None:
-    calibration = calibrated(random_pairs(8, seed=4))
-    before = calibration.estimates()
-    calibration.add(Estimate.missing("not measured"), Estimate(1.0, 0.1, 512))
-    calibration.add(Estimate(1.0, 0.1, 8), Estimate.missing("not measured"))
-    assert calibration.estimates() == before
+    pairs, missing = as_estimates(random_pairs(8, seed=4)), Estimate.missing("not measured")
+    halves = [(missing, Estimate(1.0, 0.1, 512)), (Estimate(1.0, 0.1, 8), missing)]
+    assert calibration([*pairs, *halves]) == calibration(pairs)
 
 
 def test_without_error_bars_there_is_a_slope_but_no_coverage() -> None:
-    answers = calibrated([(x, math.nan, 4, x, 0.1) for x in range(1, 10)]).estimates()
+    answers = calibrated([(x, math.nan, 4, x, 0.1) for x in range(1, 10)])
     assert answers["slope"].value == pytest.approx(1)
     assert math.isnan(answers["coverage"].value)
     assert "0 pairs" in answers["coverage"].reason
@@ -117,24 +115,11 @@ def test_without_error_bars_there_is_a_slope_but_no_coverage() -> None:
 
 
 def test_what_has_no_answer_is_nan_with_its_reason() -> None:
-    equal = calibrated([(0.1, 5.0, 8, float(x), 0.1) for x in range(9)]).estimates()
+    equal = calibrated([(0.1, 5.0, 8, float(x), 0.1) for x in range(9)])
     assert "same number" in equal["correlation"].reason
     assert math.isnan(equal["correlation"].value)
     assert "smaller than their own error bars" in equal["slope_corrected"].reason
     assert math.isnan(equal["slope_corrected"].value)
-    zero = calibrated([(0.0, 1.0, 8, 1.0, 0.1)] * 9).estimates()
+    zero = calibrated([(0.0, 1.0, 8, 1.0, 0.1)] * 9)
     assert math.isnan(zero["slope"].value)
     assert "zero" in zero["slope"].reason
-
-
-def test_state_is_one_tensor_and_a_resumed_calibration_goes_on_as_if_never_stopped() -> None:
-    pairs = random_pairs(20, seed=5)
-    whole, first = calibrated(pairs), calibrated(pairs[:9])
-    (tensor,) = first.state_dict().values()
-    assert tensor.shape == (9, 5)
-    resumed = Calibration()
-    resumed.load_state_dict({name: t.clone() for name, t in first.state_dict().items()})
-    for p, s, n, t, tau in pairs[9:]:
-        resumed.add(Estimate(p, s, n), Estimate(t, tau, 512))
-    assert torch.equal(resumed.state_dict()["pairs"], whole.state_dict()["pairs"])
-    assert resumed.estimates() == whole.estimates()

@@ -333,6 +333,19 @@ def test_one_microbatch_has_no_forward_and_says_how_to_get_one(make_trainer) -> 
     assert math.isfinite(probe.all[0]["delta_h/reuse"].value)
 
 
+def test_a_step_whose_gradient_is_nearly_that_of_one_prompt_is_predicted(make_trainer) -> None:
+    """Without its fold hardly any gradient is left, whose norm must not be the root of a rounding error below 0."""
+
+    def one_of_eight(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        return [r if p == prompts[0] else 1e-5 * r for r, p in zip(graded(completions), prompts, strict=True)]
+
+    probe = Answers(num_folds=K)
+    make_trainer(probes=[probe], reward=one_of_eight, max_steps=4, max_completion_length=8, **EIGHT_FOLDS).train()
+    for answer in probe.all:
+        assert math.isfinite(answer["delta_h/forward"].value)
+        assert math.isfinite(answer["delta_h/forward"].stderr)
+
+
 def test_fewer_than_four_folds_give_a_value_without_error_bar_and_cost_as_many_bytes(make_trainer) -> None:
     probe = Answers(num_folds=2)
     trainer = make_trainer(probes=[probe], max_completion_length=8, max_steps=2)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from rl_training.engine.memory import StepMemory
@@ -63,13 +62,6 @@ def test_any_number_of_processes_reads_the_entries_of_an_update_that_any_number_
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         PROBE_STATES, *(f"probes_{rank}.safetensors" for rank in range(1, before))
     ]  # fmt: skip
-    assert_read_by(after, tmp_path)
-
-
-@pytest.mark.parametrize("after", [1, 2])
-def test_an_update_of_an_earlier_version_is_read_which_is_whole(tmp_path: Path, after: int) -> None:
-    whole = {"engine/update": torch.cat(list(UPDATE.values())), "engine/update_step": torch.tensor(4)}
-    save_file(whole, tmp_path / PROBE_STATES, {"probes": "engine", "num_processes": "2", "checksums": "{}"})
     assert_read_by(after, tmp_path)
 
 

@@ -35,4 +35,4 @@ def test_of_a_library_that_is_installed_twice_it_names_the_version_that_is_impor
 
 def test_a_token_on_the_command_line_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "trainer.hub_token=hf_abc", "+api_key=xyz", "seed=1"])
-    assert provenance()["command"] == "train.py trainer.hub_token=*** +api_key=*** seed=1"
+    assert provenance()["command"] == "train.py 'trainer.hub_token=***' '+api_key=***' seed=1"

@@ -397,7 +397,7 @@ def test_command_line_without_records_exits_with_2_naming_the_file(tmp_path, cap
 
 def test_a_damaged_config_is_named_with_the_fix(tmp_path: Path) -> None:
     (record_run(tmp_path, [1]) / "config.yaml").write_text("trainer: [1")
-    with pytest.raises(ValueError, match=r"config\.yaml cannot be read .*: mend or delete it"):
+    with pytest.raises(ValueError, match=r"config\.yaml cannot be read .*: repair or remove it"):
         write_report(tmp_path)
 
 
@@ -411,7 +411,8 @@ def test_command_line_writes_the_report_alone_and_prints_the_table(tmp_path, cap
 
 def test_pictures_are_drawn_where_they_are_asked_for_those_of_interventions_too(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, range(1, 4)) / "logs")
-    effect = {f"intervention/kl/mean_{name}": Estimate(0.1, 0.01, 8) for name in ("delta_h", "delta_reward")}
+    mean = Estimate(0.1, 0.01, 8, detail={"measured_steps": 1})
+    effect = {f"intervention/kl/mean_{name}": mean for name in ("delta_h", "delta_reward")}
     records.write_estimates(3, 1, "interventions", effect)
     main([str(tmp_path), "--pictures", "svg"])
     drawn = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "report").glob("*.svg")}
@@ -520,6 +521,29 @@ def test_the_report_has_the_calibration_where_the_truth_was_measured_and_says_wh
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Predictions against the truth" in page.text
     assert "abc123" in page.text.split("Where this comes from")[-1]
+
+
+def test_slope_and_coverage_are_of_the_recorded_pairs_and_from_eight_on(tmp_path: Path) -> None:
+    """Truths are half of predictions 1 … 9 that err by 1 each: slope Σ ½p² / Σ (p² − 1) = 142.5 / 276.
+
+    Within q √(1 + 0.1²) = 2.37 of 9 differences ½p lie those of 1 … 4. Step 10 lacks a truth, step 11 a prediction.
+    """
+    records = Records(tmp_path / "logs")
+    for step in range(1, 12):
+        records.write_metrics(step, {"reward": 0.5})
+        prediction, truth = Estimate(float(step), 1.0, 8), Estimate(0.5 * step, 0.1, 512)
+        missing = Estimate.missing("not measured")
+        pair = {
+            "delta_h/forward": missing if step == 11 else prediction,
+            "delta_h/true": missing if step == 10 else truth,
+        }
+        records.write_estimates(step, 1, "simple", pair)
+    (chart,) = (chart for chart in draw_figures(read_run(tmp_path)) if chart.name == "calibration")
+    slope, covered = re.findall(r": ([\d.]+) ±", chart.caption)
+    assert slope == "0.516"
+    assert covered == "0.44"
+    (early,) = (chart for chart in draw_figures(read_run(tmp_path).until(7)) if chart.name == "calibration")
+    assert "slope" not in early.caption
 
 
 def test_a_part_that_is_0_is_not_drawn_and_missing_error_bars_are_reported(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
 OURS = (
     *("step/", "update/", "delta_h", "entropy/", "gns", "ess", "sampler/", "covariance", "intervention", "tokens/"),
-    *("buffer", "probe_cost", "calib", "measured/", "delta_length", "delta_reward"),
+    *("buffer", "probe_cost", "measured/", "delta_length", "delta_reward"),
 )
 
 

@@ -39,7 +39,7 @@ LIBRARIES = {
     "probes": {"torch"},
     "records": {
         "torch", "safetensors", "rich", "numpy", "jinja2", "markupsafe", "wandb",
-        "wandb_workspaces", "pandas", "scipy", "yaml", "filelock",
+        "wandb_workspaces", "pandas", "scipy", "yaml",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy"},
     "hosts": {"torch", "numpy"},
@@ -47,9 +47,7 @@ LIBRARIES = {
     "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "yaml", "pandas"},
     "tasks": {
-        "tqdm",
-        "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
-        "safetensors", "reasoning_gym",
+        "torch", "transformers", "tokenizers", "datasets", "numpy", "sympy", "safetensors", "tqdm", "reasoning_gym",
     },
     "job": {
         "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from rl_training.evaluation.workers import Send
+from rl_training.records.lock import locked
 
 
 def kill_itself(send: Send) -> None:
@@ -23,8 +24,6 @@ def leave(send: Send) -> None:
 
 
 def hold(folder: Path, send: Send) -> None:
-    from rl_training.records import evaluated  # not above: it takes pandas
-
-    with evaluated.locked(folder):
+    with locked(folder, ""):
         send("locked")
         kill_itself(lambda _: None)

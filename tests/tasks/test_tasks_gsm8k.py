@@ -1,13 +1,8 @@
-"""The GSM8K task: which answers count, what hostile answers cost, and what a wrong data file is told.
+"""The GSM8K task: which answers count, what hostile answers cost, and what a wrong data file is told."""
 
-The checks of the process that runs math_verify are made on the real process; nothing of it is mocked.
-"""
-
+import builtins
 import json
-import os
-import signal
-import subprocess
-import sys
+import random
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -16,10 +11,9 @@ import datasets
 import pytest
 
 from rl_training.tasks import gsm8k as gsm8k_module
-from rl_training.tasks import math_check
-from rl_training.tasks.gsm8k import given_answer, gsm8k, gsm8k_reward, parse_number
+from rl_training.tasks.gsm8k import given_answer, gsm8k, gsm8k_reward
+from rl_training.tasks.stated_number import parse_number
 
-NUMBER = Fraction(18)
 ROWS = [
     {"question": "Ann's 4 hens lay 5 eggs. She eats 2. How many are left?", "answer": "4 * 5 = 20\n#### 18"},
     {"question": "A van costs $1,000 and {tax} of 8%. What is the price?", "answer": "1000*1.08\n#### 1,080"},
@@ -36,18 +30,36 @@ PLAIN = {
     "0.5": ".5 | 1/2 | 0.50",
     "9" * 150: "9" * 150,
 }
-EQUAL = (
-    r"\frac{36}{2} | $\frac{36}{2}$ | \boxed{18} | \(18\) | 18\text{ dollars} | x = 18 | 20 - 2 | 2 \times 9"
-    r" | \sqrt{324} | 17\frac{2}{2} | 2(3+6)"
-)
-# The grammar by itself would take `17 1`, `9 (9)`, `(9)(9)`, `8\,10` and `18_000` for 18.
-UNEQUAL = (
-    r" | 19 | -18 | 18.0000000000000000000000000001 | 1.8 | 1,8 | 1/0 | \frac{18}{0} | 18 thousand | 18 dozen"
-    r" | 18k | 18M | 18x | 18 hundredths | 18 or 20 | 18, 20 | 18 minus five | eighteen | nan | \infty"
-    r" | 17 1 | 9 (9) | (9)(9) | 8\,10 | 18_000 | She makes 18 dollars"
-    " | \N{ARABIC-INDIC DIGIT ONE}\N{ARABIC-INDIC DIGIT EIGHT} | 18\N{SUPERSCRIPT TWO}"
-    " | \N{FULLWIDTH DIGIT ONE}\N{FULLWIDTH DIGIT EIGHT} | \x00 | \ud800 | " + "0" * 500 + "18"
-)
+EQUAL = {
+    "a formula and its marks": r"\frac{36}{2} | $\frac{36}{2}$ | \boxed{18} | \boxed{\frac{36}{2}} | \(18\) | \[ 18 \]",
+    "a unit": r"18\text{ dollars} | 18\mathrm{km} | 20 - 2 eggs | $20 - $2 | \$20 - \$2 | 6 + 12 \text{ eggs}",
+    "arithmetic": r"20 - 2 | 2*9 | 2 \times 9 | 36 \div 2 | \sqrt{324} | 17\frac{2}{2} | \dfrac{36}{2} | \frac{36}{1+1}"
+    r" | 2(3+6) | 2^{4} + 2 | 3^2 \cdot 2 | \left(18\right) | 18,000/1000",
+    "a lone symbol": r"x = 18 | x=18 | x_1 = 18 | x = \frac{36}{2} | $x = 18$ | \boxed{x = 18} | Total = 18 | x = $18"
+    r" | \text{Total} = 18 | x = 9 + 9 = 18",
+    "equal sides": r"2+16 = 18 | 18 = 18 | 18 = 20 - 2 | 9 + 9 = 18 = 20 - 2 | 6 + 6 + 6 = 18 \text{ eggs}",
+}
+UNEQUAL = {
+    "another number": r" | 19 | -18 | 18.0000000000000000000000000001 | 1.8 | 1,8 | 1/0 | \frac{18}{0} | eighteen | nan"
+    r" | \infty | \sqrt{325} | 2^{0.5} | \frac{180000001}{10000000} | 18 + 10^{-20}",
+    "words that change the number": r"18 thousand | 18 dozen | 18k | 18M | 18x | 18 hundredths | 18 minus five"
+    r" | 18\text{ million} | 18\text{k} | 18\text{ hundred} | 18\text{ (not 17)} | \text{not }18 | \text{not } x = 18"
+    r" | 18 \text{ dollars and 50 cents} | She makes 18 dollars",
+    "an equation that does not hold": r"1 = 18 | 2+2 = 18 | x = 17 = 18 | x = 18 = 17 | 17 = 18 = 18 | 18/17 = 18",
+    "an equation of something else": r"x^{99}+x^{98} = 18 | 18 = x | x = y = 18 | x = | = 18 | x+1 = 18"
+    r" | 2x = 18 | 0x = 18 | xy = 18 | f(x) = 18 | \pi = 18 | \infty = 18 | x == 18",
+    "several numbers": r"18 or 20 | 17 or 18 | 17\text{ or }18 | x = 17 \text{ or } x = 18 | 18, 20 | 17, 18 | 18; 17"
+    r" | x = 18, y = 17 | x = 17,18 | 17 \pm 1 | 18 \pm 0 | \boxed{17}\boxed{18} | \boxed{17}, \boxed{18} | $17$ $18$",
+    "a range or a set": r"17-18 | 17 \ldots 18 | [18, 18] | (17, 18] | \{18\} | \{17, 18\} | x \in \{18\}"
+    r" | x \in [17, 18]",
+    "another relation": r"x > 17 | x \le 18 | x \neq 18 | x \approx 18 | 17 \equiv 18 | 17 \to 18",
+    "more than the number": r"17\boxed{18} | \boxed{18}17 | -\boxed{18} | 18!/17! | \max(1, 18) | 18 \frac{km}{h}",
+    "digits beside one another": r"17 1 | 9 (9) | (9)(9) | 8\,10 | 18_000 | 17\) \(1 | 17$ $1 | $17$ $1$ | 17{1}"
+    r" | {17}{1} | 2{9} | 1\!8 | 1\text{}8 | 17\text{ and }1 | 17 \quad 1 | 17~1 | 2^10 - 1006",
+    "an unknown that cancels": r"x + 18 - x | 18 x/x | 18 + 0 \cdot x | x = 18 - y + y",
+    "other digits": "\N{ARABIC-INDIC DIGIT ONE}\N{ARABIC-INDIC DIGIT EIGHT} | 18\N{SUPERSCRIPT TWO}"
+    " | \N{FULLWIDTH DIGIT ONE}\N{FULLWIDTH DIGIT EIGHT} | \x00 | \ud800 | " + "0" * 500 + "18",
+}
 ENDLESS = [
     "9^{9^{9^9}}",
     r"\frac{1}{" * 20 + "2" + "}" * 20,
@@ -72,36 +84,42 @@ def reward(text: str, right: str = "18") -> float:
     return value
 
 
-def check(text: str, seconds: float = 2.0) -> bool:
-    """What one check says, with the sieve before it and the worker behind it."""
-    (equal,) = math_check.are_equal([(text, NUMBER)], deadline_seconds=seconds)
-    return equal
-
-
-@pytest.fixture
-def no_worker() -> None:
-    """Ends the process that an earlier test has left, so that a new one can be told."""
-    math_check._worker.close()
-
-
 # What counts as the answer.
 
 
 @pytest.mark.parametrize("right", PLAIN)
-def test_a_plain_number_counts_and_starts_no_process(no_worker: None, right: str) -> None:
+def test_a_plain_number_counts(right: str) -> None:
     assert [text for text in PLAIN[right].split(" | ") if reward(text, right) != 1.0] == []
-    assert math_check._worker.pid is None
 
 
-@pytest.mark.parametrize("text", EQUAL.split(" | "))
-def test_an_equal_expression_counts(text: str) -> None:
-    assert parse_number(text) is None
-    assert reward(text) == 1.0
+@pytest.mark.parametrize("kind", EQUAL)
+def test_an_equal_expression_counts(kind: str) -> None:
+    texts = EQUAL[kind].split(" | ")
+    assert [text for text in texts if reward(text) != 1.0] == []
+    assert [text for text in texts if reward(text, "19") != 0.0] == []
 
 
-@pytest.mark.parametrize("text", UNEQUAL.split(" | "))
-def test_anything_else_scores_zero(text: str) -> None:
-    assert reward(text) == 0.0
+@pytest.mark.parametrize("kind", UNEQUAL)
+def test_a_text_that_does_not_state_the_number_scores_zero(kind: str) -> None:
+    assert [text for text in UNEQUAL[kind].split(" | ") if reward(text) != 0.0] == []
+
+
+def test_arithmetic_is_exact_and_follows_the_usual_precedence() -> None:
+    """Against Python's own arithmetic on fractions, on random expressions in both notations."""
+    rng = random.Random(0)
+    for _ in range(300):
+        a, b, c, d = (rng.randint(1, 9) for _ in range(4))
+        value = Fraction(a, b) - c * (d + a) ** 2
+        latex = rf"\frac{{{a}}}{{{b}}} - {c}({d}+{a})^{{2}}"
+        assert reward(latex, str(value)) == 1.0, latex
+        assert reward(f"{a}/{b} - {c}*({d}+{a})**2", str(value)) == 1.0
+        assert reward(latex, str(value + 1)) == 0.0
+
+
+def test_responses_that_state_the_same_number_vote_together() -> None:
+    texts = ("18", "$18.00", r"\boxed{18}", "x = 18", "20 - 2", "17 or 18")
+    votes = [gsm8k_module._vote(f"<answer>{text}</answer>") for text in texts]
+    assert votes == ["18"] * 5 + ["17 or 18"]
 
 
 @pytest.mark.parametrize(
@@ -138,190 +156,19 @@ def test_each_row_has_its_own_answer_in_one_call() -> None:
 # What a hostile answer costs, and what it may run.
 
 
-@pytest.mark.parametrize("text", ENDLESS)
-def test_an_endless_expression_is_stopped_and_the_next_check_is_right(text: str) -> None:
-    math_check._worker.start()
-    started = time.monotonic()
-    assert not check(text, seconds=0.1)
-    assert time.monotonic() - started < 10.0
-    assert check(r"\frac{36}{2}")
+def test_a_hostile_answer_scores_zero_at_once_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*args: object) -> None:
+        raise AssertionError(f"run as code: {args}")
 
-
-def test_a_long_answer_never_reaches_the_process(no_worker: None) -> None:
-    assert [reward(text) for text in ("(" * 100_000, "1+" * 200 + "1", "9" * 10_000)] == [0.0] * 3
-    assert math_check._worker.pid is None
-
-
-def test_a_hostile_batch_ends_within_the_budget_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    pairs = [(f"9^{{9^{{9^{{{n}}}}}}}", NUMBER) for n in range(9, 49)] * 2 + [("x = 18", NUMBER)]
-    math_check._worker.start()
-    started = time.monotonic()
-    assert not any(math_check.are_equal(pairs, deadline_seconds=0.2, budget_seconds=0.2))
-    assert time.monotonic() - started < 10.0  # 16 s of deadlines without the budget
-    assert [record.getMessage()[:16] for record in caplog.records] == ["81 of 81 answers"]
-
-
-def test_equal_answers_are_checked_once_by_a_process_that_is_kept() -> None:
-    assert check("x = 18")
-    pid = math_check._worker.pid
-    assert math_check.are_equal([("x = 17", NUMBER)] + [("x = 18", NUMBER)] * 9) == [False] + [True] * 9
-    assert math_check._worker.pid == pid
-    started = time.monotonic()
-    assert not any(math_check.are_equal([(ENDLESS[0], NUMBER)] * 50, deadline_seconds=0.1))
-    assert time.monotonic() - started < 10.0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory limit and /proc are Linux's")
-def test_the_memory_of_the_process_is_limited() -> None:
-    math_check._worker.start()
-    limits = Path(f"/proc/{math_check._worker.pid}/limits").read_text()
-    (line,) = [line for line in limits.splitlines() if line.startswith("Max address space")]
-    assert line.split()[3] == str(math_check._MAX_WORKER_BYTES)
-
-
-def test_python_code_as_an_answer_does_nothing(tmp_path: Path) -> None:
-    for code in CODE:
-        text = code.replace("FILE", str(tmp_path / "f"))
-        assert reward(text) == 0.0
-        assert not math_check._worker.check(text, NUMBER, 2.0)  # past the sieve for what cannot be a number
+    for name in ("eval", "exec"):
+        monkeypatch.setattr(builtins, name, run)
+    texts = [code.replace("FILE", str(tmp_path / "f")) for code in CODE] + ENDLESS
+    texts += ["(" * 100_000, "1+" * 200 + "1", "9" * 10_000, "9 " * 100, "{" * 199, "a " * 99, "-" * 199 + "1"]
+    for text in texts:
+        started = time.process_time()
+        assert reward(text) == 0.0, text
+        assert time.process_time() - started < 0.2, text
     assert list(tmp_path.iterdir()) == []
-
-
-# Loads the module by its file: importing the package would import torch.
-LOAD = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("math_check", {math_check.__file__!r})
-math_check = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(math_check)
-from fractions import Fraction
-"""
-WATCH_EVAL = """
-import builtins, json
-evaluated = []
-for name in ("eval", "exec"):
-    def spy(source, *args, _real=getattr(builtins, name), **kwargs):
-        value = _real(source, *args, **kwargs)
-        if isinstance(source, str):
-            evaluated.append(source)
-        return value
-    setattr(builtins, name, spy)
-
-import latex2sympy2_extended, sympy
-latex2sympy2_extended.latex2sympy("7")
-assert any("7" in source for source in evaluated), "the spy must see the unguarded grammar evaluate"
-
-check = math_check.load_check()
-del evaluated[:]
-equal = 0
-for text in json.load(sys.stdin):
-    try:
-        equal += check(text, "18")
-    except Exception:
-        pass
-assert equal == 5 and evaluated == [], (equal, evaluated)
-
-x = sympy.Symbol("x")
-for run in (lambda: eval("1 + 1"), lambda: exec("y = 1"), lambda: sympy.sympify("x + 1"),
-            lambda: sympy.parse_expr("1 + 1"), lambda: sympy.lambdify(x, x)):
-    try:
-        run()
-    except (RuntimeError, sympy.SympifyError):
-        continue
-    raise AssertionError("code made from text has run")
-assert not {"torch", "trl", "transformers", "numpy"} & set(sys.modules)
-"""
-
-
-def test_no_answer_reaches_eval_or_exec_and_the_guard_refuses_both() -> None:
-    texts = [r"\frac{36}{2}", "18.0", "1.8E1", "x = 18", r"18 + 0.00 \times 1000", *CODE, "x + y + z"]
-    script = [sys.executable, "-c", LOAD + WATCH_EVAL]
-    subprocess.run(script, input=json.dumps(texts), text=True, check=True, timeout=20)
-
-
-# The life of the process.
-
-
-def _running(of: str, number: int) -> list[str]:
-    """The states of those processes, -p PID or -s SESSION, but not of zombies, whose adoptive parent is slow."""
-    states = subprocess.run(["ps", "-o", "stat=", of, str(number)], capture_output=True, text=True, check=False)
-    return [state for state in states.stdout.split() if not state.startswith("Z")]
-
-
-def _is_running(pid: int) -> bool:
-    return _running("-p", pid) != []
-
-
-def test_no_process_is_left_when_the_trainer_exits() -> None:
-    script = LOAD + "assert math_check.are_equal([('x=18', Fraction(18))])[0]; print(math_check._worker.pid)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=20)
-    assert not _is_running(int(done.stdout))
-    assert done.stderr == ""
-
-
-def test_no_process_is_left_when_the_trainer_is_killed_within_a_check() -> None:
-    check = "math_check._worker.start(); print(flush=True); math_check._worker.check('9^{9^{9^9}}', Fraction(18), 1)"
-    end = time.monotonic() + 20.0
-    with subprocess.Popen(
-        [sys.executable, "-c", LOAD + check], stdout=subprocess.PIPE, start_new_session=True
-    ) as trainer:
-        assert trainer.stdout is not None
-        trainer.stdout.readline()
-        time.sleep(0.2)  # the check has begun
-        assert len(_running("-s", trainer.pid)) == 2
-        trainer.kill()
-    while _running("-s", trainer.pid):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def test_a_forked_child_starts_its_own_process_and_leaves_the_parents_alone() -> None:
-    assert check("x = 18")
-    pid = math_check._worker.pid
-    child = os.fork()
-    if child == 0:
-        apart = check("x = 18") and math_check._worker.pid != pid
-        math_check._worker.close()
-        os._exit(0 if apart else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert check("x = 18")
-    assert math_check._worker.pid == pid
-
-
-def test_a_process_that_died_between_checks_is_started_again() -> None:
-    math_check._worker.start()
-    pid = math_check._worker.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    while _is_running(pid):
-        time.sleep(0.01)
-    assert check("x = 18")
-
-
-def test_the_reply_to_an_interrupted_check_is_not_taken_for_the_next_one() -> None:
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    math_check._worker.start()
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
-            math_check._worker.check(ENDLESS[0], NUMBER, 2.0)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert math_check.are_equal([("x = 18", NUMBER), ("x = 17", NUMBER)]) == [True, False]
-
-
-def test_math_verify_that_cannot_be_imported_is_an_error_with_the_remedy(
-    no_worker: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "math_verify.py").write_text("raise ImportError('no antlr here')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"no antlr here.*pip install math-verify"):
-        reward("x = 18")
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match="pip install math-verify"):
-        gsm8k(str(_write(tmp_path / "rows.jsonl", ROWS)))
 
 
 # The data.

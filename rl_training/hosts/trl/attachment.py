@@ -22,20 +22,26 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import all_ranks
+from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_refusals import refuse_what_is_no_probe
 from rl_training.hosts.trl import batches, patches
 from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.reward_functions import named_rewards
+from rl_training.hosts.trl.scoring_calls import ScoringCalls
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.workspace import CORE
+
+NO_SCORES_TO_CHANGE = (
+    "{trainer}.compute_loss is not made of what " + patches.FORWARD_PASS + " says of its batch, which an intervention "
+    "changes: build on super().compute_loss, or train without interventions"
+)
 
 
 class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
@@ -156,29 +162,21 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         trainer, step = self._trainer, self.driver.open_step
         if not trainer.model.training or step is None:
             return original(model, inputs, *args, **kwargs)
-        scored: list[Any] = []
-
-        def keep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            scored.append(original(*args, **kwargs))
-            return scored[-1]
-
+        calls = ScoringCalls(inputs)
         with contextlib.ExitStack() as undo:
-            wrap(trainer, patches.FORWARD_PASS, keep, undo)
+            wrap(trainer, patches.FORWARD_PASS, calls.keep, undo)
             loss = original(model, inputs, *args, **kwargs)
-        if not scored:  # by a compute_loss of one's own
-            if not (self.probes or self._records or self._loss.on_loss):
-                return loss
-            raise ValueError(
-                f"{type(trainer).__name__}.compute_loss makes no use of {patches.FORWARD_PASS}, which is "
-                "measured: build on super().compute_loss, or train without probes and records"
-            )
-        rollout = self._rollouts.read(inputs)
-        logps, entropies, aux_loss = patches.read_scores(scored[-1], rollout.completion_ids.shape)
-        scores, seen = Scores(logps, entropies, rollout.completion_mask), None
+        rollout, seen, is_kept = self._rollouts.read(inputs), None, bool(step.probes or self._records is not None)
+        found = calls.of(loss)
+        if self._loss.on_loss and (found is None or not found[0].requires_grad):
+            raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
+        scores = self._policy.completed(found, rollout, is_kept)
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
-        if trainer.mask_truncated_completions and (step.probes or self._records is not None):
+        if trainer.mask_truncated_completions and is_kept:
             seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
-        self.driver.microbatch(rollout, scores, aux_loss is not None, seen)
+        # What a loss is made of that is not made of these scores is not known, unless it is a mere number.
+        other_terms = trainer.aux_loss_enabled or (not scores.logps.requires_grad and loss.grad_fn is not None)
+        self.driver.microbatch(rollout, scores, other_terms, seen)
         return loss
 
     # --- the callbacks ------------------------------------------------------------------------------------------------

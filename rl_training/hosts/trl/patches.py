@@ -42,7 +42,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     # returns one microbatch's dictionary, and leaves all of the rollout's in _buffered_inputs
     "_prepare_inputs": ("generation_batch",),
     # returns (log-probabilities (B, T), entropies (B, T), auxiliary loss or None), both with graph
-    FORWARD_PASS: (*("model", "input_ids", "attention_mask", "logits_to_keep", "compute_entropy"),),
+    FORWARD_PASS: ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
     "compute_loss": ("model", "inputs"),
     "training_step": ("model", "inputs", "num_items_in_batch"),
     # returns a tuple that begins with the token ids of each prompt
@@ -100,19 +100,24 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
         )
 
 
-def read_scores(found: Any, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns what training's forward pass has returned: log-probabilities and entropies of this shape, other terms.
+def read_scores(found: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Returns what training's forward pass has returned: log-probabilities of this shape, and entropies if asked for.
 
     ValueError where that is something else.
     """
     scores = f"GRPOTrainer.{FORWARD_PASS}"
     _demand(isinstance(found, tuple) and len(found) == 3, f"{scores} does not return three values")
-    for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
+    named = {"log-probabilities": found[0], **({"entropies": found[1]} if with_entropies else {})}
+    for name, values in named.items():
         returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
         _demand(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
+    return found[0], found[1] if with_entropies else None
+
+
+def demand_graph(loss: Tensor) -> None:
+    """Raises ValueError for a loss that cannot be trained on, and whose log-probabilities have no graph either."""
     merged = "(is an adapter still merged, or switched off, after generation?)"
-    _demand(found[0].grad_fn is not None, f"the log-probabilities of {scores} have no graph {merged}")
-    return found
+    _demand(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")
 
 
 def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:

@@ -88,6 +88,21 @@ class TrainerPolicy(Policy):
         # "ref" is TRL's copy of an adapter that is trained further: without it the model is no reference.
         return "ref" not in getattr(self.model, "peft_config", {}) and super().has_reference
 
+    def completed(self, found: tuple[Tensor, Tensor | None] | None, rollout: Rollout, is_kept: bool) -> Scores:
+        """Returns training's own scores, with what training has not asked for scored here, without graph.
+
+        found    training's log-probabilities, perhaps with entropies; None where its loss takes none
+        is_kept  somebody reads the scores: otherwise what is not there is nan
+        """
+        logps, entropies = found or (None, None)
+        if logps is None or entropies is None:
+            nothing = torch.full_like(rollout.completion_mask, torch.nan, dtype=torch.float32)
+            own = Scores(nothing, nothing, rollout.completion_mask)
+            if is_kept:
+                own = self.score_rollout(rollout, as_training=True, dropout=True)
+            logps, entropies = own.logps if logps is None else logps, own.entropies
+        return Scores(logps, entropies, rollout.completion_mask)
+
     def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
         """Returns these scores with those of hidden rows, (B,), recomputed: training's forward pass masks them.
 

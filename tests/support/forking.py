@@ -1,0 +1,13 @@
+"""Runs a program of the repository whose own processes are forks of it, and need no imports: forking.py PROGRAM …"""
+
+from __future__ import annotations
+
+import multiprocessing
+import runpy
+import sys
+
+if __name__ == "__main__":
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda kind: fork  # type: ignore[assignment]
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
