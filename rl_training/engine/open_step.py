@@ -150,16 +150,20 @@ class OpenStep:
                 fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[rank]]
         return self.folds, fold
 
+    def join_scores(self, rollout: Rollout) -> Scores:
+        """Return the scores of the whole step, (B, T) each, padded to the width of its rollout."""
+        return Scores(
+            logps=in_one_width([scores.logps for scores in self.scores]),
+            entropies=in_one_width([scores.entropies for scores in self.scores]),
+            mask=rollout.completion_mask,
+        )
+
     def join(self, loop: Loop, rollout: Rollout, fold: Tensor, num_folds: int) -> Batch:
         """Returns sequences, scores and loss weights of the whole step, padded to one width.
 
         rollout   all of its microbatches    fold  that each sequence is in, (B,)
         """
-        scores = Scores(
-            logps=in_one_width([scores.logps for scores in self.scores]),
-            entropies=in_one_width([scores.entropies for scores in self.scores]),
-            mask=rollout.completion_mask,
-        )
+        scores = self.join_scores(rollout)
         logp_weights, entropy_weights = (
             in_one_width(
                 [

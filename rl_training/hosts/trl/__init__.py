@@ -14,17 +14,23 @@ if TYPE_CHECKING:
 
 
 def attach(
-    trainer: GRPOTrainer, probes: Sequence[Probe], records: Records | None = None, whole_prompts: bool = False
+    trainer: GRPOTrainer,
+    probes: Sequence[Probe] = (),
+    records: Records | None = None,
+    whole_prompts: bool = False,
+    target_kl_share: float | None = None,
 ) -> Attachment:
     """Returns the attachment of these probes to a trainer: call `.remove()`, or use it as a context manager.
 
-    records        where metrics.jsonl and probes.jsonl are written; without it estimates go to the trainer's log only
-    whole_prompts  keep the responses of a prompt side by side (another order of summation, the same mathematics):
-                   without it what needs folds of whole prompts is nan, with that reason
+    records          where metrics.jsonl and probes.jsonl are written; without it estimates go to the trainer's log only
+    whole_prompts    keep the responses of a prompt side by side (another order of summation, the same mathematics):
+                     without it what needs folds of whole prompts is nan, with that reason
+    target_kl_share  the learning rate of each step follows from its measured KL, so that it is this share of the
+                     policy's entropy (2e-3, say); None: the trainer's rate. This one setting changes training
 
     Raises ValueError, saying what to change, when the trainer already has probes, or when measuring would harm training
     or is impossible. What a single probe cannot measure is nan with the reason.
     """
     from rl_training.hosts.trl.attachment import Attachment  # here: importing `attach` is fast
 
-    return Attachment(trainer, probes, records, whole_prompts)
+    return Attachment(trainer, probes, records, whole_prompts, target_kl_share=target_kl_share)

@@ -17,8 +17,10 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training.engine.batch import LossSettings
+from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.capabilities import MIXED_PROMPTS, REUSED
 from rl_training.engine.driver import StepDriver
+from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import all_ranks
@@ -34,7 +36,7 @@ from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
+from rl_training.records.checkpoint_states import NamedStateful, load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.workspace import CORE
 
@@ -47,7 +49,8 @@ NO_SCORES_TO_CHANGE = (
 class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
     """Probes attached to a trainer, until `remove`. Made by `attach`.
 
-    interventions  what the trainer trains with, one after another
+    interventions    what the trainer trains with, one after another
+    target_kl_share  KL of a step over the policy's entropy, which sets its learning rate: engine/kl_bound.py
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         records: Records | None,
         whole_prompts: bool,
         interventions: Sequence[Intervention] = (),
+        target_kl_share: float | None = None,
     ) -> None:
         if not isinstance(trainer, GRPOTrainer):
             raise ValueError(patches.another_trainer(trainer))
@@ -66,11 +70,12 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             raise ValueError("this trainer already has probes attached: remove() those first, or pass all in one list")
         if whole_prompts:
             patches.refuse_split_prompts(trainer)
-        if probes:
+        self._bound = None if target_kl_share is None else KLBound(target_kl_share)
+        if probes or self._bound:
             patches.refuse_what_cannot_be_measured(trainer)
             patches.warn_of_rare_logs(trainer)
         self._trainer = trainer
-        self.driver = StepDriver(probes)
+        self.driver = BoundedDriver(probes, self._bound) if self._bound else StepDriver(probes)
         self.driver.refuse_impossible_folds(self._shape())
         self.probes = self.driver.probes
         self._policy = TrainerPolicy(trainer)
@@ -154,7 +159,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training:
-            self._rollouts.begin(output, keep_logps=bool(self.probes or self._loss.on_loss))
+            self._rollouts.begin(output, keep_logps=bool(self.probes or self._bound or self._loss.on_loss))
             self._loss.begin(self._rollouts.read(output))
         return output
 
@@ -166,7 +171,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         with contextlib.ExitStack() as undo:
             wrap(trainer, patches.FORWARD_PASS, calls.keep, undo)
             loss = original(model, inputs, *args, **kwargs)
-        rollout, seen, is_kept = self._rollouts.read(inputs), None, bool(step.probes or self._records is not None)
+        rollout, seen, is_kept = (
+            self._rollouts.read(inputs),
+            None,
+            bool(step.probes or self._bound or self._records is not None),
+        )
         found = calls.of(loss)
         if self._loss.on_loss and (found is None or not found[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
@@ -189,7 +198,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             )
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
         self.driver.close()
-        if self.probes:
+        if self.probes or self._bound:
             self._begin_training()
         if self._records is not None:
             self._records.start(after_step=state.global_step)
@@ -250,10 +259,15 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         short = {k: v for k, v in logs.items() if k not in ours and (k in CORE or not k.startswith("probe_cost/"))}
         original(*args, logs=short, **kwargs)
 
+    @property
+    def _stateful(self) -> list[NamedStateful]:
+        """What has a state in a checkpoint."""
+        return [*self.probes, self.driver, *([self._bound] if self._bound else [])]
+
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
         ranks = all_ranks()
-        save_probe_states([*self.probes, self.driver], Path(output_dir), ranks.count, ranks.number)
+        save_probe_states(self._stateful, Path(output_dir), ranks.count, ranks.number)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
@@ -262,4 +276,4 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
         original(checkpoint)
         if checkpoint is not None:
-            load_probe_states([*self.probes, self.driver], Path(checkpoint))
+            load_probe_states(self._stateful, Path(checkpoint))

@@ -46,6 +46,8 @@ class DrGRPOConfig(GRPOConfig):
     loss_type: str = "dr_grpo"
     scale_rewards: str = "none"
     beta: float = 0.0
+    # KL of a step over the policy's entropy, both per token; each step's learning rate follows. None: learning_rate.
+    target_kl_share: float | None = None
     logging_steps: float = 1  # a line per optimizer step in the records
     bf16: bool | None = None
     gradient_checkpointing: bool | None = None  # TRL has True; transformers reads None as False
@@ -156,7 +158,14 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.interventions = tuple(interventions)
-        self.attachment = Attachment(self, probes, records, whole_prompts=True, interventions=trained_with)
+        self.attachment = Attachment(
+            self,
+            probes,
+            records,
+            whole_prompts=True,
+            interventions=trained_with,
+            target_kl_share=self.args.target_kl_share,
+        )
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(each.lr_factor != 1.0 for each in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))

@@ -1,0 +1,49 @@
+"""The driver of a loop with bounded steps: it sets the learning rate before probes look at the step to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_training.engine.batch import join_rollouts
+from rl_training.engine.driver import StepDriver
+from rl_training.engine.kl_bound import KLBound, as_estimates
+from rl_training.engine.open_step import Loop
+from rl_training.engine.probe import Probe
+from rl_training.mathematics.estimate import Estimate
+
+
+class BoundedDriver(StepDriver):
+    """Runs probes at optimizer steps of a bounded length. Every step is bounded, also those that no probe measures."""
+
+    def __init__(self, probes: Sequence[Probe], bound: KLBound) -> None:
+        super().__init__(probes)
+        self.bound = bound
+        self._found: dict[str, Estimate] = {}  # how the rate of the open step was set
+
+    def start(self, loop: Loop) -> None:
+        super().start(loop)
+        self.bound.start(loop.shard, loop.policy, loop.ranks)
+
+    def gradients_ready(self, rollout_number: int) -> None:
+        step = self.open_step
+        assert step is not None
+        self.disarm()
+        rollout = join_rollouts(step.rollouts)
+        with self._aside(), self._clock.timed(self.bound.name):
+            info = self.bound.set_rate(rollout, step.join_scores(rollout))
+        rates = [group["lr"] for group in self._loop.shard.optimizer.param_groups]
+        self._found = as_estimates(info, rates)
+        super().gradients_ready(rollout_number)
+
+    def stepped(self) -> None:
+        self.bound.restore()
+        super().stepped()
+
+    def abandon(self) -> None:
+        self.bound.restore()
+        self._found = {}
+        super().abandon()
+
+    def finish(self) -> dict[str, dict[str, Estimate]]:
+        found, self._found = self._found, {}
+        return super().finish() | ({self.bound.name: found} if found else {})

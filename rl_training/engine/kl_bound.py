@@ -1,0 +1,269 @@
+"""An optimizer step that moves the policy by a set share of its entropy: the learning rate follows from a measured KL.
+
+Before each step the optimizer's formula says what the step will do to the weights, δθ. The policy is scored at θ + f δθ
+on a few responses of the step's own batch, and KL(policy before ‖ after), per token, is measured there:
+
+    target     c · H · s²                 c the set share, H the batch's entropy per token, s the schedule's factor
+    first try  f · √(target / KL of the last step), with f the factor of the last step; at most doubled
+    while KL > 2 target:  f ← f · √(target / KL), by .1 to .7, at most 8 times
+
+and the optimizer steps with its learning rate times f. KL is quadratic in the length of a step, hence the roots: one
+measurement gives the factor, and after the first few steps one pass is all that it takes. The steps of AdamW, Adam and
+SGD are linear in the learning rate, weight decay included, so a factor on the rate is a factor on the step, moments are
+what they would be, and whatever predicts the step with that rate predicts the step that is made.
+
+The schedule keeps its meaning. Its factor on the rate, s, is s² on the target, warm-up included.
+
+Relatives: the trust region of TRPO (Schulman et al. 2015, arXiv:1502.05477), which searches along a line; ACKTR's and
+K-FAC's clipping by a predicted KL (Wu et al. 2017, arXiv:1708.05144), with the same root; the adaptive rates of rsl_rl,
+which act on the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.optimizer import gradients_and_states, view_optimizer
+from rl_training.engine.policy import Policy
+from rl_training.engine.ranks import Ranks
+from rl_training.engine.shards import Shard
+from rl_training.engine.updates import OptimizerPieces, clipping, whole_update
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.folds import response_number
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.vectors import dots
+
+EXCESS = 2.0  # of the target, up to which a step is left as it is
+SMALLEST_CUT, LARGEST_CUT = 0.7, 0.1  # by what one try may change the factor
+LARGEST_GROWTH = 2.0  # from a step to the next
+MAX_TRIES = 8
+SAME = 1e-5  # nats: mean difference of log-probabilities that come from the same weights in fp32
+LEAST_RATIO = 2.5  # of the KL of half a step to that of a quarter: 4 but for rounding and higher orders
+NO_BAR = "no error bar: it describes this step"
+
+
+@dataclass(frozen=True)
+class BoundState:
+    """What one step tells the next; a checkpoint keeps it."""
+
+    factor: float = 1.0  # on the learning rate that the schedule says
+    kl_over_target: float = math.nan  # of the step that was made; nan before the first
+
+
+@dataclass(frozen=True)
+class BoundInfo:
+    """How the factor of a step was found."""
+
+    target: float  # nats per token
+    first_kl: float  # of the first factor that was tried, nats per token
+    kl: float  # of the step that is made
+    tries: int  # factors that were too large
+    first_factor: float
+    factor: float
+
+    @property
+    def share(self) -> float:
+        """The share of the first step that is left."""
+        return self.factor / self.first_factor if self.first_factor else 1.0
+
+
+def search_factor(kl_of: Callable[[float], float], target: float, state: BoundState) -> tuple[BoundState, BoundInfo]:
+    """Find the factor on a step whose KL is at most twice the target.
+
+    Args:
+        kl_of: factor → KL per token of the step that is so much longer, nats; nan or inf where the policy breaks.
+        target: nats per token.
+        state: of the step before.
+
+    Returns:
+        The state for the next step, and how the factor was found.
+
+    >>> state, info = search_factor(lambda factor: 0.04 * factor**2, target=0.01, state=BoundState())
+    >>> info.tries, round(info.factor, 6), round(info.kl, 6)
+    (1, 0.5, 0.01)
+    """
+    factor = state.factor * _growth(state.kl_over_target)
+    first_factor = factor
+    kl = first_kl = kl_of(factor)
+    tries = 0
+    while not kl <= EXCESS * target and tries < MAX_TRIES:
+        factor *= min(SMALLEST_CUT, max(LARGEST_CUT, math.sqrt(target / kl))) if math.isfinite(kl) else LARGEST_CUT
+        kl = kl_of(factor)
+        tries += 1
+    over = kl / target if target > 0.0 else math.nan
+    return BoundState(factor, over), BoundInfo(target, first_kl, kl, tries, first_factor, factor)
+
+
+def _growth(kl_over_target: float) -> float:
+    """Return by what the factor changes after a step with this KL: what would make the next one's KL the target."""
+    if math.isnan(kl_over_target) or kl_over_target <= 0.0:
+        return 1.0  # nothing was measured, or no weight moved
+    return min(LARGEST_GROWTH, max(LARGEST_CUT, 1.0 / math.sqrt(kl_over_target)))
+
+
+class KLBound:
+    """Sets the learning rate of each step such that its KL is the set share of entropy. See the module's docstring.
+
+    All calls are collectives.
+
+    Args:
+        share_of_entropy: c, KL of a step over the policy's entropy, both per token.
+        responses_per_prompt: responses of every prompt that KL is measured on, the first ones.
+
+    Raises:
+        ValueError: the share is not a positive number, or there are no responses to measure on.
+    """
+
+    name = "kl_bound"  # of its state in a checkpoint
+
+    def __init__(self, share_of_entropy: float, responses_per_prompt: int = 2) -> None:
+        if not (isinstance(share_of_entropy, int | float) and 0.0 < share_of_entropy < math.inf):
+            raise ValueError(
+                f"target_kl_share={share_of_entropy!r} must be a positive number, for example 2e-3, or None"
+            )
+        if responses_per_prompt < 1:
+            raise ValueError(f"responses_per_prompt={responses_per_prompt} must be at least 1")
+        self.share_of_entropy, self.responses_per_prompt = float(share_of_entropy), responses_per_prompt
+        self.state = BoundState()
+        self._rates: list[float] = []  # of the optimizer's groups, while others are set
+        self._is_checked = False
+
+    def start(self, shard: Shard, policy: Policy, ranks: Ranks) -> None:
+        """Learn where weights and optimizer lie. Call it when training begins.
+
+        Raises:
+            ValueError: the optimizer's step has no formula, or forward passes round what a step changes.
+        """
+        self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
+        reason = view_optimizer(shard).reason
+        if reason:
+            raise ValueError(f"target_kl_share: {reason.partition(':')[0]}, and the rate follows from the formula")
+
+    def set_rate(self, rollout: Rollout, scores: Scores) -> BoundInfo:
+        """Set the optimizer's learning rates for the step that its gradients are ready for, until `restore`.
+
+        Args:
+            rollout: the sequences of the step.
+            scores: of training's forward pass, (B, T) each.
+        """
+        rows = (response_number(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
+        before = self._scores_before(rollout, scores, rows)
+        step, groups = self._scheduled_step(), self._shard.optimizer.param_groups
+        chosen = take_rows(rollout, rows)
+        held = self._shard.held()
+
+        def kl_of(factor: float) -> float:
+            moved = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in held.items()}
+            with self._policy.with_weights(moved):
+                after = self._policy.score_rollout(chosen)
+            return self._mean_over_tokens(kl_of_tokens(before, after), before.mask)
+
+        entropy = self._mean_over_tokens(scores.entropies, scores.mask)
+        target = self.share_of_entropy * entropy * schedule_factor(groups) ** 2
+        self.state, info = search_factor(kl_of, target, self.state)
+        if not self._is_checked and info.kl > 0.0:
+            refuse_what_is_not_quadratic(kl_of, info)
+            self._is_checked = True
+        self._rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * info.factor
+        return info
+
+    def restore(self) -> None:
+        """Give the optimizer the schedule's learning rates again, once it has stepped."""
+        for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in vars(self.state).items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.state = BoundState(**{name: float(value) for name, value in state.items()})
+
+    def _scores_before(self, rollout: Rollout, scores: Scores, rows: Tensor) -> Scores:
+        """Return the scores of some rows with the weights before the step, as a measurement.
+
+        Training's own are taken where they are those of a measurement: one row is scored once more to see it.
+        """
+        first = self._policy.score_rollout(take_rows(rollout, rows[:1]))
+        apart = (first.logps - scores.logps[rows[:1]])[first.mask.bool()].double().abs().mean().nan_to_num(0.0)
+        if float(self._ranks.largest(apart)) <= SAME:
+            return Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
+        return self._policy.score_rollout(take_rows(rollout, rows))
+
+    def _scheduled_step(self) -> Mapping[str, Tensor]:
+        """Return this process's entries of the step that the optimizer would make with the schedule's rate, by name."""
+        shard = self._shard
+        gradients, view = gradients_and_states(shard, view_optimizer(shard))
+        pieces = OptimizerPieces(shard.layout, shard.weights(), view.states)
+        square = torch.zeros((), dtype=torch.float64, device=shard.layout.device)
+        for piece in pieces:
+            gradient = piece.of(gradients)
+            square += dots(gradient, gradient)
+        clip = float(clipping(self._ranks.reduce(square), view.max_grad_norm))
+        return shard.layout.by_name(whole_update(shard.layout, pieces, gradients, clip))
+
+    def _mean_over_tokens(self, values: Tensor, mask: Tensor) -> float:
+        is_token = mask.bool()
+        sums = torch.stack([values[is_token].double().sum(), is_token.sum().double()])
+        total, count = self._ranks.reduce(sums).tolist()
+        return total / count if count else 0.0
+
+
+def kl_of_tokens(before: Scores, after: Scores) -> Tensor:
+    """Return r − 1 − log r of each sampled token, with r its probability after over before, (B, T), nats.
+
+    Its mean over samples of the policy before is KL(before ‖ after), and it is never negative (Schulman 2020,
+    "Approximating KL divergence"). 0 where the mask is.
+    """
+    log_ratio = (after.logps.double() - before.logps.double()).masked_fill(before.mask == 0, 0.0)
+    return log_ratio.expm1() - log_ratio
+
+
+def schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float:
+    """Return the factor that a schedule has on the learning rate, by the first group that has a rate; 1 without one."""
+    for group in groups:
+        if group.get("initial_lr"):
+            return float(group["lr"]) / float(group["initial_lr"])
+    return 1.0
+
+
+def refuse_what_is_not_quadratic(kl_of: Callable[[float], float], info: BoundInfo) -> None:
+    """Check that half of a step has about four times the KL of a quarter.
+
+    Raises:
+        ValueError: rounding is of the size of the target, so steps would be cut to nothing without a word.
+    """
+    quarter, half = kl_of(info.factor / 4.0), kl_of(info.factor / 2.0)
+    if half < LEAST_RATIO * quarter:
+        raise ValueError(
+            f"target_kl_share: a step with the KL {info.kl:.1e} has {half:.1e} at half its length and {quarter:.1e} at "
+            f"a quarter, where 4 to 1 was to be: rounding hides smaller steps. Keep fp32 weights, or raise the target "
+            f"of {info.target:.1e} nats per token"
+        )
+
+
+def as_estimates(info: BoundInfo, rates: Sequence[float]) -> dict[str, Estimate]:
+    """Return how the step was bounded as metrics.
+
+    Args:
+        rates: of the optimizer's groups, as the step was made with.
+    """
+    numbers = {
+        "target_kl": info.target,
+        "kl": info.kl,
+        "first_kl": info.first_kl,
+        "kept_share": info.share,
+        "tries": float(info.tries),
+        "rate_factor": info.factor,
+        "learning_rate": max(rates, default=math.nan),
+    }
+    return {f"bound/{name}": Estimate(value, reason=NO_BAR) for name, value in numbers.items()}
