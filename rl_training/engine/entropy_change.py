@@ -174,6 +174,7 @@ def _with_quantities(
     level = float(total[1] / total[2]) if per_sequence else 0.0  # without any entropy none to vary
     without = sums_without(total, by_fold, lost, level or None)
     values, stderrs = statistic(total), jackknife_stderr(statistic, total, without)
+    half_step = stderrs[-1] if step.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
     if step.num_folds < FEWEST_FOLDS:
         stderrs = torch.full_like(stderrs, torch.nan)
     reasons = {"entropy": "", "backward": change.why_no_backward, "reuse": step.optimizer.reason}
@@ -188,7 +189,7 @@ def _with_quantities(
     ]
     quantities = {row.name: row for row in (entropy, *averaged)}
     quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
-    return dataclasses.replace(change, quantities=quantities, half_step_stderr=stderrs[-1])
+    return dataclasses.replace(change, quantities=quantities, half_step_stderr=half_step)
 
 
 # --- sums over folds --------------------------------------------------------------------------------------------------

@@ -97,7 +97,8 @@ class EntropyChange:
     update: Vector | None = None  # what the rounding of the weights leaves of it: in fp32 the same vector
     levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `why_none` is ""
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
-    half_step_stderr: Tensor | None = None  # (2,), of ½(forward + backward) from this batch; with Need.ENTROPY_CHANGE
+    # (2,), of ½(forward + backward) from this batch, of two folds or more: of a sum; with Need.ENTROPY_CHANGE
+    half_step_stderr: Tensor | None = None
     rows: Vector | None = None  # (F, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
     steps_without: StepsWithoutFolds | None = None  # each fold; where `why_no_forward` is ""
 

@@ -31,6 +31,7 @@ class Quantity:
     # (2,): batches of equal variance that the error is from, Satterthwaite's
     batches: Tensor = field(default_factory=lambda: torch.ones(2))
     stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
+    remark: str = ""  # on a value or an error bar that is there, or why the bar alone is not
 
     def unless(self, reason: str) -> Quantity:
         """Returns this quantity, but nan with the reason if there is one."""
@@ -54,5 +55,7 @@ class Quantity:
             detail: dict[str, str | float] = {}
             if not math.isnan(error) and self.stderr_of_batch is not None:
                 detail["stderr_of_batch"] = float(self.stderr_of_batch[unit])
-            estimates.append(Estimate(value, error, num_samples, missing or no_error, self.about_step, detail))
+            estimates.append(
+                Estimate(value, error, num_samples, missing or no_error or self.remark, self.about_step, detail)
+            )
         return estimates

@@ -113,7 +113,7 @@ class SimpleEntropyProbe(Probe):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in state.items():
-            if name.startswith("sum.") and name != "sum.step" and tensor.shape != (len(UNITS),):
+            if name == "sum.level" and tensor.shape != (len(UNITS),):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(len(UNITS),)}")
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
 

@@ -1,4 +1,4 @@
-"""Claims on the running sum of trapezoids: what it sums, how sure it is, and that a gap stays a gap."""
+"""Claims on the running sum of trapezoids: what it sums, how sure it is, and how gaps are bridged."""
 
 import math
 
@@ -143,25 +143,98 @@ def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_a
     assert known[1:] == pytest.approx([(1 + 1) ** 2 / 2, (1 + 2 + 1) ** 2 / 6, (1 + 2 + 3 + 1) ** 2 / 15])
 
 
-def test_step_left_out_makes_the_predicted_sum_nan_for_good_and_not_the_measured_one() -> None:
+def test_a_step_that_was_left_out_is_bridged_by_the_measured_change_and_said() -> None:
     plain = batches(seed=3)
     answers = feed(TrapezoidSum(), plain, [1, 2, 3, 5, 6, 7])
+    level_difference = tensor(plain[3].level) - tensor(plain[2].level)
     for last, terms in enumerate(answers):
-        assert terms.predicted.value.isnan().all() == (last >= 3)
+        bridged = level_difference - (twin_sum(plain, 3) - twin_sum(plain, 2)) if last >= 3 else 0.0
+        close(terms.predicted.value, twin_sum(plain, last) + bridged)
         close(terms.measured.value, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
+        assert terms.predicted.remark == ("bridged: 2 steps by the measured change, the last of them 4" * (last >= 3))
     assert answers[3].trapezoid.value.isnan().all()
-    for last in (4, 5):
-        close(answers[last].trapezoid.value, twin_sum(plain, last) - twin_sum(plain, last - 1))
+    assert (answers[3].predicted.stderr > twin_variance(plain, 3).sqrt()).all()
 
 
-@pytest.mark.parametrize("missing", ["forward", "backward"])
-def test_one_nan_makes_the_predicted_sum_nan_for_good_and_not_the_measured_one(missing: str) -> None:
+def test_a_step_without_forward_is_bridged_by_backward_alone_and_the_usual_second_order_widens_the_bar() -> None:
     plain = batches(seed=4)
-    setattr(plain[2], missing, [math.nan] * 6)
-    first_hole = 3 if missing == "forward" else 2
-    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
-        assert terms.predicted.value.isnan().all() == (last >= first_hole)
-        assert not terms.measured.value.isnan().any()
+    plain[2].forward = [math.nan] * 6
+    answers = feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))
+    halves = [0.5 * (tensor(plain[j + 1].backward) - tensor(plain[j].forward)) for j in (0, 1)]
+    second_order = (0.5 * (halves[0].square() + halves[1].square())).sqrt()
+    close(answers[3].predicted.value, twin_sum(plain, 2) + tensor(plain[3].backward))
+    # ½F_1; the half step of batch 2; ½B_3, of which nothing follows; B_4; and what second order leaves.
+    parts = zip(plain[0].forward_var, plain[2].backward_var, plain[3].backward_var, strict=True)
+    others = tensor([0.25 * f + 0.25 * b + after for f, b, after in parts])
+    close(answers[3].predicted.stderr.square(), others + plain[1].terms()[3].square() + second_order.square())
+    assert answers[3].predicted.remark == "bridged: step 3 by backward alone"
+    assert not answers[2].predicted.remark
+
+
+def test_before_any_step_has_a_trapezoid_there_is_no_prediction_and_afterwards_its_sum_covers_all_steps() -> None:
+    """As of a probe that measures every second step, and of one whose first step cannot be predicted."""
+    plain = batches(seed=5)
+    for terms in feed(TrapezoidSum(), plain, [1, 3, 5, 7, 9, 11])[1:]:
+        assert terms.predicted.value.isnan().all()
+        assert terms.predicted.reason
+    plain[0].forward = [math.nan] * 6
+    _, second, third, *_ = feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))
+    assert second.predicted.value.isnan().all()
+    trapezoid = 0.5 * (tensor(plain[1].forward) + tensor(plain[2].backward))
+    close(third.predicted.value, tensor(plain[1].level) - tensor(plain[0].level) + trapezoid)
+
+
+def test_measured_changes_in_a_row_have_the_error_of_their_ends() -> None:
+    """The level of a batch between them cancels."""
+    plain, total = batches(seed=6), TrapezoidSum()
+    feed(total, plain[:2], [1, 2])
+    two, four = total.add(4, *plain[2].terms()), total.add(6, *plain[3].terms())
+    without_ends = [
+        terms.predicted.stderr.square() - tensor(batch.level_var)
+        for terms, batch in zip((two, four), plain[2:], strict=False)
+    ]
+    close(*without_ends)
+
+
+def test_a_batch_without_an_error_bar_takes_the_sums_bar_and_says_so() -> None:
+    plain, total = batches(seed=7), TrapezoidSum()
+    feed(total, plain[:2], [1, 2])
+    level, forward, backward, _ = plain[2].terms()
+    total.add(3, level, forward, backward, tensor([math.nan] * 6))
+    predicted = total.add(4, *plain[3].terms()).predicted
+    assert predicted.value.isfinite().all()
+    assert predicted.stderr.isnan().all()
+    assert "too few folds" in predicted.remark
+
+
+def test_bars_of_bridged_sums_cover_the_truth() -> None:
+    """Of 4000 runs at once, whose steps have a second order and whose batches have one noise in all that they say."""
+    steps, runs, curvature = 24, 4000, 0.2
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(sd: float) -> Tensor:
+        return sd * torch.randn(runs, generator=generator, dtype=torch.float64)
+
+    one = torch.ones(runs, dtype=torch.float64)
+    changes = [noise(1.0) for _ in range(steps)]
+    total, truth, level = TrapezoidSum(), torch.zeros(runs, dtype=torch.float64), 0.0
+    for step in range(steps):
+        common = noise(0.3)
+        forward = changes[step] - curvature + common + noise(0.4)
+        backward = (changes[step - 1] + curvature if step else 0.0) + 0.5 * common + noise(0.3)
+        if step in (6, 13):
+            forward = forward * math.nan
+        values = zip((level + common + noise(0.5), forward, backward), (0.34, 0.25, 0.1125), strict=True)
+        quantities = [Quantity("", value, one * math.sqrt(variance), step, batches=one) for value, variance in values]
+        if step != 18:  # whose batch is not measured
+            half_step = math.sqrt(0.25 * ((1.5 * 0.3) ** 2 + 0.4**2 + 0.3**2))
+            predicted = total.add(step, *quantities, one * half_step).predicted
+            off = (predicted.value - truth) / predicted.stderr
+            if step:
+                assert float((off.abs() < 1.96).double().mean()) > 0.93, step
+        truth = truth + changes[step]
+        level = truth
+    assert float(off.std()) > 0.7  # and not for being useless
 
 
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 4])
