@@ -30,8 +30,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
+from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
@@ -69,6 +71,7 @@ def measured_loop(
     sample: Sample | None = None,
     decode: Callable[[Tensor], str] = lambda ids: " ".join(map(str, ids.tolist())),
     sampling_mismatch: str = "",
+    target_kl_share: float | None = None,
 ) -> MeasuredLoop:
     """Returns the context in which these probes measure a training loop. See the module's docstring.
 
@@ -84,6 +87,8 @@ def measured_loop(
                           the call and restored after it. None: what needs fresh responses is nan
     decode                the text of a sequence of token ids; by default the ids themselves
     sampling_mismatch     why the responses are not samples of the policy (e.g. top-p): most estimates are then nan
+    target_kl_share       sets the learning rate of each step such that its KL is this share of the policy's entropy,
+                          2e-3 say; None: the loop's rate. The one setting that changes training
 
     Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
     """
@@ -104,14 +109,17 @@ def measured_loop(
         no_fresh_responses="" if sample is not None else NO_SAMPLE,
         fixes=Fixes(dr_grpo="say dr_grpo=True where the loss is Dr-GRPO's"),
     )
-    return MeasuredLoop(probes, loop, records)
+    return MeasuredLoop(probes, loop, records, None if target_kl_share is None else KLBound(target_kl_share))
 
 
 class MeasuredLoop:
     """Probes on a plain loop, until the end of its context. Made by `measured_loop`."""
 
-    def __init__(self, probes: Sequence[Probe], loop: Loop, records: Records | None) -> None:
-        self._driver, self._loop, self._policy = StepDriver(probes), loop, loop.policy
+    def __init__(
+        self, probes: Sequence[Probe], loop: Loop, records: Records | None, bound: KLBound | None = None
+    ) -> None:
+        self._driver, self._bound = BoundedDriver(probes, bound) if bound else StepDriver(probes), bound
+        self._loop, self._policy = loop, loop.policy
         self._driver.refuse_impossible_folds(loop.shape)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
@@ -193,12 +201,12 @@ class MeasuredLoop:
             raise ValueError(f"this step has more microbatches than measured_loop(microbatches={len(step.rollouts)})")
         if rollout.on_policy and self._learned == self._rollout_number:
             raise ValueError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
-        if step.probes and not self._scores_checked:
+        if (step.probes or self._bound) and not self._scores_checked:
             loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
             self._scores_checked = True
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)
-            if step.probes:
+            if step.probes or self._bound:
                 entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
         self._driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), other_terms)
 
@@ -238,7 +246,7 @@ class MeasuredLoop:
 
     @property
     def _stateful(self) -> Sequence[NamedStateful]:
-        return [*self._driver.probes, self._driver]
+        return [*self._driver.probes, self._driver, *([self._bound] if self._bound else [])]
 
     def _step(self) -> OpenStep:
         assert self._driver.open_step is not None

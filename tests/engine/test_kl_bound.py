@@ -1,0 +1,250 @@
+"""A step that may move the policy by a set share of its entropy: the rule by itself, and in trainings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import loss_of, microbatches, scores_of
+from shared_rollouts import MICROBATCH, G
+from torch import Tensor
+from trainers import FEW, SGD, SHAPE, differing, ending, trained_weights
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import DrGRPOTrainer, SimpleEntropyProbe, attach, measured_loop
+from rl_training.engine.kl_bound import BoundState, KLBound, kl_of_tokens, schedule_factor, search_factor
+from rl_training.mathematics.scores import Scores
+from rl_training.tasks.models import load_tiny
+
+SHARE = 2e-3
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [1e-4, 0.1, 1.0, 30.0, 1e6])
+def test_a_quadratic_kl_is_brought_to_its_target_from_any_start(start: float) -> None:
+    state = BoundState(start, math.nan)
+    for _ in range(30):
+        state, info = search_factor(lambda factor: 0.7 * factor**2, 0.01, state)
+        assert info.kl <= 0.02 or info.tries == 8
+    assert state.factor == pytest.approx(math.sqrt(0.01 / 0.7))
+    assert info.tries == 0
+
+
+def test_a_step_within_twice_the_target_is_left_as_it_is() -> None:
+    _, info = search_factor(lambda factor: 0.019 * factor**2, 0.01, BoundState())
+    assert (info.factor, info.share, info.tries) == (1.0, 1.0, 0)
+
+
+def test_a_step_that_breaks_the_policy_is_cut_until_it_does_not() -> None:
+    def kl_of(factor: float) -> float:
+        return math.nan if factor > 3.0 else math.inf if factor > 0.5 else factor**2
+
+    state, info = search_factor(kl_of, 1e-2, BoundState(100.0, math.nan))
+    assert info.kl <= 2e-2
+    assert info.share == pytest.approx(state.factor / 100.0)
+
+
+def test_where_no_weight_moves_the_next_factor_is_the_same() -> None:
+    state, info = search_factor(lambda factor: 0.0, 1e-2, BoundState(0.3, 1.0))
+    after, _ = search_factor(lambda factor: 0.0, 1e-2, state)
+    assert (info.factor, after.factor) == (0.3, 0.3)
+
+
+def test_growth_from_step_to_step_is_at_most_a_factor_of_two() -> None:
+    state, _ = search_factor(lambda factor: 1e-12 * factor**2, 1e-2, BoundState())
+    _, info = search_factor(lambda factor: 1e-12 * factor**2, 1e-2, state)
+    assert info.factor == 2.0
+
+
+def test_the_mean_over_a_policys_own_tokens_is_the_kl_divergence() -> None:
+    before, after = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
+    tokens = torch.arange(3)
+    mask, nothing = torch.ones(3, 1), torch.zeros(3, 1)
+    values = kl_of_tokens(Scores(before[tokens, None], nothing, mask), Scores(after[tokens, None], nothing, mask))
+    exact = (before.exp() * (before - after)).sum()
+    torch.testing.assert_close((before.exp() * values.squeeze(1)).sum(), exact)
+
+
+def test_a_schedules_factor_is_read_from_the_optimizer() -> None:
+    assert schedule_factor([{"lr": 0.1, "initial_lr": 0.4}]) == 0.25
+    assert schedule_factor([{"lr": 0.1}]) == 1.0
+
+
+@pytest.mark.parametrize("share", [0.0, -1e-3, math.nan, math.inf, "2e-3"])
+def test_a_share_that_is_no_positive_number_is_refused(share: Any) -> None:
+    with pytest.raises(ValueError, match="must be a positive number"):
+        KLBound(share)
+
+
+# --- in training ------------------------------------------------------------------------------------------------------
+
+
+def numbers_of(trainer: Any) -> list[dict[str, float]]:
+    """Return what was logged of the bound at each step."""
+    rows = [{k: v for k, v in row.items() if k.startswith("bound/")} for row in trainer.state.log_history]
+    return [row for row in rows if row]
+
+
+class Onlooker(DrGRPOTrainer):
+    """Keeps the sequences that its steps are made of."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        batch = super()._prepare_inputs(inputs)
+        self.seen = [*getattr(self, "seen", []), {k: v for k, v in batch.items() if isinstance(v, Tensor)}]
+        return batch
+
+
+def kl_by_hand(model: Any, batches: list[dict[str, Tensor]], before: Tensor, after: Tensor, responses: int) -> float:
+    """Return the KL of two weight vectors on the first responses of each prompt, from two plain forward passes."""
+    logps = []
+    for weights in (before, after):
+        torch.nn.utils.vector_to_parameters(weights, model.parameters())
+        rows = []
+        for batch in batches:
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            there = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+            with torch.no_grad():
+                logits = model(input_ids=ids, attention_mask=there).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
+            picked = logits.double().log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+            chosen = torch.arange(len(ids)) % 4 < responses
+            rows.append(picked[chosen][batch["completion_mask"][chosen].bool()])
+        logps.append(torch.cat(rows))
+    ratio = (logps[1] - logps[0]).exp()
+    return float((ratio - 1 - ratio.log()).mean())
+
+
+def test_the_step_that_is_made_has_the_kl_that_is_reported(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(Onlooker, target_kl_share=SHARE, **SHAPE | {"max_steps": 1, "learning_rate": 1e-2})
+    before = torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
+    trainer.train()
+    after = torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
+    (said,) = numbers_of(trainer)
+    model = trainer.model.eval()
+    found = kl_by_hand(model, trainer.seen, before, after, responses=2)
+    assert found == pytest.approx(said["bound/kl"], rel=1e-3)
+    assert found <= 2 * said["bound/target_kl"]
+    assert said["bound/first_kl"] > 100 * said["bound/target_kl"]
+    assert said["bound/learning_rate"] == pytest.approx(1e-2 * said["bound/kept_share"])
+
+
+@pytest.mark.parametrize("optimizer", [{}, SGD, {"max_grad_norm": 1e-3, "weight_decay": 0.5}])
+def test_the_step_is_a_multiple_of_the_step_without_the_bound(
+    make_trainer: Callable[..., Any], optimizer: dict[str, Any]
+) -> None:
+    settings = SHAPE | {"max_steps": 1} | optimizer
+    moves = []
+    for share in (None, 1e-4):
+        trainer = make_trainer(target_kl_share=share, **settings)
+        before = trained_weights(trainer)
+        trainer.train()
+        moves.append(trained_weights(trainer) - before)
+    factor = numbers_of(trainer)[0]["bound/rate_factor"]
+    assert factor < 0.5
+    torch.testing.assert_close(moves[1], factor * moves[0], rtol=1e-3, atol=1.2e-7)  # of weights in fp32
+
+
+def test_what_is_predicted_is_the_step_that_is_made(make_trainer: Callable[..., Any]) -> None:
+    """A step whose rate was found is measured as one that was started with that rate."""
+    settings = SHAPE | {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    bounded = make_trainer(probes=[SimpleEntropyProbe()], target_kl_share=1e-4, **settings | {"learning_rate": 1e-2})
+    bounded.train()
+    rates = [row["bound/learning_rate"] for row in numbers_of(bounded)]
+    plain = make_trainer(probes=[SimpleEntropyProbe()], **settings | {"learning_rate": rates[0]})
+    for group in plain.create_optimizer().param_groups:
+        group["lr"] = rates[0]
+
+    def set_rate(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for group in plain.optimizer.param_groups:
+            group["lr"] = rates[state.global_step]
+
+    plain.callback_handler.callbacks[0].on_step_begin = set_rate
+    plain.train()
+    assert torch.equal(trained_weights(plain), trained_weights(bounded))
+    for name in ("delta_h/forward", "delta_h/backward", "step/formula_error", "delta_h/cumulative_predicted"):
+        one, other = plain.attachment.latest[name], bounded.attachment.latest[name]
+        assert (one.value, one.stderr) == pytest.approx((other.value, other.stderr), nan_ok=True), name
+
+
+def test_the_schedules_factor_is_squared_on_the_target(make_trainer: Callable[..., Any]) -> None:
+    probes = [SimpleEntropyProbe(num_folds=4)]  # which knows the entropy over all tokens
+    settings = SHAPE | {"max_steps": 4, "lr_scheduler_type": "linear", "target_kl_share": SHARE}
+    trainer = make_trainer(probes=probes, **settings)
+    trainer.train()
+    targets = [row["bound/target_kl"] for row in numbers_of(trainer)]
+    entropies = [row["entropy/token"] for row in trainer.state.log_history if "entropy/token" in row]
+    for step, (target, entropy) in enumerate(zip(targets, entropies, strict=True)):
+        assert target == pytest.approx(SHARE * entropy * (1 - step / 4) ** 2)
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+    assert rates == pytest.approx([3e-3 * (1 - step / 4) for step in range(4)])  # the schedule's own, as before
+
+
+def test_probes_do_not_change_a_bounded_training(make_trainer: Callable[..., Any]) -> None:
+    settings = FEW | {"target_kl_share": SHARE, "learning_rate": 1e-2, "max_steps": 3}
+    bare = ending(make_trainer(**settings))
+    measured = ending(make_trainer(probes=[SimpleEntropyProbe(num_folds=2)], **settings))
+    assert differing(bare, measured) == []
+
+
+def test_a_resumed_training_is_bitwise_the_uninterrupted_one(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    settings = FEW | {"target_kl_share": SHARE, "learning_rate": 1e-2, "max_steps": 4, "save_strategy": "steps"}
+    whole = make_trainer(**settings | {"save_steps": 2})
+    whole.train()
+    resumed = make_trainer(**settings | {"save_steps": 2, "output_dir": str(tmp_path / "other")})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-2"))
+    assert torch.equal(trained_weights(whole), trained_weights(resumed))
+    assert numbers_of(whole)[2:] == numbers_of(resumed)[-2:]
+
+
+def test_an_optimizer_without_a_formula_is_refused_in_one_line(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(target_kl_share=SHARE, **FEW | {"optim": "adafactor"})
+    with pytest.raises(ValueError, match=r"target_kl_share: the step of .*Adafactor has no formula here"):
+        trainer.train()
+
+
+def test_rounding_that_hides_small_steps_is_said_and_refused(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(
+        target_kl_share=1e-7, dtype=torch.bfloat16, **FEW | {"learning_rate": 1e-2, "bf16": True, "max_steps": 3}
+    )
+    with pytest.raises(ValueError, match="rounding hides smaller steps"):
+        trainer.train()
+
+
+def test_a_plain_loop_is_bounded_by_one_argument() -> None:
+    losses, count = [], len(microbatches(1))
+    for share in (None, SHARE):
+        torch.manual_seed(0)
+        model = load_tiny()[0].train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with measured_loop(
+            model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=count, dr_grpo=True,
+            target_kl_share=share,
+        ) as measured:  # fmt: skip
+            with measured.step(1) as metrics:
+                for part in microbatches(1):
+                    logps, entropies = scores_of(model, part)
+                    measured.microbatch(part, logps, entropies.detach())
+                    loss_of(logps, part, count).backward()
+                measured.gradients_ready()
+                optimizer.step()
+            losses.append(dict(metrics))
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert losses[1]["learning_rate"] < 0.1 * losses[0]["learning_rate"]
+    assert measured.latest["bound/kl"].value <= 2 * measured.latest["bound/target_kl"].value
+
+
+def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL)
+    with attach(trainer, target_kl_share=SHARE):
+        trainer.train()
+    first, *_ = numbers_of(trainer)
+    assert first["bound/first_kl"] > 10 * first["bound/target_kl"]
+    assert first["bound/kl"] <= 2 * first["bound/target_kl"]
+
+
+PLAIN_TRL: dict[str, Any] = {"use_cpu": True, "bf16": False, "learning_rate": 1e-2, "loss_type": "dapo"}
