@@ -34,6 +34,7 @@ from rl_training.job.command_line import SIGNALS, Interrupted, Launch, libraries
 from rl_training.job.explain import quoted
 from rl_training.job.loggers import MetricsLogger
 from rl_training.job.run_folder import release_run_folder
+from rl_training.job.waiting import timeouts_explained
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
@@ -149,7 +150,8 @@ class TrainingRun:
         if 0 < self.trainer.args.max_steps <= taken:
             logger.warning(f"{self.run_dir} has taken its {taken} steps: raise trainer.max_steps to train longer")
             return
-        with self.stop.listening(), libraries_refuse(unless=lambda: self.trainer.state.global_step > taken):
+        named = timeouts_explained(self.trainer.args.ddp_timeout)
+        with self.stop.listening(), libraries_refuse(unless=lambda: self.trainer.state.global_step > taken), named:
             self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         if self.trainer.state.global_step <= taken:
             raise ValueError("nothing was trained, not one step: is the training set too small for a step?")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
+from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.run_settings import refuse_other_settings
+from rl_training.job.waiting import watch_for_waiting
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import (
     SHARDED_BY,
@@ -42,8 +45,11 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     `additional_steps` are added to those that were taken, and then spent: config.yaml says how far the run goes.
     """
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
-    state = PartialState(cpu=use_cpu)
+    # This opens the process group, so its timeout is given here: where the trainer gives it, it comes too late.
+    timeout = timedelta(seconds=cfg.trainer.get("ddp_timeout", DrGRPOConfig.ddp_timeout))
+    state = PartialState(cpu=use_cpu, timeout=timeout)
     check_number_of_processes(state.num_processes)
+    watch_for_waiting()
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
     if cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir()):

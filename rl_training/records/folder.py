@@ -9,7 +9,7 @@ LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and what dashboards keep on 
 # Prefixes of settings that do not affect training: where it writes, how far it goes, what watches it.
 NOT_OF_TRAINING = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                    "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
-                   "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.",
+                   "trainer.project", "trainer.ddp_timeout", "trainer.eval_", "trainer.dataloader_", "provenance.",
                    "rollouts.", "logger.", "additional_steps")  # fmt: skip
 COMPARISON_FILE = "comparison.html"  # of several runs: in the folder where the command was given
 TRAINING_STATE = "training_state"  # the checkpoint-N folders
