@@ -16,6 +16,7 @@ from rl_training.job.build import build_restored
 from rl_training.job.loggers import loggers_of
 from rl_training.job.run_settings import run_settings
 from rl_training.job.settings import check_analysis, name_of
+from rl_training.job.stored_settings import as_written
 from rl_training.offline import probe
 from rl_training.offline.kernel_at_checkpoint import add_kernel
 from rl_training.offline.phases import short_memory_says_what_to_lower
@@ -23,9 +24,10 @@ from rl_training.offline.results import print_table, write_log, write_result
 from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import sweep_tables
 from rl_training.records.checkpoints import checkpoints_named
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
-from rl_training.records.frames import OFFLINE, RESULT_FILE, read_analysis
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, OFFLINE
+from rl_training.records.frames import RESULT_FILE, read_analysis
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.links import refuse_links_out
 from rl_training.records.masking import without_secrets
 from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_analyses_page
@@ -59,7 +61,9 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
     name = name_of(str(values["name"]))
     folders = {}
     for checkpoint in checkpoints:
-        home = Path(values["output"] or (_run_of(checkpoint) or checkpoint.resolve().parent) / OFFLINE)
+        beside = _run_of(checkpoint) or checkpoint.resolve().parent
+        home = Path(values["output"] or beside / OFFLINE)
+        refuse_links_out(*((home, name) if values["output"] else (beside, OFFLINE)))
         folders[checkpoint] = home / name / checkpoint.name
     folder, times = Counter(folders.values()).most_common(1)[0]
     if times > 1:
@@ -85,7 +89,7 @@ def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mappin
     with short_memory_says_what_to_lower("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, settings))
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
-    values = without_secrets({"offline": overrides, "run": OmegaConf.to_container(run, resolve=True)})
+    values = without_secrets({"offline": overrides, "run": as_written(OmegaConf.to_container(run, resolve=True))})
     log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, settings.log, values)
     if restored.rank == 0:
         write_result(path, restored, analysis, values, log)

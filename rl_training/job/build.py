@@ -16,12 +16,13 @@ from transformers.utils import logging
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
-from rl_training.job.explain import check_kind, did_you_mean, make
+from rl_training.job.explain import check_kind, did_you_mean
 from rl_training.job.loggers import put_loggers
 from rl_training.job.run import StepProgress, StopAtStepEnd, TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
-from rl_training.job.run_settings import lost_place
+from rl_training.job.run_settings import MADE, lost_place
 from rl_training.job.settings import check_run, check_settings
+from rl_training.job.stored_settings import make, refuse_marked
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken
@@ -68,7 +69,7 @@ def _build(cfg: DictConfig) -> TrainingRun:
     stop = StopAtStepEnd()
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
-    config["provenance"] = {name: text.replace("${", r"\${") for name, text in provenance().items()}  # for OmegaConf
+    config["provenance"] = provenance()
     config["provenance"]["loss"] = trainer.loss_in_words
     if cfg.get("branch") is not None:
         config["provenance"]["branch"] = (
@@ -88,8 +89,12 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         # One microbatch: how training would split U does not change its mean gradient.
         cfg = cfg.copy()
         cfg.run_dir, output = scratch, f"{scratch}/{TRAINING_STATE}"
-        silent = {"report_to": [], "eval_strategy": "no", "save_strategy": "no", "output_dir": output}
+        silent = {
+            "report_to": [], "eval_strategy": "no", "save_strategy": "no", "output_dir": output, "push_to_hub": False,
+            "log_completions_hub_repo": None,
+        }  # fmt: skip
         OmegaConf.update(cfg, "trainer", silent, merge=True, force_add=True)
+        refuse_marked(cfg, *MADE)
         check_settings(cfg)
         _check_fields(cfg.trainer)
         args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)

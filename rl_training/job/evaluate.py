@@ -29,6 +29,7 @@ from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
 from rl_training.job.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
 from rl_training.job.loggers import MetricsLogger, loggers_of
+from rl_training.job.stored_settings import as_written
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import (
     TABLE_FILE,
@@ -176,7 +177,7 @@ class _Evaluation:
 
     def _log(self, step: int, metrics: dict[str, Estimate]) -> None:
         if self.loggers is None:
-            self.loggers = [] if self.plan.run is None else loggers_of(self.plan.run, self.plan.config)
+            self.loggers = [] if self.plan.run is None else loggers_of(self.plan.run, as_written(self.plan.config))
             for dashboard in self.loggers:
                 dashboard.start(after_step=0)
         named = {f"{self.plan.prefix}{name}": e for name, e in metrics.items()}

@@ -24,12 +24,13 @@ from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.policy import load_policy
 from rl_training.evaluation.responses import Response, batches_of, choose_rows, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
-from rl_training.job.explain import differences, make
-from rl_training.job.run_settings import load_settings
+from rl_training.job.explain import differences
 from rl_training.job.settings import check_evaluation
+from rl_training.job.stored_settings import MARK, as_written, load_settings, make, refuse_marked
 from rl_training.records.checkpoints import steps_taken
-from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
-from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE, checkpoints_of
+from rl_training.records.evaluated import SETTINGS, read_step, write_settings
+from rl_training.records.folder import CONFIG_FILE, EVALUATIONS, TRAINING_STATE, checkpoints_of
+from rl_training.records.links import leads_out_of_its_run, refuse_links_out
 from rl_training.records.masking import without_masks, without_secrets
 from rl_training.tasks.task import Task, as_task
 
@@ -96,6 +97,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     if run is not None and (run / CONFIG_FILE).is_file():
         own = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
     config, own_task = _lay_over(own, values)
+    refuse_marked(config, "data", "model")  # here, in place of once for each checkpoint
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
     options, metrics = OmegaConf.create(values["evaluation"]), values["metrics"]
     for key, default in (("max_completion_length", 256), ("temperature", 1.0)):
@@ -106,6 +108,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     root = Path(values["output"]) if values["output"] else run
     if root is None:
         raise ValueError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
+    refuse_links_out(root, *(() if root == run else (EVALUATIONS,)))
     for metric in metrics:
         if metric in BUILT_IN:
             raise ValueError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
@@ -113,7 +116,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     if num_rows == 0:
         raise ValueError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
     settings = {str(key): value for key, value in options.items() if key not in FREE}
-    settings |= {"metrics": metrics, **{group: config.get(group) for group in GROUPS}}
+    settings |= {"metrics": metrics, **{group: as_written(config.get(group)) for group in GROUPS}}
     plan = EvaluationPlan(
         run=run,
         config=config,
@@ -166,6 +169,8 @@ def _find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[P
                 f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
                 "trainer.save_steps"
             )
+    for path in filter(leads_out_of_its_run, paths):
+        raise ValueError(f"{path} is a link out of its run: name {path.resolve()} itself")
     by_step = {_step_of(path): path for path in paths}
     if len(by_step) < len(paths):
         raise ValueError(f"two of {', '.join(map(str, paths))} are of the same step: evaluate them separately")
@@ -189,11 +194,12 @@ def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str
     """
     laid = dict(config)
     for group in GROUPS:
-        given = options.get(group) or {}
-        laid[group] = given if "_target_" in given else {**(config.get(group) or {}), **given}
+        given, stored = options.get(group) or {}, config.get(group) or {}
+        is_chosen = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else named only
+        laid[group] = given if is_chosen else {**stored, **given}
     if not laid["data"].get("_target_"):
         raise ValueError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
-    own_task = laid["data"]["_target_"] == (config.get("data") or {}).get("_target_")
+    own_task = as_written(laid["data"])["_target_"] == as_written(config.get("data") or {}).get("_target_")
     if not own_task:  # its lengths go with it
         laid["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}
     return laid, own_task

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import InstantiationException, OverrideParseException
-from hydra.utils import instantiate
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -94,22 +93,6 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns what is set otherwise now, by its keys; "" where nothing is."""
     changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
     return ", ".join(f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in changed)
-
-
-def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
-    """Returns what a node of the configuration describes. ValueError, naming the key, when it describes nothing."""
-    try:
-        return instantiate(node, _convert_="all", **values)
-    except InstantiationException as error:
-        cause = error.__cause__
-        is_in_words = isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name)
-        if cause is not None and (
-            is_in_words or isinstance(cause, MemoryError | RuntimeError)
-        ):  # short memory is either
-            raise cause from None  # of a maker's own, in its words
-        own = cause is not None and not isinstance(cause, ImportError)  # of code that the node names
-        said = f"{type(cause).__name__}: {cause} (--debug shows where)" if own else str(cause or error)
-        raise ValueError(f"{key}: {' '.join(said.split())}") from error
 
 
 def explain(error: BaseException) -> str:

@@ -12,6 +12,7 @@ offline.py's command line, and run as offline.py runs its own; defaults are thos
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from rl_training.job.explain import as_text, check_kind, did_you_mean, flat, load_plain
-from rl_training.job.run_settings import load_settings, words_of_the_run
+from rl_training.job.run_settings import words_of_the_run
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
+from rl_training.job.stored_settings import load_settings, refuse_code_in
 from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.stored_yaml import read_text
 
 # A configuration's keys, and what they are called on offline.py's command line.
 SETTINGS = {
@@ -49,6 +52,7 @@ CHOICES = {
 # Results go to RUN/offline/mixed_probe. A script may call it often; `overrides` can ask for report and dashboards.
 ALWAYS = ("name=mixed_probe", "report=false", "dashboards=false")
 SIZES = ("B_E", "B_U", "G")
+MODULES = r"[\w.\-*+?|()\[\]^\\]+\$?"  # in an adapter's configuration: no ${…}, which Hydra would replace
 LENGTHS = ("avg_generation_length", "avg_reward")
 
 
@@ -65,7 +69,9 @@ class OfflineEntropyProbe:
         """Returns the probe that a YAML file describes. ValueError where it is not there or cannot be read."""
         if not Path(path).is_file():
             raise ValueError(f"{path}: there is no such file; two examples are in {PROBE_CONFIGS}")
-        return cls(OmegaConf.to_container(load_settings(Path(path)), resolve=True))  # type: ignore[arg-type]
+        probe = cls(OmegaConf.to_container(load_settings(Path(path)), resolve=True))  # type: ignore[arg-type]
+        refuse_code_in(probe._given.get("overrides", []), Path(path))
+        return probe
 
     def words(self, checkpoint_path: str | Path | None = None) -> list[str]:
         """Returns what to type after offline.py. ValueError where no checkpoint is named."""
@@ -151,10 +157,17 @@ def _adapter_words(checkpoint: Path) -> list[str]:
     file = checkpoint / "adapter_config.json"
     if not file.is_file() or (checkpoint.resolve().parents[1] / CONFIG_FILE).is_file():
         return []
-    adapter = json.loads(file.read_text(encoding="utf-8"))
-    modules = adapter["target_modules"]
-    target = modules if isinstance(modules, str) else f"[{','.join(sorted(modules))}]"
-    return [
-        "adapter=lora", f"adapter.r={adapter['r']}", f"adapter.lora_alpha={adapter['lora_alpha']}",
-        f"adapter.target_modules={target}",
-    ]  # fmt: skip
+    try:
+        adapter = json.loads(read_text(file))
+        rank, alpha, modules = adapter["r"], adapter["lora_alpha"], adapter["target_modules"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the configuration of a LoRA adapter ({error}): repair it") from error
+    check_kind(f"{file}: r", rank, 1)
+    check_kind(f"{file}: lora_alpha", alpha, 1.0)
+    names = [modules] if isinstance(modules, str) else modules
+    check_kind(f"{file}: target_modules", names, [])
+    if not all(isinstance(name, str) and re.fullmatch(MODULES, name) for name in names):
+        raise ValueError(f"{file}: target_modules={modules} must be names of modules, or a pattern of them")
+    texts = [as_text(name) for name in sorted(names)]
+    target = texts[0] if isinstance(modules, str) else f"[{','.join(texts)}]"
+    return ["adapter=lora", f"adapter.r={rank}", f"adapter.lora_alpha={alpha}", f"adapter.target_modules={target}"]

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.run_settings import refuse_other_settings
+from rl_training.job.stored_settings import literal
 from rl_training.job.waiting import watch_for_waiting
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import (
@@ -29,6 +30,7 @@ from rl_training.records.checkpoints import (
 )
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.links import refuse_links_out
 from rl_training.records.lock import locked
 
 logger = logging.get_logger(__name__)
@@ -55,6 +57,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     if cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir()):
         _lock(run_dir)  # before its checkpoints are read: another process may write one meanwhile
     run, checkpoint = _resumed(str(cfg.resume), run_dir)
+    refuse_links_out(run)
     goes_on = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists())
     if checkpoint is None and cfg.get("branch") is not None:
         checkpoint = Path(cfg.branch)
@@ -144,7 +147,7 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
     """
     refusal, path = "", run_dir / CONFIG_FILE
     if PartialState().is_main_process:
-        text = OmegaConf.to_yaml(OmegaConf.create(config))
+        text = OmegaConf.to_yaml(OmegaConf.create(literal(config)))
         try:
             if is_its_own:
                 write_atomically({path: text.encode()})

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -20,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.explain import did_you_mean, differences, flat, load_plain
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
+from rl_training.job.stored_settings import as_written, load_settings, refuse_marked
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 from rl_training.records.masking import without_masks, without_secrets
 
@@ -28,6 +28,7 @@ GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buf
           "logger": "logger"}  # fmt: skip
 UNLISTED = ("trainer", "model", "adapter", "data")  # what they are made into refuses a setting that it does not know
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
+MADE = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # into a trainer
 ITS_OWN = ("run_dir", "resume", "branch", "additional_steps")
 KEPT = ("model.", "adapter.", "data.", "trainer.optim")
 # Settings that say which prompts a step learns from.
@@ -117,27 +118,13 @@ def settable(word: str) -> str:
     return f"++{word}" if is_plain else word
 
 
-def load_settings(path: Path) -> DictConfig:
-    """Returns what a config.yaml holds, without secrets, which are masked there.
-
-    Raises ValueError where it cannot be read, or holds no settings.
-    """
-    try:
-        settings = OmegaConf.load(path)
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
-    if not isinstance(settings, DictConfig):
-        raise ValueError(f"{path} holds no settings: mend or delete it")
-    return OmegaConf.create(without_masks(OmegaConf.to_container(settings)))
-
-
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     """Raises ValueError when a run would be resumed with other settings than it has: some of them would be ignored."""
     stored = run_dir / CONFIG_FILE
     if not stored.is_file():
         return
     started = load_settings(stored)
-    both = (without_masks(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
+    both = (without_masks(without_secrets(as_written(OmegaConf.to_container(c, resolve=True)))) for c in (started, cfg))
     before, now = (
         {key: value for key, value in flat(settings).items() if not key.startswith(NOT_OF_TRAINING)}
         for settings in both
@@ -168,12 +155,13 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # run_dir may name the seed, which is this run's
     changes = [word for word in words if key_of(word) not in ITS_OWN]
     settings = with_changes(started, changes, f"the run in {stored.parent}")
-    before, now = ({k: v for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
+    before, now = ({k: as_written(v) for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
     if changed := differences(before, now):
         raise ValueError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
             f"run from its weights with model=hub model.name={checkpoint}"
         )
+    refuse_marked(settings, *MADE, "probes")  # before anything is written
     settings.merge_with({key: as_given[key] for key in ITS_OWN})
     if Path(str(settings.run_dir)).expanduser().resolve().is_relative_to(checkpoint.parent):
         raise ValueError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from rl_training.records.links import refuse_links_out
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -32,6 +34,8 @@ def run(folders: list[Path], out: Path | None, pictures: str = "") -> None:
     from rl_training.offline.kernel_report import write_evolution, write_report
     from rl_training.offline.structure import Structure, headline
 
+    for folder in folders if out is None else [*folders, out]:
+        refuse_links_out(folder.resolve(), ".")
     structures = [Structure.read(folder) for folder in folders]
     columns = [{"step": int(s.kernel.about.get("step", 0)), **headline(s)} for s in structures]
     for folder in folders:

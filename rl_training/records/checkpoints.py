@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from rl_training.records.checkpoint_states import NOT_WEIGHTS, about, changed_files
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, checkpoints_in, checkpoints_of, step_of
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.links import leads_out_of_its_run
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,8 @@ def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
 
 def what_is_wrong_with_weights(checkpoint: Path) -> str:
     """Returns why this folder's weights are incomplete or damaged, or what the parent of weights alone lacks; or ""."""
+    if leads_out_of_its_run(checkpoint):
+        return f"it is a link out of its run, to {checkpoint.resolve()}"
     if state_folder(checkpoint) != checkpoint:
         needed = [state_folder(checkpoint) / "optimizer.pt"]
         if (checkpoint / "adapter_config.json").is_file() or not (checkpoint / "config.json").is_file():

@@ -23,7 +23,6 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
 
-EVALUATIONS = "evaluations"  # folder of a run
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 TABLE_FILE = "consolidated_metrics.csv"
 METRICS = "metrics.json"

@@ -6,6 +6,9 @@ from pathlib import Path
 
 CONFIG_FILE = "config.yaml"  # every setting, and where the run comes from
 LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and what dashboards keep on the disk
+REPORT_FOLDER = "report"
+OFFLINE = "offline"  # analyses of checkpoints
+EVALUATIONS = "evaluations"
 # Prefixes of settings that do not affect training: where it writes, how far it goes, what watches it.
 NOT_OF_TRAINING = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                    "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
@@ -13,6 +16,7 @@ NOT_OF_TRAINING = ("run_dir", "resume", "probes.", "trainer.output_dir", "traine
                    "rollouts.", "logger.", "additional_steps")  # fmt: skip
 COMPARISON_FILE = "comparison.html"  # of several runs: in the folder where the command was given
 TRAINING_STATE = "training_state"  # the checkpoint-N folders
+WRITTEN = (CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, OFFLINE, EVALUATIONS, TRAINING_STATE)  # what commands write
 
 
 def checkpoints_of(run: Path) -> list[Path]:

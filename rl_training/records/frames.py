@@ -15,8 +15,8 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from rl_training.records import jsonl
-from rl_training.records.evaluated import COLUMNS, EVALUATIONS, IN_TRAINING, read_table
-from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
+from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER, OFFLINE
 from rl_training.records.jsonl import METRICS_FILE, logs_of
 
 PROBE_COLUMNS = [
@@ -26,7 +26,6 @@ ROLLOUT_COLUMNS = [
     "step", "prompt", "response", "prompt_index", "reward", "advantage", "length", "logp", "importance_ratio",
 ]  # fmt: skip
 EVALUATION_COLUMNS = ["evaluation", *COLUMNS, "reason"]
-OFFLINE = "offline"  # folder of a run that holds analyses of its checkpoints
 RESULT_FILE = "result.json"
 ABOUT = ["analysis", "checkpoint", "step", "kind"]
 VARIED = ["evaluation_size", "eta", "update_prompts", "update_filtered", "update_seed"]

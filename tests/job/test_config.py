@@ -16,10 +16,11 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from rl_training.job.build import TrainingRun
-from rl_training.job.explain import check_choices, explain, make
+from rl_training.job.explain import check_choices, explain
 from rl_training.job.run_settings import refuse_other_settings
 from rl_training.job.settings import accumulation_steps, check_settings
 from rl_training.job.shipped import CONF
+from rl_training.job.stored_settings import make
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny

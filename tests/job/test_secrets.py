@@ -74,8 +74,8 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
     task = ["++data._target_=keyed_task.keyed"]
     commands = {
         "train": ["train.py", *task, *TRAINED, *WORDS, f"run_dir={run}"],
-        "analyze": ["offline.py", f"checkpoint={run}", *ANALYSED, *WORDS],
-        "evaluate": ["tests/support/forking.py", "evaluate.py", f"run={run}", *EVALUATED, *WORDS],
+        "analyze": ["offline.py", f"checkpoint={run}", *task, *ANALYSED, *WORDS],
+        "evaluate": ["tests/support/forking.py", "evaluate.py", f"run={run}", *task, *EVALUATED, *WORDS],
         "report": [MAIN, "report", str(run)],
         "compare": [MAIN, "report", str(run), str(other), "--out", str(folder)],
         "wrong": ["train.py", f"trainer.hub_token={CANARY}", "seed=x"],

@@ -397,7 +397,7 @@ def test_command_line_without_records_exits_with_2_naming_the_file(tmp_path, cap
 
 def test_a_damaged_config_is_named_with_the_fix(tmp_path: Path) -> None:
     (record_run(tmp_path, [1]) / "config.yaml").write_text("trainer: [1")
-    with pytest.raises(ValueError, match=r"config\.yaml cannot be read .*: repair or remove it"):
+    with pytest.raises(ValueError, match=r"config\.yaml cannot be read .*: mend or delete it"):
         write_report(tmp_path)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rl_training.records.folder import REPORT_FOLDER
 from rl_training.records.report import findings
 from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import draw_figures
@@ -21,7 +22,6 @@ from rl_training.records.report.series import Run, read_run
 from rl_training.records.report.summary import opening, step_numbers, summarize
 from rl_training.records.report.words import sentences
 
-REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.records.frames import OFFLINE, RESULT_FILE, analysis_results, read_analysis
+from rl_training.records.folder import OFFLINE
+from rl_training.records.frames import RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, TEXT, Chart, Section, Series, diagonal, draw
 from rl_training.records.report.findings import MIN_POINTS, scaled
 from rl_training.records.report.page import write_page

@@ -19,7 +19,9 @@ from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import CONFIG_FILE, checkpoints_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
+from rl_training.records.links import refuse_links_out
 from rl_training.records.masking import without_secrets
+from rl_training.records.stored_yaml import plain_yaml, read_text
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: the file of logs/, or the name of the evaluation. low, high: the ends of the 95 % interval; is_interval where
@@ -120,8 +122,10 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Returns the records of the run in `folder`.
 
-    Raises FileNotFoundError when there are none, and ValueError when they cannot be read, naming the file.
+    Raises FileNotFoundError when there are none, and ValueError, naming the file, when they cannot be read, or a link
+    leads out of the run.
     """
+    refuse_links_out(folder)
     logged, measured, evaluated = metrics(folder), probes(folder), evaluations(folder)
     sources = [
         logged.melt(var_name="name", ignore_index=False).reset_index().assign(source=METRICS_FILE),
@@ -147,7 +151,7 @@ def read_config(folder: Path) -> str | None:
     if not config.is_file():
         return None
     settings, masked = _settings_with_secrets(folder), settings_in(folder)
-    as_it_stands = config.read_text(encoding="utf-8", errors="replace")
+    as_it_stands = read_text(config)
     return as_it_stands if masked == settings else yaml.safe_dump(masked, sort_keys=False, allow_unicode=True)
 
 
@@ -164,10 +168,10 @@ def _settings_with_secrets(folder: Path) -> dict[str, Any]:
     if not config.is_file():
         return {}
     try:
-        settings = yaml.safe_load(config.read_text(encoding="utf-8", errors="replace"))
+        settings = yaml.safe_load(plain_yaml(config))
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
-        raise ValueError(f"{config} cannot be read ({where}): repair or remove it") from error
+        raise ValueError(f"{config} cannot be read ({where}): mend or delete it") from error
     return settings if isinstance(settings, dict) else {}
 
 

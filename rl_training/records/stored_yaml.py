@@ -1,0 +1,46 @@
+"""YAML that somebody else may have written, as a run's config.yaml: read within limits, and only if it is plain.
+
+A few lines with aliases can stand for terabytes, tags can name classes, and nesting without end ends the reader. What
+runs write has none of these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+MOST_BYTES = 2**20  # a run's settings are some 5 KB
+MOST_DEPTH = 50
+
+
+def read_text(path: Path, errors: str = "replace") -> str:
+    """Returns the text of a file. ValueError, naming it, for one that is too large to be anybody's settings."""
+    with open(path, "rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{path} has more than {MOST_BYTES / 1e6:.0f} MB, which no settings need: mend or delete it")
+    return data.decode("utf-8", errors)
+
+
+def plain_yaml(path: Path) -> str:
+    """Returns the text of a file, checked to be plain YAML. ValueError, naming it and what is not."""
+    depth = 0
+    try:
+        text = read_text(path, errors="strict")
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            unusual = _what_is_unusual(event) or "nested too deeply" * (depth > MOST_DEPTH)
+            if unusual:
+                line = event.start_mark.line + 1 if event.start_mark else 1
+                raise ValueError(f"{path}, line {line}: {unusual}, which no run writes: mend or delete it")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
+    return text
+
+
+def _what_is_unusual(event: yaml.Event) -> str:
+    """Returns what of a piece of YAML is not plain, "" where all of it is."""
+    if getattr(event, "anchor", None) is not None:  # an alias has one too
+        return "an anchor or alias"
+    return "a tag" if getattr(event, "tag", None) not in (None, "!") else ""

@@ -1,0 +1,323 @@
+"""A run that somebody else made: its settings run no code and leak nothing, whatever stands in them.
+
+Each gadget lies in the config.yaml of a run that is otherwise fine, and would leave a canary. Commands read the run as
+they would any other, and refuse it in one line, unless they do not need what is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from configs import composed, composing
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+
+from rl_training import OfflineEntropyProbe
+from rl_training.interventions.named import INTERVENTIONS
+from rl_training.job.build import build_restored
+from rl_training.job.evaluation_plan import read_plan
+from rl_training.job.run_settings import branched, refuse_other_settings, run_settings, settable
+from rl_training.job.stored_settings import MARK, literal, load_settings, names_code
+
+ROOT = Path(__file__).parents[2]
+SECRET = "hf_of_the_reader"
+TOUCH = "import pathlib; pathlib.Path(r'{canary}').touch()"  # what each gadget would run
+PICKLE, OWN = "{run}/canary.pkl", "{run}/own.py"
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+SHELL = {"_target_": "os.system", "command": "touch {canary}"}
+# By name: changes of the settings of a run by their dotted keys, {run} and {canary} filled in; or a text for the file.
+GADGETS: dict[str, dict[str, Any] | str] = {
+    "a shell in the place of the task": {"data": SHELL},
+    "a shell in the place of the model": {"model": SHELL},
+    "a shell in the place of the trainer": {"trainer._target_": "os.system"},
+    "a shell in the place of the adapter": {"adapter": SHELL},
+    "a shell in the place of the buffer": {"buffer": SHELL},
+    "a process": {"data": {"_target_": "subprocess.run", "args": ["touch", "{canary}"]}},
+    "code of a text": {"data": {"_target_": "builtins.exec", "_args_": [TOUCH]}},
+    "a shell by another name": {"data": {**SHELL, "_target_": "rl_training.job.shipped.shutil.os.system"}},
+    "the package's own interpreter": {"data": {"_target_": "rl_training.records.report.page._run", "program": TOUCH}},
+    "the package's own import": {
+        "data": {"_target_": "rl_training.interventions.own.load_own", "place": OWN, "name": "f"}
+    },
+    "a pickle of torch's": {"data": {"_target_": "torch.load", "f": PICKLE, "weights_only": False}},
+    "a pickle of pandas'": {"data": {"_target_": "pandas.read_pickle", "filepath_or_buffer": PICKLE}},
+    "a pickle of joblib's": {"data": {"_target_": "joblib.load", "filename": PICKLE}},
+    "a pickle of numpy's": {"data": {"_target_": "numpy.load", "file": PICKLE, "allow_pickle": True}},
+    "a formula that is evaluated": {"data": {"_target_": "sympy.sympify", "a": 'exec("' + TOUCH + '")'}},
+    "a file that is run": {"data": {"_target_": "runpy.run_path", "path_name": OWN}},
+    "a module that is imported": {"data": {"_target_": "importlib.import_module", "name": "own"}},
+    "hydra's own instantiate": {"data": {"_target_": "hydra.utils.instantiate", "config": SHELL}},
+    "a doctest": {"data": {"_target_": "doctest.testfile", "filename": OWN, "module_relative": False}},
+    "settings that are made within the task": {"data.path": SHELL},
+    "settings that are made within the model": {"model.dtype": SHELL},
+    "settings that are made within the trainer": {"trainer.chat_template_kwargs": SHELL},
+    "settings that are made within a list": {"adapter": {"_target_": "peft.LoraConfig", "target_modules": [SHELL]}},
+    "settings that are made within lists of lists": {"data.path": [[{"a": [SHELL]}]]},
+    "settings that are made within the buffer": {
+        "buffer": {"_target_": "rl_training.hosts.trl.buffer.FilteredBuffer", "seed": SHELL}
+    },
+    "a target that conf/ ships, elsewhere": {"data": {"_target_": "peft.LoraConfig"}},
+    "a target that conf/ ships, deeper": {"data.path": {"_target_": "rl_training.tasks.models.load_tiny"}},
+    "a place with a dot": {"data": {"_target_": "rl_training.tasks.arithmetic.arithmetic", "x.y": SHELL}},
+    "a place without a name": {"model": {"_target_": "rl_training.tasks.models.load_tiny", "": SHELL}},
+    "arguments by their place": {"data._args_": [SHELL]},
+    "a function in the place of its result": {"data._partial_": True},
+    "no recursion": {"model._recursive_": False},
+    "another conversion": {"model._convert_": "none"},
+    "a target that is a list": {"data._target_": ["os.system"]},
+    "an intervention in a file": {"intervention": OWN + ":f"},
+    "an intervention in a module": {"intervention": ["psr", "own:f:0.5"]},
+    "the token of the reader": {"data.path": "${oc.env:HF_TOKEN}"},
+    "the token within a text": {"trainer.run_name": "a ${oc.env:HF_TOKEN} b"},
+    "the token behind a backslash": {"trainer.run_name": r"\\${oc.env:HF_TOKEN}"},
+    "another setting": {"data": "${model}"},
+    "a text that is decoded": {"data.path": "${oc.decode:'{_target_: os.system}'}"},
+    "a kernel of the Hub": {"model.attn_implementation": "somebody/kernel"},
+    "a module for PEFT": {
+        "adapter": {"_target_": "peft.LoraConfig", "megatron_config": {"a": 1}, "megatron_core": "own"}
+    },
+    "a server that gets the prompts": {"trainer.vllm_server_base_url": "http://somebody.example"},
+    "an alias bomb": BOMB,
+    "an anchor": "x: &x 1\n",
+    "a merge": "x: &x {a: 1}\ny:\n  <<: *x\n",
+    "a tag": "x: !!python/object/apply:os.system ['touch {canary}']\n",
+    "nesting without end": f"x: {'[' * 100_000}",
+    "a megabyte of settings": f"x: '{'a' * 2**21}'\n",
+    "two targets": "data: {_target_: rl_training.tasks.arithmetic.arithmetic, _target_: os.system}\n",
+    "two documents": "x: 1\n---\nx: 2\n",
+    "a list": "- 1\n",
+    "bytes": "\0\1\2",
+}
+# Of a training, which an analysis and an evaluation make nothing of.
+OF_TRAINING: dict[str, dict[str, Any]] = {
+    "a probe": {"probes.mine": SHELL},
+    "settings that are made within a probe": {"probes.simple.every": SHELL},
+    "a probe of the package, run otherwise": {"probes.mine": {"_target_": "rl_training.records.report.page._run"}},
+    "an intervention in a file, for a probe": {
+        "probes.interventions": {"_target_": "rl_training.probes.InterventionsProbe", "which": [OWN + ":f"]}
+    },
+    "an intervention for a probe with a dot": {
+        "probes": {"a.b": {"_target_": "rl_training.probes.InterventionsProbe", "which": [OWN + ":f"]}}
+    },
+    "files for the Hub": {"trainer.push_to_hub": True},
+    "responses for the Hub": {"trainer.log_completions_hub_repo": "somebody/repo"},
+}
+
+
+REFUSAL = r"If you trust whoever made the run, add to this command line: |mend or delete it|remove it|the value itself"
+TASK = """
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.engine.loss_weights import LossWeights
+
+def task(rows):
+    task = arithmetic(num_train=16)
+    return type(task)(task.train_dataset, task.eval_dataset.select(range(rows)), task.reward)
+
+def f(loss, strength):
+    return loss.weights
+"""
+
+
+class Canary:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return exec, (TOUCH.format(canary=self.canary),)
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a checkpoint that looks whole, and files beside that would leave a canary."""
+    folder = tmp_path / "run"
+    checkpoint = folder / "training_state" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    save_file({"w": torch.zeros(1)}, checkpoint / "model.safetensors")
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 1}')
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({}, checkpoint / name)
+    (folder / "canary.pkl").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    (folder / "own.py").write_text(TOUCH.format(canary=tmp_path / "canary") + "\ndef f(loss, strength): ...\n")
+    write_config(folder, {})
+    return folder
+
+
+@functools.cache
+def own_settings() -> str:
+    cfg = composed("train", "run_dir=run", "trainer.max_steps=2")
+    return yaml.dump(OmegaConf.to_container(cfg, resolve=True))
+
+
+@functools.cache
+def typed(name: str, *words: str) -> DictConfig:
+    return composed(name, *words)
+
+
+def write_config(run: Path, changes: Mapping[str, Any] | str) -> None:
+    if isinstance(changes, str):
+        text = changes
+    else:
+        settings = yaml.safe_load(own_settings())
+        for key, value in changes.items():
+            *above, name = key.split(".")
+            node = settings
+            for part in above:
+                node = node[part]
+            node[name] = value
+        text = yaml.dump(settings)
+    canary = run.parent / "canary"
+    (run / "config.yaml").write_text(text.replace("{run}", str(run)).replace("{canary}", str(canary)))
+
+
+def analyse(run: Path, *words: str) -> object:
+    checkpoint = run / "training_state" / "checkpoint-1"
+    with composing():
+        return build_restored(run_settings(checkpoint, words), checkpoint)
+
+
+def evaluate(run: Path, *words: str) -> object:
+    return read_plan(OmegaConf.merge(typed("evaluate", *map(settable, words)), {"run": str(run)}))
+
+
+def branch(run: Path, *words: str) -> DictConfig:
+    own = {"branch": str(run), "run_dir": str(run.parent / "branch")}
+    return branched(OmegaConf.merge(typed("train", *map(settable, words)), own), words)
+
+
+def probe(run: Path, *words: str) -> object:
+    return OfflineEntropyProbe({"overrides": list(words)}).run_mixed_probe(run)
+
+
+def said(command: Callable[[Path], object], run: Path) -> str:
+    """Returns the line in which a command refuses a run, "" where it does not; nothing of it has run or is told."""
+    try:
+        command(run)
+        line = ""
+    except ValueError as error:
+        line = str(error)
+    assert not (run.parent / "canary").exists()
+    assert SECRET not in line
+    return line
+
+
+@pytest.mark.parametrize("gadget", GADGETS | OF_TRAINING)
+def test_no_gadget_runs_code_or_tells_a_secret(run: Path, gadget: str) -> None:
+    """An analysis needs no probe of the run, an evaluation only task and model: the rest is not refused there."""
+    changes = (GADGETS | OF_TRAINING)[gadget]
+    write_config(run, changes)
+    for command in (analyse, branch, evaluate):
+        is_needed = isinstance(changes, str) or command is branch or gadget not in OF_TRAINING
+        if command is evaluate and isinstance(changes, dict):
+            is_needed = any(key.startswith(("data", "model")) for key in changes)
+        line = said(command, run)
+        assert not is_needed or re.search(REFUSAL, line), (command, line)
+
+
+@pytest.mark.parametrize("gadget", ["a shell in the place of the task", "an alias bomb", "an intervention in a file"])
+def test_the_offline_probe_refuses_what_an_analysis_refuses(run: Path, gadget: str) -> None:
+    write_config(run, GADGETS[gadget])
+    assert re.search(REFUSAL, said(probe, run))
+
+
+def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rest of its settings, as the run has them."""
+    (tmp_path / "a_task_of_mine.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_config(run, {"data": {"_target_": "a_task_of_mine.task", "rows": 24}, "intervention": "a_task_of_mine:f"})
+    named = ["data._target_=a_task_of_mine.task", "intervention=a_task_of_mine:f"]
+    for command, word in ((evaluate, named[0]), (branch, named[0]), (branch, named[1])):
+        line = said(command, run)
+        assert f"add to this command line: {word}" in line or word == named[1]
+    assert evaluate(run, named[0]).rows == tuple(range(24))  # type: ignore[attr-defined]
+    assert branch(run, *named).data == {"_target_": "a_task_of_mine.task", "rows": 24}
+    write_config(run, {"intervention": ["a_task_of_mine:f"]})
+    with pytest.raises(ValueError, match=r"add to this command line: 'intervention=\[\"a_task_of_mine:f\"\]'"):
+        branch(run)
+    write_config(run, {"data": {"_target_": "another_task.task"}})
+    with pytest.raises(ValueError, match="a branch keeps model, adapter, data"):
+        branch(run, *named)
+
+
+def test_settings_are_read_as_they_were_written(run: Path) -> None:
+    """A text with a reference in it stays that text; what is marked is resumed with the same settings."""
+    strange = {"a": ["${oc.env:HF_TOKEN}", r"\${x}", "$HOME", "plain"]}
+    text = OmegaConf.to_yaml(OmegaConf.create(literal({"data": strange, "x": "${now:}"})))
+    (run / "config.yaml").write_text(text)
+    assert OmegaConf.to_container(load_settings(run / "config.yaml"), resolve=True) == {"data": strange, "x": "${now:}"}
+    write_config(run, {"data._target_": "a_task_of_mine.task"})
+    assert load_settings(run / "config.yaml").data._target_ == f"{MARK}a_task_of_mine.task"
+    refuse_other_settings(composed("train", "data._target_=a_task_of_mine.task", "trainer.max_steps=2"), run)
+    with pytest.raises(ValueError, match=r"data\._target_='rl_training.tasks.arithmetic.arithmetic'"):
+        refuse_other_settings(composed("train", "trainer.max_steps=2"), run)
+
+
+def test_a_file_of_the_offline_probe_is_not_its_users_command_line(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "probe.yaml"
+    for words in (["+data._target_=os.system"], ["data={_target_: os.system, command: x}"], ["intervention=own.py:f"]):
+        file.write_text(yaml.dump({"overrides": words}))
+        with pytest.raises(ValueError, match="a file is not your command line"):
+            OfflineEntropyProbe.from_config_file(file)
+        OfflineEntropyProbe({"overrides": words})
+    for text in ("${oc.env:HF_TOKEN}", "a=${oc.env:HF_TOKEN}"):
+        file.write_text(yaml.dump({"overrides": [text]}))
+        with pytest.raises(ValueError, match="write the value itself"):
+            OfflineEntropyProbe.from_config_file(file)
+
+
+@pytest.mark.parametrize("content", [
+    {"r": "${oc.env:HF_TOKEN}"}, {"r": {"_target_": "os.system"}}, {"lora_alpha": "1"}, {"target_modules": [{"a": 1}]},
+    {"target_modules": "${oc.env:HF_TOKEN}"}, {"target_modules": ["q", "x],data._target_=[os.system"]}, [],
+])  # fmt: skip
+def test_an_adapter_of_somebody_else_names_modules_and_numbers_only(tmp_path: Path, content: Any) -> None:
+    whole = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(whole))
+    assert 'adapter.target_modules=["q_proj","v_proj"]' in OfflineEntropyProbe({}).words(tmp_path)
+    file.write_text(json.dumps(whole | content if content else content))
+    with pytest.raises(ValueError, match=r"adapter_config\.json"):
+        OfflineEntropyProbe({}).words(tmp_path)
+
+
+def test_every_intervention_that_comes_with_the_package_is_no_code() -> None:
+    assert not any(names_code(text) for name in INTERVENTIONS for text in (name, f"{name}:0.5", f"{name}:0.5,2"))
+
+
+def test_settings_become_objects_in_one_place_only() -> None:
+    """verl's own command makes probes of what was typed there, and reads no folder."""
+    places: dict[str, set[str]] = {}
+    for path in (ROOT / "rl_training").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom | ast.Import) else []
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            for name in (*names, called):
+                if re.search(
+                    r"instantiate$|OmegaConf\.load$|yaml\.(\w*load\w*|parse)$|pickle|get_(class|method|object)$", name
+                ):
+                    places.setdefault(name, set()).add(str(path.relative_to(ROOT / "rl_training")))
+    assert places == {
+        "instantiate": {"job/stored_settings.py", "hosts/verl/engine.py"},
+        # Also of files of conf/, and of Hydra's note of a sweep.
+        "OmegaConf.load": {"job/stored_settings.py", "job/explain.py", "job/commands.py"},
+        "yaml.parse": {"records/stored_yaml.py"},
+        "yaml.safe_load": {"records/report/series.py", "records/workspace.py"},  # behind plain_yaml; its own file
+        "yaml.load": {"records/report/charts.py"},  # of the package's templates
+    }
