@@ -12,14 +12,17 @@ SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer ste
 ONE_RESPONSE = "a prompt has one response, and no others that it could be held against: sample at least two"
 MIXED_PROMPTS = "the microbatches mix prompts, so their gradients cannot be split into folds of whole prompts"
 OTHER_TERMS = (
-    "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
-    "share per response is not known"
+    "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts, a loss on "
+    "other sequences), whose share per response is not known"
 )
 HOOKED = (
     "parameters have hooks on their gradients (register_hook, wandb.watch), which entropy gradients would run through "
     "too: edit .grad after the backward, or use register_post_accumulate_grad_hook"
 )
-NOT_DR_GRPO = "the trace can be split only for Dr-GRPO's loss"
+NO_SAMPLING_LOGPS = (
+    "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
+)
+NO_REWARDS = "the rewards of these responses are not known"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Fixes:
     """What to do so that more can be measured, in the words of the loop. Reasons end with it."""
 
     whole_prompts: str = "keep all responses to a prompt side by side, in one microbatch or several in a row"
-    dr_grpo: str = "train with that loss"
+    dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" where they do not, or nobody knows
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,6 @@ class Capabilities:
     split_prompts: str = ""  # on some rank, a prompt of the step lacks some of its G responses
     no_baseline: str = ""  # that, or G is 1: a response has no others to the same prompt
     mixed_prompts: str = ""  # or lies in several folds
-    other_terms: str = ""  # the loss has terms beside log-probabilities and entropies
+    other_terms: str = ""  # the loss has terms beside log-probabilities and entropies: its weights are not all of it
     hooked: str = ""  # on some rank, gradients run through hooks of the loop
-    not_dr_grpo: str = ""  # the loss is not −A ∂log π summed over all tokens on one scale, A = reward − group's mean
+    another_loss: str = ""  # a hint: what to set so that the loss is Dr-GRPO's. What it is, its weights say

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_gradients import add_gradients, passes_in_lockstep
+from rl_training.engine.entropy_gradients import add_gradients, passes_in_lockstep, shares_of_folds
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.engine.updates import EVERY_FOLD, Entries, FoldMeans, Piece, StepsWithoutFolds, clipping, fold_means
@@ -46,19 +46,23 @@ class Direction:
 
 
 def changes_by_basis(
-    further: Mapping[str, Tensor], plain: Tensor, reduce: Callable[[Tensor], Tensor]
+    further: Mapping[str, Tensor], plain: Tensor | None, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, Change], dict[str, dict[str, Change]]]:
     """Returns the changes that need no basis, by name, and by the name of each whose weights are a basis those of it.
 
     further  what each adds to the `plain` weights, of the same shape. A collective: the same on all ranks
+    plain    whose gradient is the step's own; None where the step's has other terms too
 
     The loss scaled as a whole needs no basis. Positive samples alone and negative ones alone share one, a bonus of any
     strength another. This is found from the weights.
     """
-    vectors = torch.stack([plain, *further.values()]).double().flatten(1)
-    products, rows = reduce(vectors @ vectors.T), {name: row for row, name in enumerate(further, 1)}
     without_basis: dict[str, Change] = {}
     by_basis: dict[str, dict[str, Change]] = {}
+    if not further:
+        return without_basis, by_basis
+    nothing = torch.zeros_like(next(iter(further.values())))
+    vectors = torch.stack([nothing if plain is None else plain, *further.values()]).double().flatten(1)
+    products, rows = reduce(vectors @ vectors.T), {name: row for row, name in enumerate(further, 1)}
     for name, row in rows.items():
         candidates = [([0], without_basis), *(([0, rows[basis]], changes) for basis, changes in by_basis.items())]
         for others, changes in candidates:
@@ -71,10 +75,11 @@ def changes_by_basis(
     return without_basis, by_basis
 
 
-def multiples(products: Tensor, row: int, others: Sequence[int]) -> list[float] | None:
+def multiples(products: Tensor, row: int, others: Sequence[int], rounding: float = ROUNDING) -> list[float] | None:
     """Returns the factors with which a vector is a sum of multiples of others; None if it is not.
 
     products  the inner products of all vectors        row, others  their numbers
+    rounding  of its square: what it may be off
 
     >>> vectors = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [3.0, -1.0, 6.0]], dtype=torch.float64)
     >>> [round(factor, 9) for factor in multiples(vectors @ vectors.T, 2, [0, 1])]
@@ -84,7 +89,7 @@ def multiples(products: Tensor, row: int, others: Sequence[int]) -> list[float] 
     scale = gram.diagonal().sqrt().where(gram.diagonal() > 0, 1.0)
     factors = torch.linalg.pinv(gram / scale / scale.unsqueeze(1), hermitian=True) @ (with_others / scale) / scale
     rest = square - factors @ with_others
-    return factors.tolist() if float(rest) <= ROUNDING * float(square) else None
+    return factors.tolist() if float(rest) <= rounding * float(square) else None
 
 
 def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
@@ -125,9 +130,7 @@ def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
     """Returns the mean gradient of each fold, (F, n) of each bucket, for each of these weights."""
     layout, batch = step.gradients.layout, step.batch
     found = [layout.zeros(batch.num_folds) for _ in weights]
-    # Weights are of a process's own mean over its sequences, and the loss is the mean over processes.
-    share_of_fold = (step.num_sequences / step.ranks.count / step.fold_sizes).to(batch.fold.device)
-    shares = share_of_fold[batch.fold].unsqueeze(1)
+    shares = shares_of_folds(step)
     for group, passes in passes_in_lockstep(step, weighed(weights)):
         targets = [[part[group.folds.start : group.folds.stop] for part in rows] for rows in found]
         for rows in passes:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, join_rollouts
-from rl_training.engine.capabilities import OTHER_TERMS
 from rl_training.engine.clock import Clock
 from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
+from rl_training.engine.loss_terms import MadeLoss, TermsCheck
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.optimizer import gradients_and_states, view_optimizer
@@ -69,7 +69,7 @@ class StepDriver:
         self._layout = loop.shard.layout
         loop.policy.shard, loop.policy.scorer.why_rounded = loop.shard, loop.shard.why_rounded
         loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
-        self._padding = PaddingCheck()
+        self._padding, self._terms = PaddingCheck(), TermsCheck()
         self._clock = Clock(self._layout.device)
         needs, offload = self._requirements.needs, self._requirements.offload
         self._reduction = FoldReduction(loop.shard)
@@ -118,22 +118,20 @@ class StepDriver:
             self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
         self.open_step = OpenStep(number, probes, folds, self._requirements.num_folds)
 
-    def microbatch(
-        self, rollout: Rollout, scores: Scores, other_terms: bool = False, seen: Scores | None = None
-    ) -> None:
+    def microbatch(self, rollout: Rollout, scores: Scores, loss: MadeLoss, seen: Scores | None = None) -> None:
         """Takes a microbatch whose forward pass is done, and watches its backward.
 
-        scores       that the loss is made of, with graph
-        other_terms  the loss has terms beside these
-        seen         kept instead of these scores: also covers tokens that the loss masks out
+        scores  that the loss is made of, with graph
+        seen    kept instead of these scores: also covers tokens that the loss masks out
         """
         step = self.open_step
         assert step is not None, "call begin(number) first"
         self.disarm()
         step.rollouts.append(rollout)
         step.scores.append((seen or scores).detached())
-        step.other_terms |= other_terms
+        step.loss_settings = loss.settings or self._loop.loss_settings
         if step.probes:
+            step.other_terms |= loss.has_other_terms(scores, self._loop.shard.leaves.values())
             step.watch_loss(scores)
             if self._rows is not None:
                 self._rows.arm(step.microbatch_rows[-1].start)
@@ -251,10 +249,7 @@ class StepDriver:
         folds, fold = step.place_in_folds(loop, rollout, mixed=bool(capabilities.mixed_prompts))
         batch = step.join(loop, rollout, fold, folds[-1].folds.stop)
         mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-        is_sliced = len(step.folds) > len(batch.microbatch_rows)
-        # The share of a slice in another term of the loss is not known.
-        other_terms = f"{OTHER_TERMS}: use at most one fold per microbatch" if step.other_terms and is_sliced else ""
-        why_no_rows = capabilities.mixed_prompts or other_terms
+        why_no_rows = capabilities.mixed_prompts or self._terms.why_no_slices(step.folds, batch, capabilities)
         ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
         view = Step(
             number=step.number,
@@ -284,11 +279,13 @@ class StepDriver:
                 sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
             tensors = [*self._loop.shard.leaves.values(), *(self._rows.rows or ())]
             is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
-            why_not = why_not_the_sum(view.ranks.reduce(squares), is_rounded)
+            squares = view.ranks.reduce(squares)
+            why_not = why_not_the_sum(squares, is_rounded)
             gradients = dataclasses.replace(
                 view.gradients, rows=self._rows.rows, sq_norms=sq_norms, why_no_rows=why_not
             )
-            return dataclasses.replace(view, gradients=gradients)
+            view = dataclasses.replace(view, gradients=gradients)
+            return self._terms.checked(view, squares[3:], asked=Need.LOSS_CHECK in needs_of(probes))
 
     def disarm(self) -> None:
         """Removes the hooks before the next call: the loop's backward is over."""

@@ -30,9 +30,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from rl_training.engine.capabilities import NO_SAMPLING_LOGPS
 from rl_training.engine.entropy_gradients import fold_gradients, levels_of_folds, log_ratios, prefix_ratios
 from rl_training.engine.fold_products import PRODUCTS, FoldProducts
-from rl_training.engine.length_and_reward import reward_products
+from rl_training.engine.length_and_reward import reward_gradient, reward_products
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
 from rl_training.engine.step import EntropyChange, Step
@@ -54,9 +55,6 @@ LEVELS = 3  # columns of a row before the products
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
 LENGTH_AND_REWARD = "length_and_reward"  # the two numbers of this quantity
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
-NO_SAMPLING_LOGPS = (
-    "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
-)
 TOO_FAR = (
     "the sampler is too far from this policy: the effective sample size is {ess:.2f} of the sequences, below {least}. "
     "Fewer stale steps, sampling in fp32 or shorter responses help"
@@ -167,7 +165,11 @@ def _with_quantities(
     names = ("entropy", *PRODUCTS, *change.labels, *[LENGTH_AND_REWARD] * per_sequence)
     multiplied, lost = products.sums(step.ranks.reduce)
     table = torch.cat([levels, multiplied.flatten(1), lost], dim=1).cpu()
-    reward, lost_reward = reward_products(step, change.steps_without if per_sequence else None).split(1, dim=1)
+    factor = None
+    if per_sequence:
+        gradient = reward_gradient(step)
+        factor, change = gradient.factor, dataclasses.replace(change, why_no_reward=gradient.why_no_factor)
+    reward, lost_reward = reward_products(step, change.steps_without, factor).split(1, dim=1)
     by_fold = torch.cat([table[:, :-2], torch.full_like(reward, torch.nan), reward], dim=1)
     lost = torch.cat([table[:, -2:], lost_reward], dim=1)
     total = by_fold.sum(dim=0)

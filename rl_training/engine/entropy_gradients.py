@@ -142,6 +142,15 @@ def add_gradients(
         fresh = fresh if keep_graph else None
 
 
+def shares_of_folds(step: Step) -> Tensor:
+    """Returns what makes of the loss's weights those of the mean gradient of each sequence's fold, (B, 1).
+
+    Weights are of a process's own mean over its sequences, and the loss is the mean over processes.
+    """
+    share_of_fold = step.num_sequences / step.ranks.count / step.fold_sizes
+    return share_of_fold.to(step.batch.fold.device)[step.batch.fold].unsqueeze(1)
+
+
 def gradients_of_processes(
     step: Step,
     parts: Sequence[Tensor],

@@ -13,7 +13,6 @@ from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width
 from rl_training.engine.capabilities import (
     HOOKED,
     MIXED_PROMPTS,
-    NOT_DR_GRPO,
     ONE_RESPONSE,
     OTHER_TERMS,
     REUSED,
@@ -55,8 +54,8 @@ class Loop:
     shard: Shard
     policy: Policy
     ranks: Ranks
-    dr_grpo: bool = True  # the loss is Dr-GRPO's and nothing else's
-    loss_settings: LossSettings | None = None  # None where they are not known
+    dr_grpo: bool = True  # by its settings the loss is Dr-GRPO's and nothing else's
+    loss_settings: LossSettings | None = None  # when training begins; None where they are not known
     mixed_prompts: str = ""  # why all steps will have microbatches of mixed prompts
     reused: str = ""  # why some will learn from responses again
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
@@ -76,6 +75,7 @@ class OpenStep:
     scores: list[Scores] = field(default_factory=list)
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
     other_terms: bool = False  # the loss has terms beside these
+    loss_settings: LossSettings | None = None  # of its latest microbatch
     view: Step | None = None  # once all gradients are in, if it is measured
     check: Mapping[str, Estimate] = field(default_factory=dict)  # of what was predicted, once the optimizer has stepped
 
@@ -113,8 +113,9 @@ class OpenStep:
         is_mixed = torch.full_like(is_incomplete, num_in_folds > len(prompts))
         is_reused = torch.full_like(is_incomplete, not learned.isdisjoint(prompts.tolist()))
         is_hooked = torch.full_like(is_incomplete, any(leaf._backward_hooks for leaf in loop.shard.leaves.values()))
-        facts = torch.stack([is_incomplete, is_mixed, is_reused, is_hooked])
-        incomplete, mixed, reused, hooked = loop.ranks.reduce(facts).tolist()
+        has_other_terms = torch.full_like(is_incomplete, self.other_terms)
+        facts = torch.stack([is_incomplete, is_mixed, is_reused, is_hooked, has_other_terms])
+        incomplete, mixed, reused, hooked, other_terms = loop.ranks.reduce(facts).tolist()
         # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
         mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
         fixes = loop.fixes
@@ -126,9 +127,9 @@ class OpenStep:
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group == 1 else split,
             mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "",
-            other_terms=OTHER_TERMS if self.other_terms else "",
+            other_terms=OTHER_TERMS if other_terms else "",
             hooked=HOOKED if hooked else "",
-            not_dr_grpo="" if loop.dr_grpo else f"{NOT_DR_GRPO}: {fixes.dr_grpo}",
+            another_loss=fixes.dr_grpo,
         )
 
     def place_in_folds(self, loop: Loop, rollout: Rollout, mixed: bool) -> tuple[Sequence[FoldGroup], Tensor]:
@@ -182,5 +183,5 @@ class OpenStep:
             fold=fold,
             num_folds=num_folds,
             responses_per_prompt=loop.shape.responses_per_prompt,
-            loss_settings=loop.loss_settings,
+            loss_settings=self.loss_settings,
         )

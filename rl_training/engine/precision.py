@@ -78,9 +78,7 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
     bitsandbytes' layers, which never drop out, repack their weights for good where they are evaluated on a CPU: no
     gradient would come through them any more.
     """
-    config = getattr(model, "config", None)
-    options = {} if config is None else config.get_text_config().to_dict()
-    drops_out = any("drop" in key and isinstance(value, float) and value > 0 for key, value in options.items())
+    drops_out = _says_dropout(model)
     return _with_values([
         (module, "training", False)
         for module in model.modules()
@@ -88,6 +86,20 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
         and (drops_out or not getattr(module, "gradient_checkpointing", False))
         and not _is_quantised(module)
     ])  # fmt: skip
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Returns whether two passes over the same rows differ, because modules drop out."""
+    modules = (module for module in model.modules() if module.training)
+    return _says_dropout(model) or any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules
+    )
+
+
+def _says_dropout(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    options = {} if config is None else config.get_text_config().to_dict()
+    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in options.items())
 
 
 def _attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -124,8 +124,8 @@ def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]
     missing += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
     if Need.ENTROPY_GRADIENT in needs:
         missing += _of_optimizer(loop.shard)
-    if not loop.dr_grpo and (requirements.entropy.per_sequence or Need.SQ_NORMS in needs):
-        missing.append(f"no delta_reward, and no split of the noise: the loss is not Dr-GRPO's: {loop.fixes.dr_grpo}")
+    if not loop.dr_grpo and Need.LOSS_CHECK in needs:
+        missing.append(f"delta_reward/forward and the split of the noise take Dr-GRPO's loss: {loop.fixes.dr_grpo}")
     missing += [f"no entropy gradient: {ONE_RESPONSE}"] if shape.responses_per_prompt == 1 else []
     missing += [f"no entropy gradient: {loop.sampling_mismatch}"] if loop.sampling_mismatch else []
     missing += [f"rounded: {loop.shard.why_rounded}"] if loop.shard.why_rounded else []

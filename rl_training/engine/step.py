@@ -93,6 +93,7 @@ class EntropyChange:
     why_none: str = ""  # why there is no entropy gradient, and nothing of what follows
     why_no_forward: str = ""  # why no fold can be left out of the step
     why_no_backward: str = ""  # why the step before cannot be multiplied with the entropy gradient
+    why_no_reward: str = ""  # why the gradient of the reward is no multiple of the step's own; with per_sequence
     intended: Vector | None = None  # δθ by the optimizer's formula; None where its step has none
     update: Vector | None = None  # what the rounding of the weights leaves of it: in fp32 the same vector
     levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `why_none` is ""

@@ -71,11 +71,8 @@ def pairs_of(
     """
     folds, reduce, plain = StepByFolds(step), step.ranks.reduce, step.batch.loss_weights.stacked()
     further = {name: table - plain for name, table in weights.items()}
-    without_basis, by_basis = changes_by_basis(further, plain, reduce)
+    without_basis, by_basis = changes_by_basis(further, None if step.capabilities.other_terms else plain, reduce)
     directions, names = [Direction(folds.rows)], list(by_basis)
-    if isinstance(reward, LossWeights):  # perhaps a multiple of the step's own, which saves a vector for each fold
-        multiple, _ = changes_by_basis({"reward": reward.stacked()}, plain, reduce)
-        reward = multiple["reward"].gradient if multiple else reward
     first = [reward] if isinstance(reward, LossWeights) else []
     bases = bases_of(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])
     if reward is not None:

@@ -34,6 +34,7 @@ from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
+from rl_training.engine.loss_terms import MadeLoss
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
@@ -50,6 +51,7 @@ from rl_training.records.jsonl import Records
 
 Sample = Callable[[int], Rollout]
 NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample them: measured_loop(..., sample=...)"
+SAYS_DR_GRPO = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone"
 # The loop's current phase. Calls in the wrong phase are refused.
 OUTSIDE, BETWEEN = "outside `with measured_loop(...)`", "between two steps"
 BATCHES, READY, STEPPED = "in the microbatches", "past gradients_ready()", "past optimizer.step()"
@@ -81,7 +83,8 @@ def measured_loop(
     max_grad_norm         where the loop clips the gradient with clip_grad_norm_; None where it does not
     records               where metrics.jsonl and probes.jsonl are written, by rank 0
     temperature           of sampling, by which the loop divides logits
-    dr_grpo               the loss is Dr-GRPO's alone: −A log π summed over all tokens, divided by a constant
+    dr_grpo               the loss is meant to be Dr-GRPO's: −A log π summed over all tokens, divided by a constant. Its
+                          weights say what it is; where they differ, the reason names this setting
     autocast              the autocast context of the loop's forward pass, made anew by each call
     sample                sample(n) returns n fresh responses, one each to random prompts; torch is seeded before
                           the call and restored after it. None: what needs fresh responses is nan
@@ -104,10 +107,9 @@ def measured_loop(
         shard=(FullyShard if is_sharded else Shard)(module, optimizer, max_grad_norm),
         policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
         ranks=all_ranks(),
-        dr_grpo=dr_grpo,
         sampling_mismatch=sampling_mismatch,
         no_fresh_responses="" if sample is not None else NO_SAMPLE,
-        fixes=Fixes(dr_grpo="say dr_grpo=True where the loss is Dr-GRPO's"),
+        fixes=Fixes(dr_grpo=SAYS_DR_GRPO if dr_grpo else ""),
     )
     return MeasuredLoop(probes, loop, records, None if target_kl_share is None else KLBound(target_kl_share))
 
@@ -208,7 +210,8 @@ class MeasuredLoop:
             entropies = torch.full_like(logps, torch.nan)
             if step.probes or self._bound:
                 entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
-        self._driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), other_terms)
+        scores = Scores(logps, entropies, rollout.completion_mask)
+        self._driver.microbatch(rollout, scores, MadeLoss(other_terms=other_terms))
 
     def gradients_ready(self) -> None:
         """Call after the last backward, when gradients are averaged over processes and not clipped yet."""

@@ -103,7 +103,8 @@ def keep_truncated(loss: LossInputs, strength: float) -> LossWeights:
     assert loss.rewards is not None
     if loss.hidden is None:
         return loss.weights
-    added = loss.hidden * (-loss.unit * over_the_others(loss.rewards, loss.prompt_index)).unsqueeze(1)
+    above = over_the_others(loss.rewards, loss.prompt_index)[0].nan_to_num(nan=0.0)
+    added = loss.hidden * (-loss.unit * above).unsqueeze(1)
     return LossWeights(loss.weights.logps + added.to(loss.weights.logps), loss.weights.entropies)
 
 

@@ -149,15 +149,21 @@ def response_number(prompt_index: Tensor) -> Tensor:
     return number
 
 
-def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:
-    """Returns each reward less the mean of its prompt's, (b,).
+def over_the_others(rewards: Tensor, prompt_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each reward less the mean of its prompt's, (b,), and how many rewards that mean is of, (b,).
 
-    >>> over_the_others(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([3, 3, 8])).tolist()
-    [0.5, -0.5, 0.0]
+    A reward of nan is none: it is in no mean, and less it is nan.
+
+    >>> rewards = torch.tensor([1.0, 0.0, torch.nan, 5.0])
+    >>> above, sizes = over_the_others(rewards, torch.tensor([3, 3, 3, 8]))
+    >>> above.tolist(), sizes.tolist()
+    ([0.5, -0.5, nan, 0.0], [2, 2, 2, 1])
     """
     prompts, group = prompt_index.unique(return_inverse=True)
-    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards)
-    return rewards - (sums / group.bincount())[group]
+    known = ~rewards.isnan()
+    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards.where(known, 0.0))
+    sizes = group.new_zeros(len(prompts)).index_add_(0, group, known.long())
+    return rewards - (sums / sizes)[group], sizes[group]
 
 
 def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | None = None) -> list[FoldGroup]:

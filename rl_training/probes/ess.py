@@ -18,7 +18,7 @@ import math
 
 import torch
 
-from rl_training.engine.entropy_change import NO_SAMPLING_LOGPS
+from rl_training.engine.capabilities import NO_SAMPLING_LOGPS
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_training.engine.attribution import KINDS, module_kind
 from rl_training.engine.entropy_gradients import gradients_of_processes
+from rl_training.engine.length_and_reward import why_not_of_rewards
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics import noise_scale as noise
@@ -36,6 +37,7 @@ from rl_training.mathematics.vectors import dot
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
 ONE_BLOCK = "there is only one block: use smaller microbatches, or more processes, so that a step has at least two"
+NOT_DR_GRPO = "the trace can be split only for Dr-GRPO's loss: {why}"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
@@ -67,6 +69,7 @@ class GradientNoiseScaleProbe(Probe):
             raise ValueError(f"gns: decay={decay} must lie between 0 and 1; .95 remembers about 40 steps")
         self.decay = decay
         self.split_prompts = split_prompts
+        self.needs = type(self).needs | (Need.LOSS_CHECK if split_prompts else Need.NOTHING)
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
 
     def prepare(self, step: Step) -> None:
@@ -81,12 +84,13 @@ class GradientNoiseScaleProbe(Probe):
         of_blocks, of_batch = _channels(sq_norms[:-1].mean(dim=0), kinds), _channels(sq_norms[-1], kinds)
         block_size, batch_size = blocks / float((1.0 / prompts).sum()), float(prompts.sum())
         moments = noise.noise_moments(of_blocks, of_batch, block_size, batch_size)
-        if self.split_prompts and not _why_no_split(step):
+        why_no_split = _why_no_split(step) if self.split_prompts else ""
+        if self.split_prompts and not why_no_split:
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
         self._history = torch.cat([self._history, moments.unsqueeze(0)])[-remembered:]
-        self._answers = self._estimates(step, int(blocks), batch_size)
+        self._answers = self._estimates(step, int(blocks), batch_size, why_no_split)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"history": self._history}
@@ -97,7 +101,7 @@ class GradientNoiseScaleProbe(Probe):
                 raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
             self._history = state["history"]
 
-    def _estimates(self, step: Step, blocks: int, batch_size: float) -> dict[str, Estimate]:
+    def _estimates(self, step: Step, blocks: int, batch_size: float, why_no_split: str) -> dict[str, Estimate]:
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
@@ -115,15 +119,20 @@ class GradientNoiseScaleProbe(Probe):
         kinds = [kind for kind in KINDS if averages[kind].steps > 0]  # a model need not have every kind
         answers |= {f"gns/kind/{kind}": noise.noise_scale(averages[kind])[0] for kind in kinds}
         if self.split_prompts:
-            why_not = _why_no_split(step)
-            split = [Estimate.missing(why_not)] * 2 if why_not else noise.means(averages["split"])
+            split = [Estimate.missing(why_no_split)] * 2 if why_no_split else noise.means(averages["split"])
             answers |= dict(zip(SPLIT, split, strict=True))
         return answers
 
 
 def _why_no_split(step: Step) -> str:
-    """Returns why the noise cannot be split into that of prompts and that of responses, "" if it can."""
-    return step.capabilities.sampling_mismatch or step.capabilities.not_dr_grpo
+    """Returns why the noise cannot be split into that of prompts and that of responses, "" if it can. A collective.
+
+    The split takes a gradient of rewards less their groups' means, and nothing beside it.
+    """
+    if step.capabilities.sampling_mismatch:
+        return step.capabilities.sampling_mismatch
+    why = why_not_of_rewards(step)
+    return NOT_DR_GRPO.format(why=why) if why else ""
 
 
 def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:

@@ -1,7 +1,7 @@
 """The interventions probe: what other losses or optimizer settings would do to entropy and to reward at this step.
 
     ΔH        Σ_k n_k X_k · [δθ_(−k)(w) − δθ_(−k)] / Σ T    nats per token, beside what the step itself does
-    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: −g_k L G/(G−1) in Dr-GRPO
+    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: length_and_reward
     price     −Δreward / ΔH                                 reward given up per nat kept
     kept      ΔH once all of the momentum includes the change: × (1 − β1^t) / (1 − β1) at step t of Adam
     halves    the strength that would leave half of the mean step's ΔH when it is kept, on a straight line
@@ -48,7 +48,6 @@ PLAIN_METRICS = tuple(
 KEPT = "/kept"  # after a name, of the running mean of what it does when it is kept
 SMALLEST = 1e-4  # nats: predictions below it were not confirmed
 OFF_POLICY = "off-policy: predictions of what ratios change came out 1.6 times too large; use one step per rollout"
-NO_REWARD = "the gradient of the reward needs Dr-GRPO's loss, or the rewards, which are not known here"
 LOST = "the interval of its ΔH includes 0"
 TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
 FIRST_OF_ADAM = "Adam's first step, whose size does not depend on the gradient's"
@@ -70,7 +69,7 @@ class InterventionsProbe(Probe):
     """
 
     name = "interventions"
-    needs = Need.ENTROPY_ROWS
+    needs = Need.ENTROPY_ROWS | Need.LOSS_CHECK
 
     def __init__(
         self, which: Sequence[str] = USUAL, every: int = 10, num_folds: int | None = None, decay: float = 0.9
@@ -92,7 +91,8 @@ class InterventionsProbe(Probe):
             return
         with_reference = any("reference" in each.needs for each in self.which)
         reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
-        loss, reward = loss_inputs(step.batch, step.ranks.reduce, reference), reward_gradient(step)
+        loss, gradient = loss_inputs(step.batch, step.ranks.reduce, reference), reward_gradient(step)
+        reward = gradient.weights if gradient.factor is None else gradient.factor
         unavailable = {each.name: each.why_unavailable(loss[0]) for each in self.which}
         changes: dict[str, Change | None] = {PLAIN: None}
         weights = {}
@@ -103,7 +103,7 @@ class InterventionsProbe(Probe):
                 weights[each.name] = torch.cat([each.weights(part).stacked() for part in loss], dim=1)
         pairs = pairs_of(step, changes, weights, reward)
         plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN])
-        no_reward = NO_REWARD if reward is None else ""
+        no_reward = gradient.why_none
         answers = [estimate for pair in plain for estimate in pair.both(no_reward)]
         for each in self.which:
             if unavailable[each.name]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import take_rows
+from rl_training.engine.capabilities import NO_REWARDS
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.memory import KeptVector
 from rl_training.engine.probe import Probe
@@ -49,7 +50,6 @@ SAME = 1e-5  # nats: mean difference of log-probabilities that come from the sam
 MIN_ESS = 0.5  # share of the responses below which importance weights are worthless
 FIRST = "the weights before the last step are not known yet"
 OLD_ROLLOUT = "this rollout was sampled before an earlier step: its steps are measured together, with the next rollout"
-NO_REWARDS = "the rewards of these responses are not known"
 ROUNDED = "a central difference over ± {span} steps, of first order: {why}"
 FAR = "the effective sample size is {ess:.2f} of the responses, below {least}: measure smaller steps, or every=1"
 NO_BAR = "no error bar: it is a number of steps"

@@ -22,7 +22,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_change import NO_SAMPLING_LOGPS
+from rl_training.engine.capabilities import NO_REWARDS, NO_SAMPLING_LOGPS
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step
@@ -40,7 +40,6 @@ CUT = (
     "below 1: the sampler never draws what this policy may (top-p, top-k, min-p), or its log-probabilities are not "
     "those that it samples with (temperature)"
 )
-NO_REWARDS = "the rewards of these responses are not known"
 NO_LOSS = "how this loss treats the ratios to the sampler is not known"
 
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from rl_training.engine.entropy_change import LENGTH_AND_REWARD
 from rl_training.engine.entropy_gradients import levels_of_folds
 from rl_training.engine.fold_products import PRODUCTS
-from rl_training.engine.length_and_reward import NO_REWARD, reward_factor
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import EntropyChange, EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
@@ -79,6 +78,7 @@ class SimpleEntropyProbe(Probe):
             raise ValueError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
         self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None
         self.per_sequence, self.offload = per_sequence, offload
+        self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
         self._sum = TrapezoidSum()
 
     def prepare(self, step: Step) -> None:
@@ -104,8 +104,8 @@ class SimpleEntropyProbe(Probe):
             for row in (*change.quantities.values(), *closed)
             for metric, estimate in zip(self._metrics(row.name), row.estimates(step.num_folds), strict=False)
         }
-        if self.per_sequence and not change.why_no_forward and reward_factor(step) is None:
-            answers[REWARD] = Estimate.missing(NO_REWARD)
+        if change.why_no_reward and not change.why_no_forward:
+            answers[REWARD] = Estimate.missing(change.why_no_reward)
         return answers
 
     def state_dict(self) -> dict[str, Tensor]:

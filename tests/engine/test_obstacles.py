@@ -201,4 +201,3 @@ def test_a_noise_scale_that_one_fold_does_not_have_is_said_when_training_begins(
     shape = {"responses_per_prompt": 8, "microbatch_size": 64, "microbatches": 1}
     with measured_loop(model, torch.optim.AdamW(model.parameters()), [GradientNoiseScaleProbe()], **shape):
         assert caplog.messages[0].startswith("no noise scale: a step is one fold, and has no scatter; use smaller")
-        assert caplog.messages[1].startswith("no delta_reward, and no split of the noise: the loss is not")

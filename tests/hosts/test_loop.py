@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
 from rl_training import Estimate, Probe, Rollout, measured_loop
-from rl_training.engine import changed_steps, step_by_folds
+from rl_training.engine import length_and_reward, step_by_folds
 from rl_training.engine.batch import Correction, LossSettings, take_rows
 from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.driver import StepDriver
@@ -492,8 +492,8 @@ def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass
         return bases_of(step, weights)
 
     monkeypatch.setattr(step_by_folds, "bases_of", counted)
-    for rounding in (changed_steps.ROUNDING, -1.0):
-        monkeypatch.setattr(changed_steps, "ROUNDING", rounding)
+    for rounding in (length_and_reward.ROUNDING, -1.0):
+        monkeypatch.setattr(length_and_reward, "ROUNDING", rounding)
         loop = new_loop([InterventionsProbe(["lr"], every=1)], dr_grpo=True)
         found.append(train(*loop, steps=1)[0]["intervention/lr/delta_reward"])
     assert passes == [0, 1]
@@ -575,7 +575,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
         why = OpenStep(1, [], plan_folds([2], 4), rollouts=[part]).capabilities(loop, set(), mismatch="")
         reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {own.whole_prompts}") for reason in reasons)
-        assert why.not_dr_grpo.endswith(f": {own.dr_grpo}")
+        assert why.another_loss == own.dr_grpo
         assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (own is of_trl)
 
 

@@ -39,6 +39,7 @@ from trainers import trainer_maker
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.engine.probe import Need
 from rl_training.engine.ranks import all_ranks
+from rl_training.hosts.trl.batches import REWARD
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -89,7 +90,8 @@ class ReplayTrainer(DrGRPOTrainer):
         rows = slice(self.accelerator.process_index * share, (self.accelerator.process_index + 1) * share)
         own = {key: (value[rows] if value.ndim else value).to(self.accelerator.device) for key, value in whole.items()}
         width = int(own["completion_mask"].sum(dim=1).max())  # a process pads to its own longest sequence
-        return own | {key: own[key][:, :width] for key in ("completion_ids", "completion_mask")}
+        own |= {key: own[key][:, :width] for key in ("completion_ids", "completion_mask")}
+        return own | {REWARD: own["advantages"]}
 
 
 class Recorder(Probe):

@@ -116,7 +116,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             processing_class=processing_class or tokenizer,
             optimizers=optimizers,
             peft_config=peft_config,
-            **({} if trainer_class is GRPOTrainer else extra),
+            **(extra if issubclass(trainer_class, DrGRPOTrainer) else {}),
             **(beside or {}),
         )
         trainer.remove_callback(PrinterCallback)  # hundreds of log lines

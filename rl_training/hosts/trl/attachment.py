@@ -21,6 +21,7 @@ from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.capabilities import MIXED_PROMPTS, REUSED
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
+from rl_training.engine.loss_terms import MadeLoss
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import all_ranks
@@ -183,9 +184,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and is_kept:
             seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
-        # What a loss is made of that is not made of these scores is not known, unless it is a mere number.
-        other_terms = trainer.aux_loss_enabled or (not scores.logps.requires_grad and loss.grad_fn is not None)
-        self.driver.microbatch(rollout, scores, other_terms, seen)
+        self.driver.microbatch(rollout, scores, MadeLoss(loss, self.loss_settings), seen)
         return loss
 
     # --- the callbacks ------------------------------------------------------------------------------------------------

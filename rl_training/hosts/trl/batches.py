@@ -68,7 +68,7 @@ def fixes(settings: LossSettings) -> Fixes:
     return Fixes(
         "use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences in an "
         "optimizer step of each process",
-        f"set {', '.join(others)}",
+        f"set {', '.join(others)}" if others else "",
     )
 
 

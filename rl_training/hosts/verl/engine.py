@@ -25,6 +25,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 from rl_training.engine.batch import LossSettings
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
+from rl_training.engine.loss_terms import MadeLoss
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.ranks import all_ranks
 from rl_training.engine.scorer import Scorer
@@ -95,7 +96,7 @@ class Measurement:
         else:
             flat = model_output.get(ENTROPIES)
             entropies = torch.full_like(logps, torch.nan) if flat is None else tokens.padded(flat)
-        self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask))
+        self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), MadeLoss())
         return model_output | watched
 
     def step(self, optimizer_step: Callable[[], float]) -> float:
