@@ -146,6 +146,7 @@ class StepDriver:
         self.disarm()
         if rollout_number != self._rollout_number:
             self._rollout_number, self._learned = rollout_number, set()
+        step.is_ready = True
         if step.probes:
             with self._aside():
                 self._prepare(step)

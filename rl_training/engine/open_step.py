@@ -76,7 +76,8 @@ class OpenStep:
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
     other_terms: bool = False  # the loss has terms beside these
     loss_settings: LossSettings | None = None  # of its latest microbatch
-    view: Step | None = None  # once all gradients are in, if it is measured
+    is_ready: bool = False  # all gradients are in
+    view: Step | None = None  # then, if it is measured
     check: Mapping[str, Estimate] = field(default_factory=dict)  # of what was predicted, once the optimizer has stepped
 
     @property

@@ -3,7 +3,7 @@
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
 `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the second of
 the three steps, with `_continued` from that of two processes; with `_remedied` it trains with interventions and has no
-probes.
+probes; with `_bounded` the rate of each step follows from its KL, and it has no probes either.
 Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
 FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
 
@@ -144,7 +144,7 @@ def probes_of(run: str) -> list[Probe]:
 
     Interventions and token classes are the engine's: engine/test_shards.py has them under FSDP2.
     """
-    if run.endswith(("bare", "remedied")):
+    if run.endswith(("bare", "remedied", "bounded")):
         return []
     if run.endswith("lora"):
         return [Recorder()]
@@ -189,7 +189,10 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         "adam_epsilon": 1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
         "max_grad_norm": 0.05,  # every step is clipped
         "lr_scheduler_type": "linear",
-        "save_strategy": "no" if run.endswith(("bare", "resumed", "continued", "bf16", "remedied")) else "steps",
+        **({"target_kl_share": 2e-3, "learning_rate": 1e-2} if run.endswith("bounded") else {}),
+        "save_strategy": "no"
+        if run.endswith(("bare", "resumed", "continued", "bf16", "remedied", "bounded"))
+        else "steps",
         "save_steps": 2,
     }
     trainer = trainer_maker(folder / run)(

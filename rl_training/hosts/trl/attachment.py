@@ -148,7 +148,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         finally:
             self.driver.disarm()
         step = self.driver.open_step
-        if trainer.accelerator.sync_gradients and step is not None and step.view is None:
+        if trainer.accelerator.sync_gradients and step is not None and not step.is_ready:
             self.driver.gradients_ready(self._rollouts.number)
         return loss
 

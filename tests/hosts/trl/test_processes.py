@@ -46,6 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{run}_resumed" for run in SHARDED[1:]
     ]
     names += ["fsdp2_2_bf16", "plain_1_remedied", "plain_2_remedied"]
+    names += [f"{run}_bounded" for run in ("plain_1", "plain_2", *SHARDED)]
     names = [name for name in names if not (NO_DEEPSPEED and name.startswith("zero"))]
     ended = forks.run("tests/support/replay.py", str(folder), *names)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
@@ -110,6 +111,21 @@ def test_two_processes_train_with_interventions_as_one_does(runs: Path) -> None:
     one, two, plain = (saved(runs, run)["parameters"] for run in ("plain_1_remedied", "plain_2_remedied", "plain_1"))
     changed, off = ({name: weight - other[name] for name, weight in one.items()} for other in (plain, two))
     assert norm_of(off) <= 1e-5 * norm_of(changed)
+
+
+@pytest.mark.parametrize("run", ["plain_2", *SHARDED])
+def test_two_processes_bound_a_step_as_one_does(runs: Path, run: str) -> None:
+    """KL and factor, over all processes, and the weights that come of it: to 1e-5 of what three steps change."""
+    one, two = (saved(runs, f"{name}_bounded")["parameters"] for name in ("plain_1", run))
+    unbounded = saved(runs, "plain_1")["parameters"]
+    assert norm_of({name: weight - two[name] for name, weight in one.items()}) <= 1e-5 * norm_of(
+        {name: weight - unbounded[name] for name, weight in one.items()}
+    )
+    expected, found = (estimates(runs, f"{name}_bounded") for name in ("plain_1", run))
+    assert found.keys() == expected.keys()
+    assert expected[1, "bound/tries"][0] > 0
+    for key, (value, _) in expected.items():
+        assert found[key][0] == pytest.approx(value, rel=1e-3), key
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
