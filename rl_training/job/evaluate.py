@@ -44,7 +44,7 @@ from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.lock import locked
 from rl_training.records.masking import mask_line
 from rl_training.records.report import write_report
-from rl_training.records.report.words import in_words
+from rl_training.records.report.writing import in_words
 
 # Columns of the table in the terminal, by metric.
 COLUMNS = {

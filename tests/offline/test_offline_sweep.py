@@ -23,7 +23,7 @@ from rl_training.records import analysis_results
 from rl_training.records.frames import ANALYSIS_COLUMNS, read_analysis
 from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, verdict, write_analyses_page
-from rl_training.records.report.words import plus_minus
+from rl_training.records.report.writing import plus_minus
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "log.level=none"]

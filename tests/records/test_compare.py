@@ -24,7 +24,7 @@ from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.charts import framed
 from rl_training.records.report.series import to_rows
-from rl_training.records.report.words import in_words
+from rl_training.records.report.writing import in_words
 
 HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
 T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from a printed table

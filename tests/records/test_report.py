@@ -27,10 +27,11 @@ from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.charts import heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_of
+from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
 from rl_training.records.report.series import read_run, why_it_ends
-from rl_training.records.report.summary import opening, step_numbers, summarize
-from rl_training.records.report.words import MISSING
+from rl_training.records.report.summary import step_numbers, summarize
+from rl_training.records.report.writing import MISSING
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"
@@ -521,6 +522,14 @@ def test_the_report_has_the_calibration_where_the_truth_was_measured_and_says_wh
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "Predictions against the truth" in page.text
     assert "abc123" in page.text.split("Where this comes from")[-1]
+
+
+def test_whatever_signs_a_reason_has_it_stays_one_cell_on_one_line(tmp_path: Path) -> None:
+    records = Records(tmp_path / "logs")
+    records.write_metrics(1, {"reward": 0.5})
+    why = "no ¦ scale ¶ here\n  {{ 1 }}"
+    records.write_estimates(1, 1, "gns", {"gns/noise_scale_prompts": Estimate.missing(why)})
+    assert summary(tmp_path)["noise scale"] == (MISSING, "no ¦ scale ¶ here {{ 1 }}")
 
 
 def test_slope_and_coverage_are_of_the_recorded_pairs_and_from_eight_on(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
+from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.charts import Section
 from rl_training.records.report.interventions import Effect, interventions_of_run, plane
 from rl_training.records.report.series import read_run
@@ -70,7 +71,8 @@ def record(
 
 
 def told(folder: Path) -> Section:
-    found = interventions_of_run(read_run(folder))
+    run = read_run(folder)
+    found = interventions_of_run(run, branch_commands(run))
     assert found is not None
     return found
 

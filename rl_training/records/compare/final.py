@@ -39,8 +39,8 @@ from rl_training.mathematics.noise_scale import noise_scale_interval
 from rl_training.mathematics.welch import difference, mean_of
 from rl_training.records.compare.groups import Group, Member, common_steps
 from rl_training.records.evaluated import IN_TRAINING
+from rl_training.records.report.findings import MAX_WINDOW
 from rl_training.records.report.series import Run, finite, last_of
-from rl_training.records.report.summary import MAX_WINDOW
 
 MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
 # Of the trainer's own evaluations: what it logs beside these is of its clipping and its clock.

@@ -12,6 +12,7 @@ import pandas as pd
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare import final
+from rl_training.records.compare.findings import describe, one_group
 from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups, trunks_of
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.folder import COMPARISON_FILE
@@ -21,7 +22,6 @@ from rl_training.records.report.figures import running_window
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run, finite, to_estimates, to_rows
-from rl_training.records.report.words import sentences
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", TEXT, "#56B4E9", "#E69F00")
@@ -54,7 +54,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
     columns = [(group, common, group.letter, final.begun(groups, common)) for group in groups]
     columns += [(g, end, f"{g.letter}, later", 0) for g, end in zip(groups, ends, strict=True) if end > common]
     pairs = final.compare_groups(groups)
-    findings = sentences("comparison", pairs=pairs, seeds=[member.seed for member in groups[0].members])
+    findings = describe(pairs) or [one_group([member.seed for member in groups[0].members])]
     page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
     charts = [replace(chart, name=f"{page.stem}_{chart.name}") for chart in draw_overlays(groups)]
     write_page(

@@ -13,14 +13,16 @@ from rich.text import Text
 
 from rl_training.records.folder import REPORT_FOLDER
 from rl_training.records.report import findings
+from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.interventions import interventions_of_run
+from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
+from rl_training.records.report.sampler import sampler_and_trainer
 from rl_training.records.report.series import Run, read_run
-from rl_training.records.report.summary import opening, step_numbers, summarize
-from rl_training.records.report.words import sentences
+from rl_training.records.report.summary import step_numbers, summarize
 
 PAGE_FILE = "report.html"
 
@@ -35,13 +37,14 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
     run = _read(run_dir)
-    charts, analyses, interventions = draw_figures(run), analyses_of(run), interventions_of_run(run)
+    charts, analyses = draw_figures(run), analyses_of(run)
+    interventions = interventions_of_run(run, branch_commands(run))
     shown = [*charts, *(chart for section in (interventions, *analyses) if section for chart in section.charts)]
     page, drawn = run.folder / REPORT_FOLDER / PAGE_FILE, draw_pictures(shown, pictures)
     return write_page(
         page, "run.html", drawn, run=run, reload=reload, opening=opening(run), rows=summarize(run),
         step_numbers=step_numbers(run), charts=charts, interventions=interventions, analyses=analyses,
-        findings=findings, sentences=sentences,
+        sampler=sampler_and_trainer(run), findings=findings,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from rl_training.records.report import charts, findings
 from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, Chart, Series, diagonal, draw, framed
 from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.series import Run, finite, to_estimates, what_is_missing
-from rl_training.records.report.words import MILLI, in_words
+from rl_training.records.report.writing import MILLI, in_words
 
 MAX_BARS = 80  # with more points than this, error bars would hide them
 OFFSET = 0.14  # of a step: keeps the two error bars of a step apart

@@ -16,10 +16,11 @@ from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
 from rl_training.records.report.series import Run, finite, last_of, to_rows
-from rl_training.records.report.words import table
+from rl_training.records.report.writing import milli, on_one_line
 
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
+MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 LAST_STEPS = 10  # over which the present rate is taken
 MIN_POINTS = 3  # of a correlation, or of a line whose slope is to mean something
 TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
@@ -56,6 +57,13 @@ def mean_of_last(rows: pd.DataFrame) -> Estimate | None:
         return None
     stderr = math.sqrt((last["stderr"] ** 2).sum(skipna=False)) / len(last)
     return Estimate(last["value"].mean(), stderr, int(last["num_samples"].min()), detail={"steps": len(last)})
+
+
+def ends_of(values: pd.Series[float]) -> list[tuple[float, int, int]]:
+    """Returns (mean, first step, last step) of the first few values and of the last few; of one value, one."""
+    window = min(MAX_WINDOW, max(len(values) // 2, 1))
+    parts = (values.iloc[:window], values.iloc[window:].tail(window))
+    return [(part.mean(), part.index[0], part.index[-1]) for part in parts if len(part)]
 
 
 def naive_of(run: Run) -> pd.DataFrame:
@@ -128,7 +136,9 @@ def token_classes(run: Run) -> tuple[list[list[str]], int]:
         if share > 0:
             steps = run.measured_steps(f"{metric}/mean_delta_h")
             rows.append((KINDS.get(kind, f"its {kind}"), name.replace("_", " "), share, last_of(change)))
-    return table("tokens", rows=rows) if rows else [], steps
+    headings = ["by", "class", "of all tokens", "change of entropy, a step"]
+    cells = [[on_one_line(kind), on_one_line(name), f"{100 * share:.1f}%", milli(e)] for kind, name, share, e in rows]
+    return [headings, *cells] if rows else [], steps
 
 
 def samples_over_time(run: Run) -> list[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.charts import Chart, template
-from rl_training.records.report.words import ENVIRONMENT
+from rl_training.records.report.environment import ENVIRONMENT
 from rl_training.version import VERSION
 
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # filled in when the rest is there

@@ -1,25 +1,24 @@
-"""What a report says of a run in words: how it opens, the lines of its summary, and what a step does."""
+"""The summary of a report: a line for each of what changed, what it was measured with, and what it cost."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import pandas as pd
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import difference
 from rl_training.records.report import findings
-from rl_training.records.report.interventions import NO_FALL, effects_of, is_falling
+from rl_training.records.report.interventions import NO_FALL, Effect, effects_of, halving, is_falling, keeping
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
-from rl_training.records.report.words import MILLI, sentences, table
+from rl_training.records.report.writing import MILLI, MISSING, in_words, on_one_line
 
-MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 STEP_NUMBERS = {  # what a step does: how it is shown, as it was measured, as it was predicted
     "entropy, 1e-3 nats per token": (MILLI, "measured/delta_h", "delta_h/forward"),
     "reward, 1e-3": (MILLI, "measured/delta_reward", "delta_reward/forward"),
     "length, tokens": (1.0, "measured/delta_length", "delta_length/forward"),
     "KL to the step before, 1e-3 nats per token": (MILLI, "measured/kl", "kl/forward"),
 }
+FIT = (0.5, 2.0)  # the batch over the noise scale: outside of these another size pays
 
 
 class Row(NamedTuple):
@@ -30,64 +29,61 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def opening(run: Run) -> list[str]:
-    """Returns the sentences that open: does it learn, is entropy collapsing, how fast, are the predictions right."""
-    both = [run.known(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
-    last = both[0].index.intersection(both[1].index, sort=False)[-1:]
-    truth, total = (last_of(rows.loc[last]) for rows in both)
-    return sentences(
-        "opening",
-        run=run,
-        levels=[mean for mean, _, _ in ends_of(run.token_entropy())],
-        rate=findings.present_rate(run),
-        sums=(truth, total, difference(total, truth)) if truth and total and total.stderr != 0 else None,
-    )
-
-
-def ends_of(values: pd.Series[float]) -> list[tuple[float, int, int]]:
-    """Returns (mean, first step, last step) of the first few values and of the last few; of one value, one."""
-    window = min(MAX_WINDOW, max(len(values) // 2, 1))
-    parts = (values.iloc[:window], values.iloc[window:].tail(window))
-    return [(part.mean(), part.index[0], part.index[-1]) for part in parts if len(part)]
-
-
 def step_numbers(run: Run) -> list[list[str]]:
-    """Returns the table of STEP_NUMBERS, measured and predicted; nothing where there is only one."""
-    rows = [
-        (
-            label,
+    """Return the table of STEP_NUMBERS, measured and predicted; nothing where there is only one."""
+    rows = []
+    cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
+    for label, (times, measured, predicted) in STEP_NUMBERS.items():
+        found = (
             findings.mean_of_last(findings.measured_by_one_step(run, measured)),
             findings.mean_of_last(run.known(predicted)),
-            times,
         )
-        for label, (times, measured, predicted) in STEP_NUMBERS.items()
-    ]
-    known = [row for row in rows if any(row[1:3])]
-    cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
-    return table("step", rows=known, cut_off=cut_off) if len(known) > 1 else []
+        if any(found):
+            share = f" ({100 * cut_off[0]:.0f}% of the responses are cut off)" if "length" in label and cut_off else ""
+            rows.append([label + share, *(in_words(each, True, times) for each in found)])
+    return [["change of", "measured", "predicted"], *rows] if len(rows) > 1 else []
 
 
 def summarize(run: Run) -> list[Row]:
-    """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
-    scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
-    held_out = findings.held_out_rewards(run)
-    lines = table(
-        "summary",
-        run=run,
-        ends=ends_of,
-        held_out={label: to_estimates(rows.iloc[sorted({0, len(rows) - 1})]) for label, rows in held_out.items()},
-        **_changes(run),
-        scale=scale,
-        ratio=ratio,
-        effects=effects_of(run),
-        falls=is_falling(run),
-        no_fall=NO_FALL,
-    )
-    return [Row(*cells) for cells in lines]
+    """Return the lines of the summary: where reward and entropy went, and predicted against measured change."""
+    lines = [
+        *_rewards(run), *_changes(run), *_noise_scale(run), *_effective_sample(run), *_interventions(run), _cost(run)
+    ]  # fmt: skip
+    return [Row(*map(on_one_line, line)) for line in lines]
 
 
-def _changes(run: Run) -> dict[str, Any]:
-    """Returns the measured change of entropy at the last step that has it, with the sums of predictions there."""
+def _rewards(run: Run) -> Iterator[Row]:
+    logged = len(run.steps)
+    yield Row("steps", str(run.last_step), f"{logged} of them logged" if logged != run.last_step else "")
+    acceptance = findings.ends_of(run.logged("buffer/acceptance"))
+    drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
+    yield _from_to("reward", findings.ends_of(run.logged("reward")), drawn)
+    for label, rows in findings.held_out_rewards(run).items():
+        ends = to_estimates(rows.iloc[sorted({0, len(rows) - 1})])
+        of = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
+        at = f"step{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
+        yield Row("held-out reward", " → ".join(map(in_words, ends.values())), f"{label}, {at}{of}")
+    if acceptance:
+        yield _from_to("accepted prompts", acceptance, "share of the prompts generated; ")
+    by_trl = "" if len(run.measured("entropy/token")) else ", as TRL logs it"
+    yield _from_to("token entropy", findings.ends_of(run.token_entropy()), f"nats per token{by_trl}; ")
+
+
+def _from_to(label: str, ends: Sequence[tuple[float, int, int]], unit: str) -> Row:
+    """Return the line of a number at either end of the run, from (mean, first step, last step) of each."""
+    if not ends:
+        return Row(label, MISSING, "no finite value was logged")
+    values = " → ".join(f"{mean:.3f}" for mean, _, _ in ends)
+    if len(ends) == 1:
+        return Row(label, values, f"{unit}step {ends[0][1]} alone")
+    (_, first, last), (_, later, latest) = ends
+    if first == last:
+        return Row(label, values, f"{unit}steps {first} and {later}")
+    return Row(label, values, f"{unit}means over steps {first}–{last} and {later}–{latest}")
+
+
+def _changes(run: Run) -> Iterator[Row]:
+    """Yield the measured change of entropy at the last step that has it, with the sums of predictions there."""
     sums = [run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
     last = max(finite(sums[0]).index, default=max(sums[0].index, default=0))
     first = max((step for step in findings.origins(run) if step <= last), default=None)
@@ -95,4 +91,92 @@ def _changes(run: Run) -> dict[str, Any]:
     if first != last:
         absent = Estimate.missing(NO_PROBE)
         changes = [to_estimates(rows).get(last, absent) for rows in (*sums, findings.naive_of(run))]
-    return {"changes": changes, "since": first, "until": last, "goes_on": findings.goes_on(run)}
+    truth, predicted, naive = changes
+    if all(math.isnan(each.value) for each in changes) and len({each.reason for each in changes}) == 1:
+        yield Row("change of entropy", MISSING, truth.reason)
+        return
+    span = "nats per token" + (f", from step {first} to step {last}" if first is not None else "")
+    if findings.goes_on(run):
+        span += f", to step {last} from the first step of the run that this one continues"
+    notes = {"measured ΔH": span, "predicted ΔH": "sum of trapezoids", "naive product": "sum of same-batch products"}
+    for (label, note), change in zip(notes.items(), changes, strict=True):
+        error = "± 95 %" if change.stderr > 0 else change.reason or "no error bar"
+        yield Row(label, in_words(change, True), change.reason if math.isnan(change.value) else f"{note}; {error}")
+    if truth.value == 0 or abs(truth.value) <= truth.half_width():
+        yield Row("predicted / measured", MISSING, "the measured change is not detectably different from 0")
+    elif not math.isnan(truth.value):
+        no_bar = "no error bar on the measured change" if math.isnan(truth.half_width()) else ""
+        for name, change in (("predicted", predicted), ("naive", naive)):
+            if not math.isnan(change.value):
+                yield Row(f"{name} / measured", f"{change.value / truth.value:.2f}", no_bar)
+
+
+def _noise_scale(run: Run) -> Iterator[Row]:
+    scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
+    if scale is None:
+        return
+    if not scale.interval:
+        value = MISSING if math.isnan(scale.value) else f"{scale.value:.0f} prompts"
+        yield Row("noise scale", value, scale.reason)
+        return
+    low, high = scale.interval
+    value = f"{scale.value:.0f} ({low:.0f} … {high:.0f}) prompts"
+    if math.isinf(high):
+        value = "no end to it" if math.isinf(low) else f"above {low:.0f} prompts"
+    yield Row("noise scale", value, f"95 %; {_advice(ratio.interval if ratio else None)}")
+
+
+def _advice(ratio: tuple[float, float] | None) -> str:
+    """Say whether another batch size pays, by the 95 % interval of the batch over the noise scale."""
+    unknown = "whether another batch size pays is not known yet"
+    if ratio is None:
+        return unknown
+    low, high = ratio
+    advice = unknown
+    if high < FIT[0]:
+        advice = "larger batches still save steps"
+    elif low > FIT[1]:
+        advice = "a smaller batch would learn almost as much in each step"
+    elif low >= FIT[0] and high <= FIT[1]:
+        advice = "it is about right; beyond it gains shrink"
+    return f"the batch is {max(low, 0.0):.2f} to {max(high, 0.0):.2f} of it: {advice}"
+
+
+def _effective_sample(run: Run) -> Iterator[Row]:
+    if run.measured("ess/advantage").empty:
+        return
+    share, idle = (run.values(f"ess/{name}").mean() for name in ("advantage_fraction", "zero_advantage_prompts"))
+    note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
+    if not math.isnan(idle):
+        note += f"; {100 * idle:.0f}% of the prompts have zero advantage: all their rewards are equal"
+    yield Row("effective sample", MISSING if math.isnan(share) else f"{100 * share:.0f}%", note)
+
+
+def _interventions(run: Run) -> Iterator[Row]:
+    effects = effects_of(run)
+    halve, keep = halving(effects), keeping(effects)
+    if halve:
+        strengths = ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halve)
+        yield Row("interventions", strengths, "would halve the fall of entropy when kept, in order of price")
+    elif effects and not is_falling(run):
+        yield Row("interventions", "none needed", NO_FALL)
+    elif keep:
+        yield Row("interventions", _names(keep), "would keep entropy, at one step; in order of price")
+    elif effects:
+        yield Row("interventions", "none", "no measured intervention keeps entropy significantly")
+
+
+def _names(effects: Sequence[Effect]) -> str:
+    return ", ".join(effect.name for effect in effects)
+
+
+def _cost(run: Run) -> Row:
+    shares = run.logged("probe_cost/fraction_of_step")
+    if shares.empty:
+        return Row("probe cost", MISSING, "no probe was timed")
+    return Row(
+        "probe cost",
+        f"{100 * shares.sum() / len(run.steps):.1f}%",
+        f"of a step's time, mean over all steps; {100 * shares.max():.1f}% at the dearest of the {len(shares)} "
+        "measured ones",
+    )

@@ -1,19 +1,12 @@
-"""How pages write an estimate, with the 95 % interval always, and the sentences of templates/words.txt."""
+"""How pages write a number, an estimate always with its 95 % interval, and a sentence."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import is_significant
 
-ENVIRONMENT = Environment(
-    loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-)
 MISSING = "–"
 MILLI, Z_95 = 1e3, 1.96  # changes of a step are shown in thousandths
 
@@ -31,6 +24,11 @@ def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0
         written, low, high = (f"{number + 0.0:{sign}.{_decimals(half)}f}" for number in (value, *ends))
         return f"{written} ({low} … {high})".replace("inf", "∞")
     return plus_minus(value, half, sign)
+
+
+def milli(estimate: Estimate | None) -> str:
+    """Return a change in thousandths, with its sign and half of the 95 % interval."""
+    return in_words(estimate, signed=True, times=MILLI)
 
 
 def plus_minus(value: float, half: float, sign: str = "") -> str:
@@ -75,27 +73,20 @@ def _decimals(half: float) -> int:
     return max(0, 1 - math.floor(math.log10(half)))
 
 
-def sentences(block: str, **numbers: Any) -> list[str]:
-    """Returns what a block of words.txt says of these numbers: a sentence up to each ¶, without empty ones."""
-    template = ENVIRONMENT.get_template("words.txt")
-    text = "".join(template.blocks[block](template.new_context(numbers)))
-    return [said for part in text.split("¶") if (said := " ".join(part.split()))]
+def two_digits(number: float) -> str:
+    """Return a number rounded to two digits, written out.
+
+    >>> two_digits(34567.0), two_digits(math.inf)
+    ('35,000', 'inf')
+    """
+    return f"{float(f'{number:.2g}'):,.0f}"
 
 
-def table(block: str, **numbers: Any) -> list[list[str]]:
-    """Returns the rows of a table in words.txt, with its headings as the first: cells are parted by ¦."""
-    return [[cell.strip() for cell in row.split("¦")] for row in sentences(block, **numbers)]
+def on_one_line(text: str) -> str:
+    """Return a text without line breaks and double spaces, which a recorded reason or name may have."""
+    return " ".join(text.split())
 
 
-ENVIRONMENT.filters |= {
-    "in_words": in_words, "milli": partial(in_words, signed=True, times=MILLI), "normal_milli": normal_milli,
-    "short": short, "about": lambda number: f"{float(f'{number:.2g}'):,.0f}",
-}  # fmt: skip
-ENVIRONMENT.tests |= {
-    "significant": is_significant,
-    "finite": math.isfinite,
-    "infinite": math.isinf,
-    "above_0": lambda estimate: estimate.ends()[0] > 0,
-    "below_0": lambda estimate: estimate.ends()[1] < 0,
-    "without_value": lambda estimate: math.isnan(estimate.value),
-}
+def spoken(*sentences: str) -> list[str]:
+    """Return those sentences that are not empty, each on one line."""
+    return [line for sentence in sentences if (line := on_one_line(sentence))]

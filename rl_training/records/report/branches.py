@@ -1,0 +1,68 @@
+"""The commands that train branches with the interventions that a report prefers, and compare them with one without."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_training.records.folder import checkpoints_of
+from rl_training.records.report.interventions import effects_of, is_falling
+from rl_training.records.report.series import Run
+
+PLAIN_NAME = re.compile(r"[\w./:-]+")  # needs no quotes
+MOST = 4  # branches that are proposed
+BRANCH_STEPS = 40  # of each
+
+
+def branch_commands(run: Run) -> list[str]:
+    """Return the commands that train a branch with each preferred intervention and one without, and compare them.
+
+    None where nothing is preferred, or where there is no checkpoint to branch from.
+    """
+    checkpoints, names = checkpoints_of(run.folder), preferred(run)
+    if not checkpoints or not names:
+        return []
+    already = run.settings.get("intervention") or []
+    already = [already] if isinstance(already, str) else list(already)
+    branches = {Path(f"{run.folder}_plain"): ""}
+    for name in names:
+        folder = Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
+        branches[folder] = f"intervention={as_list([*already, name])}"
+    start = ["rl-training", "train", f"branch={as_value(str(checkpoints[-1]))}", f"additional_steps={BRANCH_STEPS}"]
+    trainings = [
+        [*start, f"run_dir={as_value(str(folder))}", *([setting] if setting else [])]
+        for folder, setting in branches.items()
+    ]
+    return [shlex.join(words) for words in [*trainings, ["rl-training", "report", *map(str, branches)]]]
+
+
+def preferred(run: Run) -> list[str]:
+    """Returns what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
+    which = [str(name) for name in run.probe("interventions").get("which") or []]
+    chosen = []
+    for effect in effects_of(run) if is_falling(run) else ():
+        # With its file or module.
+        text = next((name for name in which if name.endswith(f":{effect.name}")), effect.name)
+        if math.isfinite(effect.halves_at.value):
+            chosen.append(f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.halves_at.value:.2g}")
+        elif effect.delta_h.ends()[0] > 0:
+            chosen.append(text)
+    return list(dict.fromkeys(chosen))[:MOST]
+
+
+def as_list(names: Sequence[str]) -> str:
+    """Return names as Hydra reads a list.
+
+    >>> as_list(["lr:0.5", "mis:0.5,2"])
+    '[lr:0.5,"mis:0.5,2"]'
+    """
+    return f"[{','.join(map(as_value, names))}]"
+
+
+def as_value(text: str) -> str:
+    """Return a text as Hydra reads it, in quotes where its grammar needs them."""
+    return text if PLAIN_NAME.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,14 @@
+"""The Jinja environment of the pages, templates/*.html, and of the charts' texts, templates/charts.yaml."""
+
+from __future__ import annotations
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from rl_training.mathematics.welch import is_significant
+from rl_training.records.report.writing import in_words, short
+
+ENVIRONMENT = Environment(
+    loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+ENVIRONMENT.filters |= {"in_words": in_words, "short": short}
+ENVIRONMENT.tests["significant"] = is_significant

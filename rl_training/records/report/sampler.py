@@ -1,0 +1,33 @@
+"""What a report says of the distance between the policy that generates and the one that is trained."""
+
+from __future__ import annotations
+
+from rl_training.records.report.series import Run
+from rl_training.records.report.writing import in_words, spoken, two_digits
+
+HALF_IS_LEFT = 0.35  # KL of a whole response at which weights leave half of the sequences: ESS/N is about exp(−2 KL T)
+
+
+def sampler_and_trainer(run: Run) -> list[str]:
+    """Return the sentences of the section, by the last measured step; none where the probe `sampler` was not there."""
+    kl, ess, ratio = (run.last(f"sampler/{name}") for name in ("kl", "ess", "mean_ratio"))
+    if kl is None:
+        return []
+    if kl.value == 0:
+        return ["The responses are sampled from the policy that is trained: every ratio is 1."]
+    longest = two_digits(HALF_IS_LEFT / kl.value) if kl.value > 0 else "inf"
+    numerics, outside, gap, corrected = (
+        run.last(f"sampler/{name}") for name in ("numerics_kl", "ratio_outside", "reward_gap", "corrected_share")
+    )
+    is_off = ratio is not None and (ratio.ends()[0] > 1 or ratio.ends()[1] < 1)
+    why = ratio.reason.removeprefix("below 1: ") if ratio and ratio.reason else ""
+    return spoken(
+        f"Sampler and trainer are {in_words(kl)} nats per token apart (KL) at the last measured step.",
+        f"At this KL, importance weights hold for responses up to {longest} tokens.",
+        f"The trainer's own numerics are {in_words(numerics)} of it." if numerics else "",
+        f"The weights leave {100 * ess.value:.0f}% of the sequences." if ess else "",
+        f"{100 * outside.value:.1f}% of the tokens have a ratio outside of 0.9 … 1.1." if outside else "",
+        f"The mean ratio is {in_words(ratio)}, and not 1{': ' * bool(why)}{why}." if is_off else "",
+        f"The trained policy's own reward differs from the logged one by {in_words(gap, True)}." if gap else "",
+        f"The loss truncates or masks {100 * corrected.value:.1f}% of the tokens." if corrected else "",
+    )
