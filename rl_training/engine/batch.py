@@ -44,6 +44,7 @@ class Rollout:
     images: Mapping[str, Any] | None = None  # what the model takes beside tokens: by name, B rows of a tensor or a list
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
     old_logps: Tensor | None = None  # (B, T), that the loss's ratios are relative to; None: those of the sampler
+    sampling_mismatch: str | None = None  # why they are no samples of the policy that is scored; None: as the loop says
 
     @property
     def token_mask(self) -> Tensor:
@@ -81,6 +82,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     written = None
     if any(part.environment_mask is not None for part in parts):
         written = in_one_width([part.token_mask - part.completion_mask for part in parts])
+    mismatches = [part.sampling_mismatch for part in parts if part.sampling_mismatch is not None]
     on_the_left = functools.partial(in_one_width, on_the_left=True)
     return Rollout(
         **{name: joined(name, on_the_left) for name in ("prompt_ids", "prompt_mask")},
@@ -92,6 +94,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         on_policy=all(part.on_policy for part in parts),
         environment_mask=written,
         images=_join_images(parts),
+        sampling_mismatch=max(mismatches, key=len, default=None),  # a reason, where there is one
     )
 
 

@@ -33,6 +33,7 @@ from rl_training.engine.optimizer import gradients_and_states, view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, announcement, needs_of
+from rl_training.engine.rotary import tables_put_back
 from rl_training.engine.shards import reshard
 from rl_training.engine.step import Gradients, Step
 from rl_training.engine.step_check import StepGuard, predicting, refuse_other_parameters, why_not_the_sum
@@ -157,7 +158,8 @@ class StepDriver:
     def _aside(self) -> Iterator[None]:
         """A context of the probes' own calculations: a loop may be in one of autocast, and a probe may draw."""
         device = self._layout.device
-        with streams_put_back(device), torch.autocast(device.type, enabled=False):
+        tables = tables_put_back(self._loop.policy.model)
+        with streams_put_back(device), tables, torch.autocast(device.type, enabled=False):
             yield
 
     def _prepare(self, step: OpenStep) -> None:
@@ -165,7 +167,7 @@ class StepDriver:
         if self._memory is not None and asking:
             with self._clock.timed(asking[0].name):
                 change = measure_entropy_change(view, self._memory, needs_of(asking))
-            view = dataclasses.replace(view, first_order=change)
+            view = view.with_entropy_change(change)
         step.view = view
         if self._guard is not None:
             self._guard.ready(view, step.probes)
@@ -245,8 +247,9 @@ class StepDriver:
         """Returns what probes see of a step whose gradients are all in. A collective."""
         loop, reduce, rollout = self._loop, self._loop.ranks.reduce, join_rollouts(step.rollouts)
         edited = "" if self._guard is None else self._guard.why_edited()
-        mismatch = loop.sampling_mismatch or edited or self._padding.why_it_matters(rollout, loop.policy, reduce)
-        capabilities = step.capabilities(loop, self._learned, mismatch)
+        padded = self._padding.why_it_matters(rollout, loop.policy, reduce)
+        own = loop.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
+        capabilities = step.capabilities(loop, self._learned, own or edited or padded)
         folds, fold = step.place_in_folds(loop, rollout, mixed=bool(capabilities.mixed_prompts))
         batch = step.join(loop, rollout, fold, folds[-1].folds.stop)
         mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))

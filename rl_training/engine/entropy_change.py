@@ -36,6 +36,7 @@ from rl_training.engine.fold_products import PRODUCTS, FoldProducts
 from rl_training.engine.length_and_reward import reward_gradient, reward_products
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
+from rl_training.engine.score_check import ScoreCheck
 from rl_training.engine.step import EntropyChange, Step
 from rl_training.engine.updates import (
     OptimizerPieces,
@@ -71,11 +72,13 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     settings, labels = memory.settings, memory.attribution.labels
     why_none = _why_no_entropy_gradient(step)
     if why_none:
+        memory.leave_out(step.number, why_none)
         return EntropyChange(settings, labels, why_none)
     ratios = prefix_ratios(step)
     levels = levels_of_folds(step, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
+        memory.leave_out(step.number, NO_TOKENS)
         return EntropyChange(settings, labels, NO_TOKENS)
     intended, update, steps = _updates(step)
     layout, sizes = step.gradients.layout, step.fold_sizes
@@ -85,7 +88,8 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         products = FoldProducts(layout, sizes, memory.attribution, update, before, steps, 1 + settings.per_sequence)
     if Need.ENTROPY_ROWS in needs:
         rows = layout.zeros(len(sizes), device=memory.device)
-    found = fold_gradients(step, ratios, entropy / length, settings)
+    check = ScoreCheck(step.batch, step.policy)
+    found = fold_gradients(step, ratios, entropy / length, settings, check)
     # Where they are few all come first: passes and products in turns would drive each other out of a CPU's cache.
     for group, directions in list(found) if layout.is_small else found:
         for number, k in enumerate(group.folds):
@@ -106,6 +110,9 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         steps_without=steps,
     )
     memory.keep(step.number, None if step.optimizer.rounded else update, step.gradients.weights)
+    other_scores = check.why_not(step.ranks.reduce)
+    if other_scores:  # the step itself is what it is
+        return EntropyChange(settings, labels, other_scores, other_scores, intended=intended, update=update)
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Batch, Rollout, in_one_width
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.score_check import ScoreCheck
 from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.entropy import PrefixRatios, policy_first, surrogate_weights
 from rl_training.mathematics.folds import FoldGroup, response_number
@@ -65,7 +66,7 @@ def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
 
 
 def fold_gradients(
-    step: Step, ratios: PrefixRatios | None, level: float, settings: EntropySettings
+    step: Step, ratios: PrefixRatios | None, level: float, settings: EntropySettings, check: ScoreCheck
 ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
     """Yields X of the folds of each group, (folds, n) of each bucket, from some responses of each of its prompts.
 
@@ -73,6 +74,7 @@ def fold_gradients(
     responses of a prompt. A collective.
 
     level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
+    check  takes all scores that X is made of
 
     A small forward pass and a backward for each direction; `.grad` and a loop's own reduction are not touched.
     """
@@ -91,7 +93,7 @@ def fold_gradients(
     for group, passes in passes_in_lockstep(step, chosen):
         found = [gradients.layout.zeros(len(group.folds)) for _ in directions]
         for rows in passes:
-            add_gradients(step, found, rows, directions, shares)
+            add_gradients(step, found, rows, directions, shares, check=check)
         yield group, found
 
 
@@ -123,19 +125,23 @@ def add_gradients(
     weights: Sequence[LossWeights],
     shares: Tensor,
     rollout: Rollout | None = None,
+    check: ScoreCheck | None = None,
 ) -> None:
     """Adds Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target, for its weights. A collective.
 
     rows    of this process; where there are none it runs the passes as the others do, with weight 0
     shares  (B, 1)            rollout  whose rows they are, where it is not the step's
+    check   takes the scores, where they are of the step's
     """
-    fresh, last = None, len(weights) - 1
+    fresh, last, num_own = None, len(weights) - 1, len(rows)
     if not len(rows):
         rows, shares = torch.zeros(1, dtype=torch.long, device=rows.device), torch.zeros_like(shares)
     for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
         keep_graph = number < last and step.gradients.reduction.shard.graph_lasts
         if fresh is None:
             fresh = step.policy.score(rollout or step.batch.rollout, rows)
+        if check is not None and num_own and number == 0:
+            check.add(rows, fresh)
         share = shares[rows].to(fresh.logps.dtype)
         own = weight.of_rows(rows, fresh.logps.shape[1], share)
         step.gradients.reduction.add(target, fresh, own, keep_graph)

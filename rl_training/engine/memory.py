@@ -121,6 +121,11 @@ class StepMemory(KeptVector):
         self.step, self.vector, self._why_unknown = step, update, ""
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
+    def leave_out(self, step: int, reason: str) -> None:
+        """Keeps nothing of a step, for this reason."""
+        self.step, self._before = step, {}
+        self.forget(reason)
+
     def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Stores δθ of a step of which weights are kept, as the difference of those after it and before."""
         if self._before and self.step == step:

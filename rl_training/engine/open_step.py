@@ -12,6 +12,7 @@ from torch import Tensor
 from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width
 from rl_training.engine.capabilities import (
     HOOKED,
+    MISMATCHED,
     MIXED_PROMPTS,
     ONE_RESPONSE,
     OTHER_TERMS,
@@ -115,8 +116,10 @@ class OpenStep:
         is_reused = torch.full_like(is_incomplete, not learned.isdisjoint(prompts.tolist()))
         is_hooked = torch.full_like(is_incomplete, any(leaf._backward_hooks for leaf in loop.shard.leaves.values()))
         has_other_terms = torch.full_like(is_incomplete, self.other_terms)
-        facts = torch.stack([is_incomplete, is_mixed, is_reused, is_hooked, has_other_terms])
-        incomplete, mixed, reused, hooked, other_terms = loop.ranks.reduce(facts).tolist()
+        is_mismatched = torch.full_like(is_incomplete, bool(mismatch))
+        facts = torch.stack([is_incomplete, is_mixed, is_reused, is_hooked, has_other_terms, is_mismatched])
+        incomplete, mixed, reused, hooked, other_terms, mismatched = loop.ranks.reduce(facts).tolist()
+        mismatch = mismatch or (MISMATCHED if mismatched else "")
         # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
         mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
         fixes = loop.fixes

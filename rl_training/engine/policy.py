@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rl_training.engine.batch import Rollout, in_one_width
 from rl_training.engine.precision import without_dropout
 from rl_training.engine.ranks import Ranks
+from rl_training.engine.rotary import tables_put_back
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import Shard
 from rl_training.mathematics.scores import Scores
@@ -56,7 +57,7 @@ class Policy(abc.ABC):
             context = contextlib.nullcontext() if dropout else without_dropout(self.model)
         width = rollout.completion_ids.shape[1]
         rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
-        with context, torch.no_grad():
+        with tables_put_back(self.model), context, torch.no_grad():
             parts = [scorer.score(rollout, some, graph=False) for some in self.in_batches(rows, self._batch_size)]
         parts = parts[: -(-len(rows) // self._batch_size)]
         return Scores(

@@ -5,6 +5,7 @@ For the letters in shapes see batch.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -91,6 +92,7 @@ class EntropyChange:
     settings: EntropySettings
     labels: tuple[str, ...]  # of forward's splits
     why_none: str = ""  # why there is no entropy gradient, and nothing of what follows
+    other_scores: str = ""  # the same, where the probes' scores of the step's responses are not training's
     why_no_forward: str = ""  # why no fold can be left out of the step
     why_no_backward: str = ""  # why the step before cannot be multiplied with the entropy gradient
     why_no_reward: str = ""  # why the gradient of the reward is no multiple of the step's own; with per_sequence
@@ -135,6 +137,13 @@ class Step:
     def sum_by_fold(self, values: Tensor) -> Tensor:
         """Returns the sums of (B, …) over the sequences of each fold, (F, …), of all processes. A collective."""
         return self.ranks.reduce(self.batch.sum_by_fold(values))
+
+    def with_entropy_change(self, change: EntropyChange) -> Step:
+        """Returns the step with what it does to entropy, and with what its scores have shown of the policy."""
+        can, why = self.capabilities, change.other_scores
+        if why:
+            can = dataclasses.replace(can, sampling_mismatch=why, no_fresh_responses=why)
+        return dataclasses.replace(self, first_order=change, capabilities=can)
 
     @property
     def entropy_change(self) -> EntropyChange:

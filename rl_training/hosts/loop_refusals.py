@@ -12,6 +12,7 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.open_step import OpenStep, Shape
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
+from rl_training.engine.rotary import depends_on_longest_row
 
 FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
 FARTHEST_ENTROPY = 0.2  # of their mean: that of entropies, of which bits are .44 more
@@ -97,7 +98,12 @@ def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 
 
 def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | None, policy: Policy) -> None:
-    """Raises ValueError where a loop's own scores are not the scorer's: a shift by a token costs nats."""
+    """Raises ValueError where a loop's own scores are not the scorer's: a shift by a token costs nats.
+
+    It says nothing where scores depend on the batch that a row is in: there each measured step says what it comes to.
+    """
+    if depends_on_longest_row(policy.model):
+        return
     mask = rollout.completion_mask.bool()
     exact, noisy = policy.score_rollout(rollout), policy.score_rollout(rollout, as_training=True, dropout=True)
 

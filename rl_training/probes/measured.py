@@ -31,6 +31,7 @@ from rl_training.engine.capabilities import NO_REWARDS
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.memory import KeptVector
 from rl_training.engine.probe import Probe
+from rl_training.engine.score_check import ScoreCheck
 from rl_training.engine.step import Step
 from rl_training.mathematics.entropy import sums_before
 from rl_training.mathematics.estimate import Estimate
@@ -80,6 +81,7 @@ class MeasuredStepProbe(Probe):
     def prepare(self, step: Step) -> None:
         kept, fresh = self._kept_of(step), step.batch.rollout.on_policy
         why = step.capabilities.sampling_mismatch or step.capabilities.no_baseline or ("" if fresh else OLD_ROLLOUT)
+        why = why or self._why_other_scores(step)
         if why or kept.vector is None:
             self._answers = dict.fromkeys(NAMES, Estimate.missing(why or FIRST))
         else:
@@ -105,11 +107,24 @@ class MeasuredStepProbe(Probe):
             self._kept.load_state_dict(self._state)
         return self._kept
 
+    def _rows(self, step: Step) -> Tensor:
+        """Returns which responses are scored again."""
+        number = response_number(step.batch.rollout.prompt_index)
+        return (number < self.responses_per_prompt).nonzero().squeeze(1)
+
+    def _why_other_scores(self, step: Step) -> str:
+        """Returns why the policy that is scored here is not the one that is trained, "" if it is. A collective."""
+        if step.first_order is not None and not step.first_order.why_none:
+            return ""  # its entropy gradient has been held against training's scores
+        check = ScoreCheck(step.batch, step.policy)
+        check.look(self._rows(step))
+        return check.why_not(step.ranks.reduce)
+
     def _measure(self, step: Step, kept: KeptVector, before: Vector) -> dict[str, Estimate]:
         """Returns the estimates of the change by the steps since these weights. A collective."""
         rollout, logs, why_rounded = step.batch.rollout, log_ratios(step.batch), step.policy.scorer.why_training_rounds
         assert logs is not None
-        rows = (response_number(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
+        rows = self._rows(step)
         score = rounded_scores_before if why_rounded else scores_before
         now, then = score(step, rows, step.gradients.layout.by_name(before))
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards

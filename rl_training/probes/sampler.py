@@ -61,8 +61,9 @@ class SamplerProbe(Probe):
         logs, rewards, mask = log_ratios(batch), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
-        if logs is None:
-            self._answers = dict.fromkeys(names, Estimate.missing(NO_SAMPLING_LOGPS))
+        unknown = step.capabilities.sampling_mismatch if batch.rollout.sampling_logps is None else ""
+        if logs is None or unknown:  # else the ratios to whoever sampled would be called 1
+            self._answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
         else:
             changed, old = torch.zeros_like(logs), batch.rollout.old_logps
             if correction is not None:  # of the policy of before the rollout's first step, as the loss has it

@@ -42,6 +42,7 @@ class Said:
         self.padded, self.mask = padded, torch.ones_like(padded) if mask is None else mask
         self.scorer = SimpleNamespace(score=self.score, score_padded=self.score_padded, why_not_fp32=why_not_fp32)
         self.asked: list[list[int]] = []
+        self.model = nn.Module()
 
     def score(self, rollout: Rollout, rows: Tensor, graph: bool) -> Scores:
         self.asked.append(rows.tolist())

@@ -16,7 +16,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from rl_training.engine.batch import Correction, LossSettings, Rollout, in_one_width
 from rl_training.engine.capabilities import Fixes
 from rl_training.hosts.trl.patches import SHUFFLE, wrap
-from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.mathematics.scores import Scores
 
 # Keys that ride along in TRL's batch dictionaries.
@@ -126,12 +126,14 @@ def read_rollout(
     begun: int = 0,
     pad_token_id: int | None = None,
     ends: Sequence[int] = (),
+    sampling_mismatch: str | None = None,
 ) -> Rollout:
     """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
 
     begun         how many responses of the first prompt are on the previous process
     pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
     ends          tokens that end a response, and the padding token: a response that ends with none is truncated
+    sampling_mismatch  why the responses are no samples of the trainer's policy
     """
     tokens, advantages, old_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(OLD_LOGPS)
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
@@ -156,6 +158,7 @@ def read_rollout(
         environment_mask=None if written_by_policy is None else tokens - policy,
         images=image_inputs(inputs),
         truncated=_are_truncated(inputs["completion_ids"], tokens, ends) if ends else None,
+        sampling_mismatch=sampling_mismatch,
     )
 
 
@@ -194,10 +197,15 @@ class Rollouts:
         self._rewards: Tensor | None = None  # of the latest rollout, all ranks
         self.number = 0  # of the rollout that training learns from at present
         self._sampled_at = -1  # global_step
+        self._mismatch = ""  # why its responses are no samples of the policy that is scored
+        self._next_mismatch = ""  # and those of the next one, of which some are there
 
     def on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
+        before = why_sampling_mismatch(self._trainer)
         generated = original(prompts)
         self._tool_mask = generated[2]
+        if self._trainer.model.training:
+            self._next_mismatch = self._next_mismatch or before or why_sampling_mismatch(self._trainer)
         return generated
 
     def on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -216,6 +224,7 @@ class Rollouts:
             first = trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
             output[REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
+        self._mismatch, self._next_mismatch = self._next_mismatch, ""
         if keep_logps and trainer.mask_truncated_completions and steps_per_rollout(trainer.args) > 1:
             rollout, logps = self.read(output), output[OLD_LOGPS]
             scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
@@ -239,4 +248,5 @@ class Rollouts:
             begun=trainer.accelerator.process_index * size % trainer.num_generations,
             pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
             ends=[*trainer.eos_token_ids, trainer._tokenizer.pad_token_id],
+            sampling_mismatch=self._mismatch,
         )

@@ -31,6 +31,7 @@ from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.mathematics.scores import Scores
 
 REGEX = "vllm_structured_outputs_regex"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what TRL has settings of its own for
 # Options of generate beside the temperature, by the value that switches them off; None always does.
 NEUTRAL_SAMPLING: dict[str, Any] = {
     "do_sample": True,
@@ -211,22 +212,47 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
 
 
 def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
-    """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are."""
+    """Returns why a response that is sampled now is none of the policy that is scored, with the fix; "" if it is.
+
+    By what generation reads, which a callback may have changed since the trainer was made.
+    """
     args = trainer.args
-    requested = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    requested = {key: getattr(args, key) for key in SAMPLING}
     requested |= {"do_sample": True, REGEX: getattr(args, REGEX) if args.use_vllm else None}
     requested |= args.generation_kwargs or {}
-    of_model = {} if args.use_vllm else trainer.model.generation_config.to_dict()  # fills what is not asked for
-    effective = {**of_model, **{key: value for key, value in requested.items() if value is not None}}
-    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": args.temperature}.items():
+    effective, where = _effective_sampling(trainer)
+    if effective.get("suppress_tokens") == [getattr(trainer.model.config, "image_token_id", None)]:
+        del effective["suppress_tokens"]  # TRL's own: no response is meant to have a token of an image
+    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": trainer.temperature}.items():
         value = effective.get(key)
         if value is not None and value != neutral:
-            where = "" if requested.get(key) == value else " in the model's generation_config.json"
+            place = "" if requested.get(key) == value else f" in {where[key]}"
             return (
-                f"{key}={value}{where} makes the sampled policy differ from the scored one, so its entropy gradient "
+                f"{key}={value}{place} makes the sampled policy differ from the scored one, so its entropy gradient "
                 f"cannot be estimated from these samples: set {key}={neutral}"
             )
     return ""
+
+
+def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the options of the next generation, and where each comes from."""
+    if trainer.use_vllm:
+        engine = trainer.vllm_generation
+        own = {**{key: getattr(engine, key) for key in SAMPLING}, REGEX: engine.structured_outputs_regex}
+        layers = {"trainer.vllm_generation": own | engine.generation_kwargs}
+    else:  # each fills what those after it leave open
+        layers = {
+            "the model's generation_config.json": trainer.model.generation_config.to_dict(),
+            "trainer.generation_kwargs": trainer.generation_kwargs,
+            "trainer.generation_config": trainer.generation_config.to_dict(),
+        }
+    effective: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for place, options in layers.items():
+        given = {key: value for key, value in options.items() if value is not None}
+        effective |= given
+        where |= dict.fromkeys(given, place)
+    return effective, where
 
 
 def why_no_fresh_responses(trainer: GRPOTrainer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,20 @@ import pytest
 import torch
 from configs import REFUSED
 from seen import Seen
-from trainers import trainer_maker
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config
+from trainers import FEW, trainer_maker
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl.policy import caches_that_fit, why_sampling_mismatch
+from rl_training.hosts.trl.policy import SAMPLING, caches_that_fit, why_sampling_mismatch
 from rl_training.offline.restored import restore
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    SamplerProbe,
+    SimpleEntropyProbe,
+)
 from rl_training.probes.ground_truth import MEASURED
 from rl_training.probes.simple import VISITED
 from rl_training.tasks.models import load_tiny
@@ -51,19 +58,77 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trainer_maker(tmp_path_factory.mktemp("plain"))(GRPOTrainer)
 
 
+def as_made(args: Any, model: Any, **settings: Any) -> Any:
+    """Returns what TRL's trainer keeps of the settings of sampling."""
+    args = SimpleNamespace(**{**vars(args), **settings})
+    own = {key: getattr(args, key) for key in SAMPLING}
+    kept = own | {"do_sample": True} | (args.generation_kwargs or {})
+    regex, further = args.vllm_structured_outputs_regex, args.generation_kwargs or {}
+    engine = SimpleNamespace(**own, structured_outputs_regex=regex, generation_kwargs=further)
+    config = GenerationConfig(**kept)
+    return SimpleNamespace(
+        args=args, model=model, use_vllm=args.use_vllm, temperature=args.temperature, generation_kwargs=kept,
+        generation_config=config, vllm_generation=engine,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("settings", "way_out"), [*REFUSED["sampling"], ({}, "")])
 def test_every_way_of_sampling_by_more_than_the_temperature_is_named(plain, settings, way_out) -> None:
-    args = {**vars(plain.args), **settings}
-    trainer = SimpleNamespace(args=SimpleNamespace(**args), model=plain.model)
-    assert why_sampling_mismatch(trainer).endswith(way_out)
-    assert bool(why_sampling_mismatch(trainer)) == bool(settings)
+    assert why_sampling_mismatch(plain) == ""
+    why = why_sampling_mismatch(as_made(plain.args, plain.model, **settings))
+    assert why.endswith(way_out)
+    assert " in trainer" not in why
+    assert bool(why) == bool(settings)
 
 
 def test_a_model_that_brings_its_own_way_of_sampling_is_named(plain) -> None:
     policy = load_tiny()[0]
     policy.generation_config.min_p = 0.2
-    why = why_sampling_mismatch(SimpleNamespace(args=plain.args, model=policy))
+    why = why_sampling_mismatch(as_made(plain.args, policy))
     assert why.startswith("min_p=0.2 in the model's generation_config.json makes")
+
+
+def test_what_an_engine_is_told_later_is_read_from_the_engine(plain) -> None:
+    trainer = as_made(plain.args, plain.model, use_vllm=True)
+    trainer.vllm_generation.temperature = 0.7
+    assert why_sampling_mismatch(trainer).startswith("temperature=0.7 in trainer.vllm_generation makes")
+
+
+class Anneals(TrainerCallback):
+    """Sets another temperature of sampling for one step."""
+
+    def __init__(self, trainer: Any, temperatures: Sequence[float]) -> None:
+        self.trainer, self.temperatures = trainer, temperatures
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.generation_config.temperature = self.temperatures[state.global_step]
+
+
+def test_a_temperature_that_a_callback_sets_is_that_of_the_rollouts_that_it_samples(make_trainer) -> None:
+    """Two steps learn from each rollout: the second of them finds the temperature changed, and samples nothing."""
+    found: list[dict[str, Estimate]] = []
+    trainer = make_trainer(**FEW | {"max_steps": 5, "steps_per_generation": 4})
+    trainer.attachment.remove()
+    trainer.add_callback(Anneals(trainer, [1.0, 1.5, 1.5, 1.0, 1.0]))
+    with attach(trainer, [SimpleEntropyProbe(), EffectiveSampleSizeProbe(), SamplerProbe()], whole_prompts=True) as own:
+        trainer.add_callback(Said(own, found))
+        trainer.train()
+    for name in ("entropy/token", "ess/importance"):
+        assert [math.isfinite(each[name].value) for each in found] == [True, True, False, False, True], name
+    assert found[2]["delta_h/forward"].reason.startswith("temperature=1.5 in trainer.generation_config makes the sampl")
+    assert found[2]["sampler/ess"].reason == found[2]["delta_h/forward"].reason  # nobody knows their ratios
+    assert math.isfinite(found[4]["delta_h/forward"].value)
+    assert found[4]["delta_h/backward"].reason.startswith("step 4: temperature=1.5 in trainer.generation_config")
+
+
+class Said(TrainerCallback):
+    """Keeps the latest estimates of each step."""
+
+    def __init__(self, attachment: Any, found: list[dict[str, Estimate]]) -> None:
+        self.attachment, self.found = attachment, found
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.found.append(dict(self.attachment.latest))
 
 
 def test_under_top_p_only_the_entropy_change_is_missing(make_trainer) -> None:

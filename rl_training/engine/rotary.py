@@ -1,0 +1,48 @@
+"""Rotary tables that a forward pass leaves behind, and that depend on its longest row: dynamic NTK, longrope.
+
+Transformers keeps them on the model until a longer row, or a short one, makes new ones. What a probe scores must not
+change what training's next forward pass finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+CHANGING = ("dynamic", "longrope")  # in the name of a kind of table
+
+
+def depends_on_longest_row(model: nn.Module) -> bool:
+    """Returns whether a row's scores may depend on the other rows of its batch."""
+    return bool(_changing(model))
+
+
+@contextlib.contextmanager
+def tables_put_back(model: nn.Module) -> Iterator[None]:
+    """A context after which the model's rotary tables are those that it began with."""
+    kept = [
+        (module, dict(module._buffers), {name: buffer.clone() for name, buffer in _tensors(module._buffers).items()},
+         {name: value for name, value in vars(module).items() if isinstance(value, int | float | Tensor)})
+        for module in _changing(model)
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for module, buffers, values, numbers in kept:
+            module._buffers.update(buffers)
+            for name, value in values.items():
+                buffers[name].copy_(value)  # some are written in place
+            vars(module).update(numbers)
+
+
+def _tensors(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+
+
+def _changing(model: nn.Module) -> list[Any]:
+    return [
+        module for module in model.modules() if any(kind in str(getattr(module, "rope_type", "")) for kind in CHANGING)
+    ]
