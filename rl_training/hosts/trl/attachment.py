@@ -172,12 +172,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         with contextlib.ExitStack() as undo:
             wrap(trainer, patches.FORWARD_PASS, calls.keep, undo)
             loss = original(model, inputs, *args, **kwargs)
-        rollout, seen, is_kept = (
-            self._rollouts.read(inputs),
-            None,
-            bool(step.probes or self._bound or self._records is not None),
-        )
-        found = calls.of(loss)
+        rollout, found, seen = self._rollouts.read(inputs), calls.of(loss), None
+        is_kept = bool(step.probes or self._bound or self._records is not None)
         if self._loss.on_loss and (found is None or not found[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
         scores = self._policy.completed(found, rollout, is_kept)
