@@ -7,31 +7,23 @@ they would any other, and refuse it in one line, unless they do not need what is
 from __future__ import annotations
 
 import ast
-import functools
 import json
-import pickle
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from configs import composed, composing
-from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import save_file
+from configs import composed
+from foreign_runs import SECRET, TOUCH, analyse, branch, evaluate, foreign_run, probe, said, write_config
+from omegaconf import OmegaConf
 
 from rl_training import OfflineEntropyProbe
 from rl_training.interventions.named import INTERVENTIONS
-from rl_training.job.build import build_restored
-from rl_training.job.evaluation_plan import read_plan
-from rl_training.job.run_settings import branched, refuse_other_settings, run_settings, settable
+from rl_training.job.run_settings import refuse_other_settings
 from rl_training.job.stored_settings import MARK, literal, load_settings, names_code
 
 ROOT = Path(__file__).parents[2]
-SECRET = "hf_of_the_reader"
-TOUCH = "import pathlib; pathlib.Path(r'{canary}').touch()"  # what each gadget would run
 PICKLE, OWN = "{run}/canary.pkl", "{run}/own.py"
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 SHELL = {"_target_": "os.system", "command": "touch {canary}"}
@@ -128,16 +120,6 @@ def f(loss, strength):
 """
 
 
-class Canary:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return exec, (TOUCH.format(canary=self.canary),)
-
-
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
@@ -145,76 +127,7 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with a checkpoint that looks whole, and files beside that would leave a canary."""
-    folder = tmp_path / "run"
-    checkpoint = folder / "training_state" / "checkpoint-1"
-    checkpoint.mkdir(parents=True)
-    save_file({"w": torch.zeros(1)}, checkpoint / "model.safetensors")
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 1}')
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        torch.save({}, checkpoint / name)
-    (folder / "canary.pkl").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
-    (folder / "own.py").write_text(TOUCH.format(canary=tmp_path / "canary") + "\ndef f(loss, strength): ...\n")
-    write_config(folder, {})
-    return folder
-
-
-@functools.cache
-def own_settings() -> str:
-    cfg = composed("train", "run_dir=run", "trainer.max_steps=2")
-    return yaml.dump(OmegaConf.to_container(cfg, resolve=True))
-
-
-@functools.cache
-def typed(name: str, *words: str) -> DictConfig:
-    return composed(name, *words)
-
-
-def write_config(run: Path, changes: Mapping[str, Any] | str) -> None:
-    if isinstance(changes, str):
-        text = changes
-    else:
-        settings = yaml.safe_load(own_settings())
-        for key, value in changes.items():
-            *above, name = key.split(".")
-            node = settings
-            for part in above:
-                node = node[part]
-            node[name] = value
-        text = yaml.dump(settings)
-    canary = run.parent / "canary"
-    (run / "config.yaml").write_text(text.replace("{run}", str(run)).replace("{canary}", str(canary)))
-
-
-def analyse(run: Path, *words: str) -> object:
-    checkpoint = run / "training_state" / "checkpoint-1"
-    with composing():
-        return build_restored(run_settings(checkpoint, words), checkpoint)
-
-
-def evaluate(run: Path, *words: str) -> object:
-    return read_plan(OmegaConf.merge(typed("evaluate", *map(settable, words)), {"run": str(run)}))
-
-
-def branch(run: Path, *words: str) -> DictConfig:
-    own = {"branch": str(run), "run_dir": str(run.parent / "branch")}
-    return branched(OmegaConf.merge(typed("train", *map(settable, words)), own), words)
-
-
-def probe(run: Path, *words: str) -> object:
-    return OfflineEntropyProbe({"overrides": list(words)}).run_mixed_probe(run)
-
-
-def said(command: Callable[[Path], object], run: Path) -> str:
-    """Returns the line in which a command refuses a run, "" where it does not; nothing of it has run or is told."""
-    try:
-        command(run)
-        line = ""
-    except ValueError as error:
-        line = str(error)
-    assert not (run.parent / "canary").exists()
-    assert SECRET not in line
-    return line
+    return foreign_run(tmp_path)
 
 
 @pytest.mark.parametrize("gadget", GADGETS | OF_TRAINING)
@@ -247,7 +160,7 @@ def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
     for command, word in ((evaluate, named[0]), (branch, named[0]), (branch, named[1])):
         line = said(command, run)
         assert f"add to this command line: {word}" in line or word == named[1]
-    assert evaluate(run, named[0]).rows == tuple(range(24))  # type: ignore[attr-defined]
+    assert evaluate(run, named[0]).rows == tuple(range(24))
     assert branch(run, *named).data == {"_target_": "a_task_of_mine.task", "rows": 24}
     write_config(run, {"intervention": ["a_task_of_mine:f"]})
     with pytest.raises(ValueError, match=r"add to this command line: 'intervention=\[\"a_task_of_mine:f\"\]'"):
