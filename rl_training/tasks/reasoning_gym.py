@@ -1,7 +1,8 @@
 """Procedural tasks of the package reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), made on the spot.
 
 A row's prompt is the package's question and `<think>`; the reward is the package's own score, from 0 to 1, of what the
-one `<answer>…</answer>` of a completion holds. Many tasks score a near miss above 0.
+one `<answer>…</answer>` of a completion holds, taken in a guarded process (gym_score.py). Many tasks score a near miss
+above 0.
 
 The questions of the package's item 0, 1, … under a seed become training rows or held-out rows by a checksum of their
 text (`is_held_out`), so that no seed ever trains on what evaluation asks. Repeated questions are skipped.
@@ -9,17 +10,17 @@ text (`is_held_out`), so that no seed ever trains on what evaluation asks. Repea
 Tasks with short questions and answers suit a tiny model, which `python -m rl_training.tasks.tiny --task NAME` makes.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping
+from itertools import count, islice
 from typing import Any
 
 from datasets import Dataset
 
-from rl_training.extras import of_an_extra
 from rl_training.tasks.arithmetic import given_answer
+from rl_training.tasks.gym_score import AnswerScores, open_dataset
 from rl_training.tasks.task import Task, WorkedExample, is_held_out
 
-_ENDLESS = 1 << 40  # items; each is made when it is asked for
+_SIZE = 20_000  # questions of the few tasks that do not make as many as they are asked for; word_ladder takes no more
 _TRIES = 20  # draws for each row that is asked for, most of which find no new question where there are few
 
 
@@ -35,9 +36,7 @@ def reasoning_gym(
     """
     rows: dict[bool, dict[str, Any]] = {False: {}, True: {}}  # by held out: the package's entry of each prompt
     wanted = {False: num_train, True: num_eval}
-    gym = _gym(task, seed, settings)
-    for number in range(_TRIES * (num_train + num_eval)):
-        entry = gym[number]
+    for entry in islice(_entries(task, seed, settings or {}), _TRIES * (num_train + num_eval)):
         prompt = _prompt(entry)
         found = rows[is_held_out(prompt)]
         if len(found) < wanted[is_held_out(prompt)]:
@@ -50,10 +49,11 @@ def reasoning_gym(
             f"these settings: ask for fewer by data.num_train and data.num_eval, or widen data.settings"
         )
     entries = rows[False] | rows[True]
+    answers = AnswerScores(task, seed, settings or {})
 
     def reasoning_gym_reward(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:
         pairs = zip(completions, prompts, strict=True)
-        return [float(gym.score_answer(given_answer(text), entries[prompt])) for text, prompt in pairs]
+        return answers.scores([(entries[prompt], given_answer(text)) for text, prompt in pairs])
 
     train, held_out = (
         Dataset.from_dict({"prompt": list(found), "answer": [str(entry["answer"]) for entry in found.values()]})
@@ -64,28 +64,24 @@ def reasoning_gym(
 
 def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[WorkedExample]:
     """Training questions of a task with the package's answer, without end: for a warm start, see tiny.py."""
-    gym = _gym(task, seed, settings)
-    for number in range(_ENDLESS):
-        entry = gym[number]
-        if entry["answer"] is None:
-            raise ValueError(f"task={task} gives no answers to learn from: use another task")
-        if not is_held_out(_prompt(entry)):
-            yield WorkedExample(_prompt(entry), f"</think><answer>{entry['answer']}</answer>")
+    while True:
+        for entry in _entries(task, seed, settings or {}):
+            if entry["answer"] is None:
+                raise ValueError(f"task={task} gives no answers to learn from: use another task")
+            if not is_held_out(_prompt(entry)):
+                yield WorkedExample(_prompt(entry), f"</think><answer>{entry['answer']}</answer>")
+
+
+def _entries(task: str, seed: int, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the package's entries 0, 1, …, without end for most tasks."""
+    dataset = open_dataset(task, seed, settings, _SIZE)
+    for number in count():
+        try:
+            entry = dataset[number]
+        except IndexError:
+            return
+        yield entry
 
 
 def _prompt(entry: Mapping[str, Any]) -> str:
     return f"{entry['question']}<think>"
-
-
-def _gym(task: str, seed: int, settings: Mapping[str, Any] | None) -> Any:
-    """Returns the package's dataset without an end."""
-    with of_an_extra():
-        from reasoning_gym.factory import DATASETS, create_dataset
-
-    if task not in DATASETS:
-        close = difflib.get_close_matches(task, DATASETS)
-        raise ValueError(f"data.task={task} is not in reasoning-gym: use {' or '.join(close or sorted(DATASETS))}")
-    try:
-        return create_dataset(task, size=_ENDLESS, seed=seed, **(settings or {}))
-    except (TypeError, AssertionError) as error:  # an unknown setting, and a value that the task refuses
-        raise ValueError(f"data.settings={dict(settings or {})} do not suit data.task={task}: {error}") from error

@@ -1,5 +1,7 @@
 """Claims on the tasks of reasoning-gym: what is asked, what is rewarded, and that evaluation stays unseen."""
 
+from __future__ import annotations
+
 from itertools import islice
 from typing import Any
 
@@ -76,6 +78,7 @@ def test_an_example_of_the_warm_start_is_rewarded(sums: Task) -> None:
         ("chain_sums", {}, "data.task=chain_sums is not in reasoning-gym: use chain_sum"),
         ("chain_sum", {"settings": {"max_term": 3}}, "data.settings={'max_term': 3} do not suit"),
         ("chain_sum", {"settings": {"min_terms": 0}}, "data.settings={'min_terms': 0} do not suit"),
+        ("game_of_life_halting", {}, "the package scores every answer 1: use another task"),
         ("chain_sum", {"num_train": 500, "settings": {"min_terms": 1, "max_terms": 1, "max_digits": 1}}, "has only"),
     ],
 )

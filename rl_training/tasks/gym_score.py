@@ -1,0 +1,210 @@
+"""The scores that reasoning-gym gives to answers, taken in a guarded worker (guarded_worker.py).
+
+Nine tasks of the package hand the answer to `eval` or to sympy's `parse_expr`, which is `eval` again. In the worker
+these are replaced by readers that cannot call: arithmetic by expressions.py, lists by `ast.literal_eval`. Should
+another version of the package evaluate more, then the worker refuses that, and a warning says so.
+
+An answer that the package's scoring fails on scores 0, and so does one that takes over two seconds or too much memory,
+or has more than `MAX_CHARS` characters.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import difflib
+import importlib
+import logging
+import operator
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from rl_training.extras import how_to_install, of_an_extra
+from rl_training.tasks import guarded_worker
+from rl_training.tasks.expressions import value_of
+
+logger = logging.getLogger(__name__)
+
+MAX_CHARS = 32_768  # the longest right answers have a thousand
+DEADLINE_SECONDS = 2.0  # of the processor, for one answer
+BUDGET_SECONDS = 60.0  # for all the answers of one call: the other ranks wait meanwhile
+_ROUNDING = 1e-9  # spell_backward adds up to 1.0000000000000002
+_worker = guarded_worker.GuardedWorker(__name__, how_to_install("reasoning_gym"))
+
+
+def open_dataset(task: str, seed: int, settings: Mapping[str, Any], size: int) -> Any:
+    """Return the package's dataset of a task.
+
+    Args:
+        size: how many questions there are. Most tasks make as many as they are asked for, whatever this says.
+
+    Raises:
+        ImportError: without the package.
+        ValueError: for a task or a setting that it does not know, and for a task that pays whatever is answered.
+    """
+    with of_an_extra():
+        from reasoning_gym.factory import DATASETS, create_dataset
+
+    if task not in DATASETS:
+        close = difflib.get_close_matches(task, DATASETS)
+        raise ValueError(f"data.task={task} is not in reasoning-gym: use {' or '.join(close or sorted(DATASETS))}")
+    if task == "game_of_life_halting":  # bool("False") is true
+        raise ValueError(f"data.task={task}: the package scores every answer 1: use another task, such as game_of_life")
+    try:
+        return create_dataset(task, size=size, seed=seed, **settings)
+    except (TypeError, AssertionError, AttributeError) as error:  # an unknown setting, a value that the task refuses
+        raise ValueError(f"data.settings={dict(settings)} do not suit data.task={task}: {error}") from error
+
+
+class AnswerScores:
+    """The package's scores of the answers to one task's questions."""
+
+    def __init__(self, task: str, seed: int, settings: Mapping[str, Any]) -> None:
+        self._task = task
+        self._dataset = _packed((task, seed, dict(settings)))
+        self._has_warned = False
+
+    def scores(self, answers: Sequence[tuple[Mapping[str, Any], str | None]]) -> list[float]:
+        """Return the score, from 0 to 1, of each answer; 0.0 for what cannot be scored, with a warning.
+
+        Args:
+            answers: the package's entry of the question, and what was answered, None for nothing.
+        """
+        questions = [(self._dataset, _packed(entry), answer) for entry, answer in answers]
+        asked = [question for question in questions if len(question[2] or "") <= MAX_CHARS]
+        replies = _worker.ask_all(asked, DEADLINE_SECONDS, BUDGET_SECONDS)
+        scored = [replies.get(question) for question in questions]
+        if undecided := scored.count(None):
+            logger.warning(
+                f"data.task={self._task}: {undecided} of {len(scored)} answers score 0: longer than {MAX_CHARS} "
+                f"characters, or not scored in time ({DEADLINE_SECONDS:g} s each, {BUDGET_SECONDS:g} s in all)."
+            )
+        failed = [
+            (question[2], reply[1]) for question, reply in zip(questions, scored, strict=True) if reply and reply[1]
+        ]
+        if failed and not self._has_warned:
+            self._has_warned = True
+            answer, failure = failed[0]
+            logger.warning(
+                f"data.task={self._task}: the package's score of {answer!r:.60} failed ({failure}): such answers score "
+                "0, and this is said once."
+            )
+        return [reply[0] if reply else 0.0 for reply in scored]
+
+
+def _packed(value: Any) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+# What follows runs in the worker.
+
+
+def _unpacked(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))  # of the trainer's own making
+
+
+def load() -> Callable[[str, str, str | None], Callable[[], tuple[float, str]]]:
+    """Return what prepares the score of an answer; see GuardedWorker. The check returns it, and why it failed or ""."""
+    with of_an_extra():
+        import reasoning_gym  # noqa: F401  all of it, before the guard is up: dataclasses are made by exec
+    _replace_what_evaluates()
+
+    @cache
+    def opened(dataset: str) -> Any:
+        task, seed, settings = _unpacked(dataset)
+        return open_dataset(task, seed, settings, size=1)
+
+    def prepare(dataset: str, entry: str, answer: str | None) -> Callable[[], tuple[float, str]]:
+        task, question = opened(dataset), _unpacked(entry)
+        return lambda: _score(task, question, answer)
+
+    return prepare
+
+
+def _score(dataset: Any, entry: Mapping[str, Any], answer: str | None) -> tuple[float, str]:
+    num_refused = len(guarded_worker.refused)
+    try:
+        score = float(dataset.score_answer(answer, entry))
+    except Exception as error:  # what the package's own scoring did not expect of a text
+        return 0.0, f"{type(error).__name__}: {error}"[:200]
+    if len(guarded_worker.refused) > num_refused:
+        return 0.0, "it evaluates text as code, which is refused"
+    if not -_ROUNDING <= score <= 1.0 + _ROUNDING:
+        return 0.0, f"it is {score}, not between 0 and 1"
+    return min(max(score, 0.0), 1.0), ""
+
+
+def _replace_what_evaluates() -> None:
+    """Replace the functions by which the package's scores evaluate text, and one that pays for nan."""
+    import numpy as np
+    import sympy
+    import sympy.physics.units  # simplify imports it, and it sympifies names
+    from sympy.polys.monomials import MonomialOps
+
+    for name in ("binary_matrix", "number_sorting", "spiral_matrix", "string_insertion"):
+        _module(f"algorithmic.{name}").eval = ast.literal_eval
+    _module("games.n_queens").eval = ast.literal_eval
+    _module("arithmetic.bitwise_arithmetic").eval = _bitwise
+    for name in ("countdown", "puzzle24"):
+        _module(f"games.{name}").parse_expr = lambda text: value_of(text, Fraction)
+    _module("algebra.complex_arithmetic").min = np.minimum  # that of Python finds 1 below nan
+    sympy.parse_expr = _algebra
+    sympy.simplify = _simplified
+    # sympy writes functions for polynomials in so many unknowns, and keeps them.
+    for num_unknowns in range(1, 17):
+        operations = MonomialOps(num_unknowns)
+        for name in ("mul", "pow", "mulpow", "ldiv", "div", "lcm", "gcd"):
+            getattr(operations, name)()
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"reasoning_gym.{name}")
+
+
+def _algebra(text: str, local_dict: Mapping[str, Any] | None = None) -> Any:
+    """Return a sympy expression of unknowns and elementary functions, without `Integral(…)`, which answers nothing."""
+    import sympy
+
+    known = {"pi": sympy.pi, "E": sympy.E, **(local_dict or {})}
+    functions = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt")
+    return value_of(
+        text,
+        lambda value: sympy.Rational(value.numerator, value.denominator),
+        lambda name: known[name] if name in known else sympy.Symbol(name),
+        {name: getattr(sympy, name) for name in functions},
+    )
+
+
+def _simplified(expression: Any) -> Any:
+    """Return what `simplify` does where that may be 0, for which alone it is asked.
+
+    Simplifying the difference between a wrong answer and a right one takes seconds; that it is not 0 shows at a point.
+    """
+    from sympy.simplify import simplify
+
+    unknowns = sorted(expression.free_symbols, key=str)
+    for start in (0.3, 0.7):
+        value = expression.evalf(subs={unknown: start + 0.01 * place for place, unknown in enumerate(unknowns)})
+        if value.is_number and abs(value) > 1e-6:
+            return expression
+    return simplify(expression)
+
+
+def _bitwise(question: str) -> int:
+    """Return the value of a question of bitwise_arithmetic, which is the package's own text."""
+    operations = {
+        ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.LShift: operator.lshift,
+        ast.RShift: operator.rshift,
+    }  # fmt: skip
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.BinOp):
+            return operations[type(node.op)](value(node.left), value(node.right))
+        assert isinstance(node, ast.Constant)
+        assert isinstance(node.value, int)
+        return node.value
+
+    return value(ast.parse(question, mode="eval").body)
