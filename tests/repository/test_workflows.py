@@ -1,0 +1,59 @@
+"""What runs in CI is what was looked at: no tag that may move, no right that is not needed, no index beside PyPI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.y*ml"))
+
+
+def workflow(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_every_action_is_pinned_to_a_commit_with_its_version_beside_it(path: Path) -> None:
+    used = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if "uses:" in line]
+    assert used
+    for line in used:
+        assert re.fullmatch(r"- uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+
+
+def test_an_action_has_one_version_in_all_workflows() -> None:
+    versions: dict[str, set[str]] = {}
+    for path in WORKFLOWS:
+        for action, version in re.findall(r"uses: ([\w./-]+)@(.*)", path.read_text(encoding="utf-8")):
+            versions.setdefault(action, set()).add(version)
+    assert {action: found for action, found in versions.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_may_read_the_repository_and_only_publishing_may_more(path: Path) -> None:
+    content = workflow(path)
+    assert content["permissions"] in ({}, {"contents": "read"})
+    more = {name: job["permissions"] for name, job in content["jobs"].items() if "permissions" in job}
+    assert more == ({"build": {"contents": "read"}, "publish": {"id-token": "write"}} if "publish" in more else {})
+    for job in content["jobs"].values():
+        for step in job["steps"]:
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False
+
+
+def test_no_package_can_come_from_an_index_beside_pypi() -> None:
+    documents = [*WORKFLOWS, ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("constraints*.txt")]
+    asking = [
+        path.name for path in documents if re.search("extra.index", path.read_text(encoding="utf-8"), re.IGNORECASE)
+    ]
+    assert asking == []
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    with_index = [line for line in makefile.splitlines() if "index-url" in line and not line.startswith("#")]
+    assert len(with_index) == 1
+    assert "--no-deps" in with_index[0]
+    assert "'^torch=='" in with_index[0]
