@@ -1,8 +1,8 @@
-"""The one error that is the user's: a command ends with its line alone, and with the traceback of any other."""
+"""The one error that is for the user: a command ends with its line alone, and with the traceback of any other."""
 
 
 class UserError(ValueError):
-    """Something that was asked for, or a file or library that is there, makes no sense. The text names it and the fix.
+    """What was asked for cannot be done: a setting, a file, the machine or one's own code stands against it.
 
-    Whatever else is raised is a mistake of the program, and keeps its traceback.
+    The text names it and the fix, in one line. Whatever else is raised is a mistake of the program.
     """

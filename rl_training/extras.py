@@ -35,10 +35,10 @@ def what_is_missing(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def of_an_extra() -> Iterator[None]:
-    """A context in which a library that is missing is an ImportError that names the extra."""
+    """A context in which the error of a library that is missing names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:
         if line := what_is_missing(error):
-            raise ImportError(line, name=error.name) from error
+            raise ModuleNotFoundError(line, name=error.name) from error
         raise

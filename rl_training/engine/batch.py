@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.errors import UserError
 from rl_training.mathematics.scores import Scores
 
 
@@ -141,7 +142,7 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
     if not named:
         return None
     if len(named) < len(parts) or any(images.keys() != named[0].keys() for images in named):
-        raise ValueError("an optimizer step mixes rows with and without images: train them in separate runs")
+        raise UserError("an optimizer step mixes rows with and without images: train them in separate runs")
     joined: dict[str, Any] = {}
     for name, first in named[0].items():
         values = [images[name] for images in named]
@@ -151,7 +152,7 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
             joined[name] = torch.cat([in_one_width(prompts, on_the_left=True), in_one_width(completions)], dim=1)
         elif isinstance(first, Tensor):
             if any(value.shape[1:] != first.shape[1:] for value in values):
-                raise ValueError(f"the rollouts of one optimizer step differ in the shape of their {name}")
+                raise UserError(f"the rollouts of one optimizer step differ in the shape of their {name}")
             joined[name] = torch.cat(values)
         else:
             joined[name] = [row for value in values for row in value]

@@ -35,6 +35,7 @@ from rl_training.engine.policy import Policy
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
 from rl_training.engine.updates import OptimizerPieces, clipping, whole_update
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.scores import Scores
@@ -125,11 +126,11 @@ class KLBound:
 
     def __init__(self, share_of_entropy: float, responses_per_prompt: int = 2) -> None:
         if not (isinstance(share_of_entropy, int | float) and 0.0 < share_of_entropy < math.inf):
-            raise ValueError(
+            raise UserError(
                 f"target_kl_share={share_of_entropy!r} must be a positive number, for example 2e-3, or None"
             )
         if responses_per_prompt < 1:
-            raise ValueError(f"responses_per_prompt={responses_per_prompt} must be at least 1")
+            raise UserError(f"responses_per_prompt={responses_per_prompt} must be at least 1")
         self.share_of_entropy, self.responses_per_prompt = float(share_of_entropy), responses_per_prompt
         self.state = BoundState()
         self._rates: list[float] = []  # of the optimizer's groups, while others are set
@@ -144,7 +145,7 @@ class KLBound:
         self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
         reason = view_optimizer(shard).reason
         if reason:
-            raise ValueError(f"target_kl_share: {reason.partition(':')[0]}, and the rate follows from the formula")
+            raise UserError(f"target_kl_share: {reason.partition(':')[0]}, and the rate follows from the formula")
 
     def set_rate(self, rollout: Rollout, scores: Scores) -> BoundInfo:
         """Set the optimizer's learning rates for the step that its gradients are ready for, until `restore`.
@@ -244,7 +245,7 @@ def refuse_what_is_not_quadratic(kl_of: Callable[[float], float], info: BoundInf
     """
     quarter, half = kl_of(info.factor / 4.0), kl_of(info.factor / 2.0)
     if half < LEAST_RATIO * quarter:
-        raise ValueError(
+        raise UserError(
             f"target_kl_share: a step with the KL {info.kl:.1e} has {half:.1e} at half its length and {quarter:.1e} at "
             f"a quarter, where 4 to 1 was to be: rounding hides smaller steps. Keep fp32 weights, or raise the target "
             f"of {info.target:.1e} nats per token"

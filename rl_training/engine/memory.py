@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
+from rl_training.errors import UserError
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.vectors import SHARD, Vector, num_bytes
 
@@ -60,7 +61,7 @@ class KeptVector:
         sizes = {name: entries for name, (_, _, entries) in self._places.items()}
         shards = _shards_in(state)
         if shards.keys() != sizes.keys() or any(stop > sizes[name] for name in sizes for _, stop, _ in shards[name]):
-            raise ValueError(
+            raise UserError(
                 f"the vector in the checkpoint is not of the {sum(sizes.values())} numbers that are trained: it "
                 "belongs to another model. Delete its probes*.safetensors, and the probes start afresh"
             )
@@ -79,7 +80,7 @@ class KeptVector:
                 own[low - first : high - first] = shard[low - start : high - start]
                 missing -= high - low
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"the vector in the checkpoint lacks {missing} entries of {name}: a process's file is missing"
             )
         return own

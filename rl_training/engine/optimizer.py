@@ -12,6 +12,7 @@ from torch import Tensor
 from rl_training.engine.precision import named
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import OptimizerView
+from rl_training.errors import UserError
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
 
@@ -25,7 +26,7 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
     found = shard.gradients()
     unreached = {name for name, gradient in found.items() if gradient is None}
     if len(unreached) == len(found):
-        raise ValueError(
+        raise UserError(
             "no trainable parameter has a gradient after the backward pass: an optimizer that steps during it, layer "
             "by layer, cannot be measured; use AdamW (optim=adamw_torch), or train without probes (probe=none)"
         )

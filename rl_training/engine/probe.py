@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.step import EntropySettings, Step
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 
 
@@ -61,7 +62,7 @@ class Probe:
 
     def __init__(self, every: int = 1) -> None:
         if type(every) is not int or every < 1:
-            raise ValueError(f"{self.name}: every={every!r} must be at least 1 (measure each `every`-th step)")
+            raise UserError(f"{self.name}: every={every!r} must be at least 1 (measure each `every`-th step)")
         self.every = every
         self._answers: dict[str, Estimate] = {}
 
@@ -88,9 +89,9 @@ class Probe:
         """Returns what the probe says of this step. ValueError when that is nothing."""
         estimates = self.results()
         if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
-            raise ValueError(f"probe {self.name!r}: results must return Estimates by name, and returned {estimates!r}")
+            raise UserError(f"probe {self.name!r}: results must return Estimates by name, and returned {estimates!r}")
         if not estimates:
-            raise ValueError(f"probe {self.name!r} returned nothing at step {number}: return nan with a reason instead")
+            raise UserError(f"probe {self.name!r} returned nothing at step {number}: return nan with a reason instead")
         return dict(estimates)
 
     def num_vectors(self, num_folds: int) -> int:
@@ -109,4 +110,4 @@ class Probe:
         if self.running is not None:
             self.running.load_state_dict(state)
         elif state:
-            raise ValueError(f"{self.name}: the checkpoint holds state {sorted(state)} that this probe does not have")
+            raise UserError(f"{self.name}: the checkpoint holds state {sorted(state)} that this probe does not have")

@@ -20,6 +20,7 @@ from rl_training.engine.precision import named
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
+from rl_training.errors import UserError
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.folds import ENOUGH, FoldGroup, plan_folds
@@ -56,7 +57,7 @@ class Requirements:
         """ValueError when two probes have the same name, or ask for different folds or entropy gradients."""
         twice = [name for name, count in Counter(probe.name for probe in probes).items() if count > 1]
         if twice:
-            raise ValueError(f"two probes have the same name: {twice}")
+            raise UserError(f"two probes have the same name: {twice}")
         needs = needs_of(probes)
         folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
         num_folds = _common({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
@@ -101,7 +102,7 @@ def needs_of(probes: Sequence[Probe]) -> Need:
 def _common(wanted: Mapping[str, Any], what: str) -> Any:
     """Returns what the probes ask for, None where none does. ValueError when they do not agree."""
     if len(set(wanted.values())) > 1:
-        raise ValueError(f"all probes share one {what}: give {list(wanted)} the same")
+        raise UserError(f"all probes share one {what}: give {list(wanted)} the same")
     return next(iter(wanted.values()), None)
 
 

@@ -26,6 +26,7 @@ from rl_training.engine.model_inputs import ModelInputs, as_they_lie, first_colu
 from rl_training.engine.precision import measuring, why_not_fp32
 from rl_training.engine.shards import reshard
 from rl_training.engine.streams import streams_put_back
+from rl_training.errors import UserError
 from rl_training.mathematics.linear_head import LogitMap, scores_of_hidden, scores_of_logits
 from rl_training.mathematics.scores import Scores
 
@@ -61,7 +62,7 @@ class Scorer:
     ) -> None:
         wrapped: Any = model
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ValueError("prompt learning puts tokens of its own before every prompt: train a LoRA adapter instead")
+            raise UserError("prompt learning puts tokens of its own before every prompt: train a LoRA adapter instead")
         self._model = model
         self._lm: Any = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
         self.temperature, self._logit_map = temperature, _logit_map(self._lm.config, temperature)

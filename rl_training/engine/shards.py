@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from rl_training.engine.precision import named
+from rl_training.errors import UserError
 from rl_training.mathematics.adamw import clipping_threshold
 from rl_training.mathematics.vectors import Layout
 
@@ -177,7 +178,7 @@ class FullyShard(Shard):
         for name, param in self.trained.items():
             how = param.placements if isinstance(param, DTensor) else "a plain tensor"
             if how != (ShardPlacement(0),):
-                raise ValueError(
+                raise UserError(
                     f"probes read FSDP2's parameters where each is cut along its first dimension over all processes, "
                     f"and {name} is {how}: shard without hybrid or tensor parallelism, or train without probes"
                 )

@@ -17,6 +17,7 @@ from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Step
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.quantities import NOT_FINITE
 from rl_training.mathematics.rounding import kept_change
@@ -72,7 +73,7 @@ def refuse_other_parameters(shard: Shard) -> None:
     """Raises ValueError where parameters are no longer those that were trained when measuring began."""
     trained = {name for name, param in shard.model.named_parameters() if param.requires_grad}
     for name in sorted(trained ^ shard.trained.keys()):
-        raise ValueError(
+        raise UserError(
             f"{name} is {'' if name in trained else 'not '}trained now, unlike when probes began to measure: freeze, "
             "unfreeze and untie before training, or train and measure each stage by itself"
         )

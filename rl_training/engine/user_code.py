@@ -6,6 +6,8 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 
+from rl_training.errors import UserError
+
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
@@ -17,7 +19,7 @@ def naming(what: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{what} failed: {said} ({_place_of(error)})") from error
+        raise UserError(f"{what} failed: {said} ({_place_of(error)})") from error
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.pass_at_k import majority_vote, pass_at_k
@@ -117,7 +118,7 @@ def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> d
                 raise TypeError(f"it returned {returned!r:.60} instead of numbers by name, such as {{'mine': 0.5}}")
             by_prompt.append({str(key): float(value) for key, value in returned.items()})
         except Exception as error:  # of code that is not ours
-            raise ValueError(
+            raise UserError(
                 f"metric {name} raised at row {index} (prompt {str(row['prompt'])[:60]!r}): "
                 f"{type(error).__name__}: {error}"
             ) from error

@@ -28,6 +28,7 @@ from transformers import (
 
 from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.engine.scorer import Scorer
+from rl_training.errors import UserError
 from rl_training.mathematics.next_token import divergences
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.tasks.models import load_causal_lm
@@ -181,13 +182,13 @@ def load_policy(
         try:
             model = PeftModel.from_pretrained(base, str(checkpoint))
         except Exception as error:  # each damaged file raises an error of its own library's
-            raise ValueError(f"its adapter cannot be loaded: {type(error).__name__}: {error}") from error
+            raise UserError(f"its adapter cannot be loaded: {type(error).__name__}: {error}") from error
         reference = model if with_reference else None
     else:
         try:
             model, tokenizer = load_causal_lm(checkpoint, dtype, quantization)
         except ValueError as error:
-            raise ValueError(f"its model cannot be loaded: {error.__cause__ or error}") from error
+            raise UserError(f"its model cannot be loaded: {error.__cause__ or error}") from error
         if with_reference and load_first is not None:
             reference = load_first()[0].to(device).eval()
     return CheckpointPolicy(model.to(device).eval(), tokenizer, reference, temperature, max_completion_length)
@@ -196,12 +197,12 @@ def load_policy(
 def require_weights(checkpoint: Path) -> None:
     """Raises ValueError when a checkpoint folder holds no weights, or was left before it was finished."""
     if not checkpoint.is_dir():
-        raise ValueError("there is no such folder")
+        raise UserError("there is no such folder")
     weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
     if all(path.name.startswith((*NOT_WEIGHTS, "training_args.bin")) for path in weights):
-        raise ValueError("it has no weights (model.safetensors or adapter_model.safetensors)")
+        raise UserError("it has no weights (model.safetensors or adapter_model.safetensors)")
     if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
-        raise ValueError("it has no trainer_state.json, so it was not written completely")
+        raise UserError("it has no trainer_state.json, so it was not written completely")
 
 
 def _base_of(checkpoint: Path) -> str:
@@ -209,4 +210,4 @@ def _base_of(checkpoint: Path) -> str:
         name = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
         if name:
             return str(name)
-    raise ValueError("its adapter does not name its base model: give model=hub model.name=PATH")
+    raise UserError("its adapter does not name its base model: give model=hub model.name=PATH")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy, uniforms_of
 from rl_training.tasks.task import Task
 
@@ -110,7 +111,7 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
     if unknown or not _letters(prompt) <= _letters(tokenizer.decode(ids)):
-        raise ValueError(
+        raise UserError(
             f"the tokenizer of this run cannot encode the prompt {prompt[:80]!r}: it was made for another task; leave "
             "out data=… to evaluate the run's own"
         )
@@ -130,7 +131,7 @@ def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completi
     for text, reward in zip(texts, rewards, strict=True):
         if reward is None or not np.isfinite(reward) or not least <= reward <= most:
             bounds = f" between {least:g} and {most:g}, as its Task says" if task.reward_range else ""
-            raise ValueError(
+            raise UserError(
                 f"the task's reward is {reward} for the response {text[:80]!r}: it must be a finite number{bounds}"
             )
     return [float(reward) for reward in rewards]

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
+from rl_training.errors import UserError
+
 Send = Callable[[Any], None]
 
 
@@ -70,7 +72,7 @@ def reason_of(error: BaseException) -> str:
     message = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "out of memory" in message.lower():
         return f"it ran out of memory: a smaller evaluation.batch_size needs less ({message or type(error).__name__})"
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, UserError):
         return message
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {message} ({frame.filename}:{frame.lineno})"

@@ -42,6 +42,7 @@ from rl_training.engine.ranks import all_ranks
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard, Shard
 from rl_training.engine.streams import seed_torch, streams_put_back
+from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.mathematics.estimate import Estimate
@@ -171,7 +172,7 @@ class MeasuredLoop:
         if self._number is None and self._writer.records is not None:
             self._writer.records.start(after_step=number - 1)
         if number != (self._number or number - 1) + 1:
-            raise ValueError(f"step {number} follows step {self._number}: number the optimizer steps consecutively")
+            raise UserError(f"step {number} follows step {self._number}: number the optimizer steps consecutively")
         self._rollout_number = number if rollout_number is None else rollout_number
         self._metrics, self._place = {}, BATCHES
         try:
@@ -200,9 +201,9 @@ class MeasuredLoop:
         loop_refusals.refuse_missing_backward(step)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
         if len(step.rollouts) == self._loop.shape.microbatches:
-            raise ValueError(f"this step has more microbatches than measured_loop(microbatches={len(step.rollouts)})")
+            raise UserError(f"this step has more microbatches than measured_loop(microbatches={len(step.rollouts)})")
         if rollout.on_policy and self._learned == self._rollout_number:
-            raise ValueError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
+            raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         if (step.probes or self._bound) and not self._scores_checked:
             loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
             self._scores_checked = True
@@ -218,7 +219,7 @@ class MeasuredLoop:
         self._expect(BATCHES, "call gradients_ready() once in a step, after its microbatches")
         step, expected = self._step(), self._loop.shape.microbatches
         if len(step.rollouts) != expected:
-            raise ValueError(f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={expected})")
+            raise UserError(f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={expected})")
         loop_refusals.refuse_missing_backward(step)
         self._driver.gradients_ready(self._rollout_number)
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
@@ -243,7 +244,7 @@ class MeasuredLoop:
         """Restores what `state_dict` returned. ValueError when it belongs to other probes."""
         parts = {part.name: part for part in self._stateful}
         if state.keys() != parts.keys():
-            raise ValueError(f"the state is of {sorted(state)}, and the loop has {sorted(parts)}: give the same probes")
+            raise UserError(f"the state is of {sorted(state)}, and the loop has {sorted(parts)}: give the same probes")
         for name, part in parts.items():
             part.load_state_dict(state[name])
 
@@ -257,7 +258,7 @@ class MeasuredLoop:
 
     def _expect(self, place: str, what: str) -> None:
         if self._place != place:
-            raise ValueError(f"{what}: the loop is {self._place}")
+            raise UserError(f"{what}: the loop is {self._place}")
 
 
 class LoopPolicy(Policy):

@@ -13,6 +13,7 @@ from rl_training.engine.open_step import OpenStep, Shape
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 from rl_training.engine.rotary import depends_on_longest_row
+from rl_training.errors import UserError
 
 FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
 FARTHEST_ENTROPY = 0.2  # of their mean: that of entropies, of which bits are .44 more
@@ -27,10 +28,10 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
     refuse_what_is_no_language_model(module)
     refuse_what_is_not_trained(module, optimizer)
     if getattr(model, "static_graph", False):
-        raise ValueError("a second backward silently corrupts DDP's static_graph: switch it off")
+        raise UserError("a second backward silently corrupts DDP's static_graph: switch it off")
     checkpointing = [getattr(part, "_gradient_checkpointing_func", None) for part in module.modules()]
     if any(getattr(function, "keywords", {}).get("use_reentrant") for function in checkpointing):
-        raise ValueError(
+        raise UserError(
             "reentrant checkpointing gives a second backward no gradients: enable it with use_reentrant=False"
         )
 
@@ -39,9 +40,9 @@ def refuse_what_is_no_probe(probes: Any) -> None:
     """Raises ValueError where these are not objects of Probe in a list, or have no possible number of folds."""
     for probe in probes:
         if not isinstance(probe, Probe):
-            raise ValueError(f"{probe!r} is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()")
+            raise UserError(f"{probe!r} is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()")
         if probe.num_folds is not None and (type(probe.num_folds) is not int or probe.num_folds < 1):
-            raise ValueError(f"{probe.name}: num_folds={probe.num_folds!r} must be a whole number, at least 1")
+            raise UserError(f"{probe.name}: num_folds={probe.num_folds!r} must be a whole number, at least 1")
 
 
 def refuse_what_is_no_language_model(module: nn.Module) -> None:
@@ -50,7 +51,7 @@ def refuse_what_is_no_language_model(module: nn.Module) -> None:
         return
     inside = [name for name, part in module.named_modules() if name and _is_language_model(part)]
     found = f"model.{inside[0]} is one, so give that" if inside else "give the one whose logits the loss is made of"
-    raise ValueError(f"{type(module).__name__} is no causal language model of Hugging Face's: {found}")
+    raise UserError(f"{type(module).__name__} is no causal language model of Hugging Face's: {found}")
 
 
 def _is_language_model(module: Any) -> bool:
@@ -63,20 +64,20 @@ def refuse_impossible_settings(shape: Shape, temperature: Any, max_grad_norm: An
     """Raises ValueError for a number that no loop can have."""
     for name, value in vars(shape).items():
         if type(value) is not int or value < 1:
-            raise ValueError(f"measured_loop({name}={value!r}): give a whole number, at least 1")
+            raise UserError(f"measured_loop({name}={value!r}): give a whole number, at least 1")
     if not 0.0 < temperature < math.inf:
-        raise ValueError(f"measured_loop(temperature={temperature}): give a number above 0")
+        raise UserError(f"measured_loop(temperature={temperature}): give a number above 0")
     if max_grad_norm is not None and not max_grad_norm > 0.0:
-        raise ValueError(f"measured_loop(max_grad_norm={max_grad_norm}): give a number above 0, or None")
+        raise UserError(f"measured_loop(max_grad_norm={max_grad_norm}): give a number above 0, or None")
 
 
 def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
     """Raises ValueError for what is no optimizer of torch's kind, and one that trains no parameter of the model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the one inside it, which steps")
+        raise UserError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the one inside it, which steps")
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
     if trained.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError(
+        raise UserError(
             "the optimizer has no parameter of the model that requires a gradient: make it of model.parameters()"
         )
 
@@ -84,17 +85,17 @@ def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
 def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | None, size: int) -> None:
     """Raises ValueError for a microbatch of another size, scores of another shape, and logps without graph."""
     if rollout.num_sequences != size:
-        raise ValueError(
+        raise UserError(
             f"a microbatch has {rollout.num_sequences} sequences, but measured_loop(microbatch_size={size})"
         )
     shape = tuple(rollout.completion_ids.shape)
     for name, values in {"logps": logps, "entropies": entropies}.items():
         if values is not None and values.shape != shape:
-            raise ValueError(
+            raise UserError(
                 f"{name} have shape {tuple(values.shape)}, and completion_ids {shape}: give one value per token"
             )
     if not logps.requires_grad:
-        raise ValueError("logps have no graph: pass those that the loss is computed from, not detached")
+        raise UserError("logps have no graph: pass those that the loss is computed from, not detached")
 
 
 def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | None, policy: Policy) -> None:
@@ -112,7 +113,7 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 
     off, noise = mean_distance(logps, exact.logps), mean_distance(noisy.logps, exact.logps)
     if mask.any() and not off <= FARTHEST + 2 * noise:
-        raise ValueError(
+        raise UserError(
             f"logps are {off:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: check "
             "the shift by one token, the temperature and the attention mask"
         )
@@ -120,7 +121,7 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
         off, noise = mean_distance(entropies, exact.entropies), mean_distance(noisy.entropies, exact.entropies)
         level = float(exact.entropies[mask].mean())
         if not off <= FARTHEST_ENTROPY * level + 2 * noise:
-            raise ValueError(
+            raise UserError(
                 f"entropies are {off:.2g} off the model's, whose mean is {level:.2g} nats per token: give those of all "
                 "of the vocabulary, in nats, at the same temperature, or leave them out"
             )
@@ -129,7 +130,7 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 def refuse_missing_backward(step: OpenStep) -> None:
     """Raises ValueError where the latest microbatch had no backward: gradients are told apart by when they arrive."""
     if step.loss_weights and "logps" not in step.loss_weights[-1]:
-        raise ValueError(
+        raise UserError(
             f"the backward of microbatch {len(step.loss_weights)} did not reach its logps: compute the loss from the "
             "same tensor that you pass, and call backward before the next microbatch"
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.errors import UserError
 from rl_training.mathematics.scores import Scores
 
 
@@ -121,7 +122,7 @@ def microbatch_inputs(
         None if rollout.on_policy else rollout.sampling_logps if rollout.old_logps is None else rollout.old_logps
     )
     if not rollout.on_policy and old_logps is None:
-        raise ValueError("an off-policy step without sampling log-probabilities: its ratios are not known")
+        raise UserError("an off-policy step without sampling log-probabilities: its ratios are not known")
     mask, whole_prompts = scores.mask, True
     if responses_per_prompt is not None:
         counts = rollout.prompt_index.unique(return_counts=True)[1]

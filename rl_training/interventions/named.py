@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.errors import UserError
 from rl_training.interventions import reweighting as rw
 from rl_training.interventions.loss import Function, LossInputs
 from rl_training.interventions.own import load_own
@@ -161,15 +162,15 @@ def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
     ['psr', 'lr:2']
     """
     if isinstance(names, str | Mapping) or not isinstance(names, Iterable):
-        raise ValueError(f"{setting}={names}: give a list of names, as {setting}=[bonus:0.02,lr]")
+        raise UserError(f"{setting}={names}: give a list of names, as {setting}=[bonus:0.02,lr]")
     texts = list(names)
     for text in texts:
         if not isinstance(text, str):
-            raise ValueError(f"{setting}: {text} is no name: write NAME or NAME:STRENGTH, as {setting}=[bonus:0.02,lr]")
+            raise UserError(f"{setting}: {text} is no name: write NAME or NAME:STRENGTH, as {setting}=[bonus:0.02,lr]")
     found = [intervention(text) for text in texts]
     twice = sorted(name for name, count in Counter(each.name for each in found).items() if count > 1)
     if twice:
-        raise ValueError(f"{setting} has {', '.join(twice)} twice: name each once")
+        raise UserError(f"{setting} has {', '.join(twice)} twice: name each once")
     return found
 
 
@@ -179,15 +180,15 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
     kinds = Counter(each.name.partition(":")[0] for each in found)
     for kind, count in kinds.items():
         if count > 1:
-            raise ValueError(f"interventions has {kind} with {count} strengths: give it one")
+            raise UserError(f"interventions has {kind} with {count} strengths: give it one")
     for later in found[1:]:
         if later.starts_anew:
-            raise ValueError(
+            raise UserError(
                 f"interventions: {later.name} would undo those before it: give it first, and one of its kind"
             )
     for pair in TOGETHER_NOTHING:
         if pair <= kinds.keys():
-            raise ValueError(f"interventions: {' and '.join(sorted(pair))} contradict each other: give one of them")
+            raise UserError(f"interventions: {' and '.join(sorted(pair))} contradict each other: give one of them")
     return found
 
 
@@ -205,17 +206,17 @@ def intervention(text: str) -> Intervention:
     elif "." in name or strength.partition(":")[0].isidentifier():
         function, _, strength = strength.partition(":")
         if function in (PLAIN, *INTERVENTIONS):
-            raise ValueError(f"{text}: {function} is the name of another one in the metrics: rename the function")
+            raise UserError(f"{text}: {function} is the name of another one in the metrics: rename the function")
         known = Intervention(function, load_own(name, function), (), strength=1.0, low=-math.inf)
     else:
         close = difflib.get_close_matches(name, INTERVENTIONS, n=1, cutoff=0.5)
         names = ", ".join(INTERVENTIONS)
         hint = f"did you mean {close[0]}?" if close else f"choose from {names}, or give FILE.py:FUNCTION"
-        raise ValueError(f"unknown intervention {name!r}: {hint}")
+        raise UserError(f"unknown intervention {name!r}: {hint}")
     if name == "mis" and "," in strength:  # both bounds
         bounds = [_strength(dataclasses.replace(known, low=0.0), bound) for bound in strength.split(",")]
         if len(bounds) != 2 or bounds[0] >= bounds[1]:
-            raise ValueError(f"{text}: give the lower bound and the upper, as in mis:0.5,2")
+            raise UserError(f"{text}: give the lower bound and the upper, as in mis:0.5,2")
         masked = functools.partial(rw.token_mask, low=bounds[0])
         return dataclasses.replace(known, name=text, function=masked, strength=bounds[1])
     if not strength:
@@ -226,13 +227,13 @@ def intervention(text: str) -> Intervention:
 def _strength(known: Intervention, text: str) -> float:
     full = f"{known.name}:{text}"
     if math.isnan(known.strength):
-        raise ValueError(f"{full}: {known.name} has no strength, write {known.name}")
+        raise UserError(f"{full}: {known.name} has no strength, write {known.name}")
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{full}: the strength must be a number, as in {known.name}:{known.strength:g}") from None
+        raise UserError(f"{full}: the strength must be a number, as in {known.name}:{known.strength:g}") from None
     if not known.low < value < math.inf or value > known.high or value == known.nothing:
         bounds = f"above {known.low:g}" + ("" if math.isinf(known.high) else f", at most {known.high:g}")
         apart = "" if known.nothing is None else f", and not {known.nothing:g}, which has no effect"
-        raise ValueError(f"{full}: the strength must lie {bounds}{apart}")
+        raise UserError(f"{full}: the strength must lie {bounds}{apart}")
     return value

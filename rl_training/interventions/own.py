@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.user_code import naming
+from rl_training.errors import UserError
 from rl_training.interventions.loss import Function, LossInputs
 
 
@@ -23,18 +24,18 @@ def load_own(place: str, name: str) -> Function:
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if not path.is_file() or spec is None or spec.loader is None:
-            raise ValueError(f"{path}: there is no such file: write FILE.py:FUNCTION")
+            raise UserError(f"{path}: there is no such file: write FILE.py:FUNCTION")
         module = importlib.util.module_from_spec(spec)
         with naming(place):
             spec.loader.exec_module(module)
     else:
         if importlib.util.find_spec(place.partition(".")[0]) is None:
-            raise ValueError(f"{place}: there is no such module: write FILE.py:FUNCTION or MODULE:FUNCTION")
+            raise UserError(f"{place}: there is no such module: write FILE.py:FUNCTION or MODULE:FUNCTION")
         with naming(place):
             module = importlib.import_module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{place} has no function {name!r}: write {place}:FUNCTION")
+        raise UserError(f"{place} has no function {name!r}: write {place}:FUNCTION")
     return functools.partial(_checked_weights, name, function)
 
 
@@ -43,7 +44,7 @@ def _checked_weights(name: str, function: Function, loss: LossInputs, strength: 
     with naming(f"intervention {name}"):
         found: Any = function(copy.deepcopy(loss), strength)
     if not isinstance(found, LossWeights):
-        raise ValueError(f"intervention {name} returned {type(found).__name__}: return LossWeights(logps, entropies)")
+        raise UserError(f"intervention {name} returned {type(found).__name__}: return LossWeights(logps, entropies)")
     logps = _checked(name, found.logps, loss.weights.logps)
     return LossWeights(logps, None if found.entropies is None else _checked(name, found.entropies, logps))
 
@@ -54,4 +55,4 @@ def _checked(name: str, weights: Any, like: Tensor) -> Tensor:
         return weights.detach().to(like)
     kind = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
     shape = tuple(like.shape)
-    raise ValueError(f"intervention {name} returned {kind} as weights, or not finite: return finite ones of {shape}")
+    raise UserError(f"intervention {name} returned {kind} as weights, or not finite: return finite ones of {shape}")

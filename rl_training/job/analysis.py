@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.errors import UserError
 from rl_training.job.build import build_restored
 from rl_training.job.loggers import loggers_of
 from rl_training.job.run_settings import run_settings
@@ -67,7 +68,7 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
         folders[checkpoint] = home / name / checkpoint.name
     folder, times = Counter(folders.values()).most_common(1)[0]
     if times > 1:
-        raise ValueError(f"{times} checkpoints would write their results to {folder}: analyse each run separately")
+        raise UserError(f"{times} checkpoints would write their results to {folder}: analyse each run separately")
     return {checkpoint: folder / RESULT_FILE for checkpoint, folder in folders.items()}
 
 

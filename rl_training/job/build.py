@@ -14,6 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.utils import logging
 
 from rl_training.engine.probe import Probe
+from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.explain import check_kind, did_you_mean
@@ -146,19 +147,19 @@ def _check_fields(trainer: DictConfig) -> None:
                 check_kind(f"trainer.{name}", value, kinds[0](), ", or null" * ("None" in names))
         elif name != "_target_":
             hint = did_you_mean(name, {field: f"trainer.{field}" for field in fields})
-            raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig, see trl.GRPOConfig{hint}")
+            raise UserError(f"trainer.{name} is not a field of DrGRPOConfig, see trl.GRPOConfig{hint}")
 
 
 def _check_sharding(trainer: DrGRPOTrainer) -> None:
     """Raises ValueError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
     for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
         if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
-            raise ValueError(
+            raise UserError(
                 f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
                 "only where ACCELERATE_USE_CPU is not set (set DS_ACCELERATOR=cpu instead, see launch/zero2.yaml)"
             )
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.state_dict_type.name != "FULL_STATE_DICT":
-        raise ValueError(
+        raise UserError(
             "fsdp_state_dict_type: SHARDED_STATE_DICT writes checkpoints without model.safetensors, which cannot be "
             "read here: use FULL_STATE_DICT (launch/fsdp2.yaml)"
         )
@@ -172,7 +173,7 @@ def _check_longest_prompt(trainer: DrGRPOTrainer) -> None:
         return
     length = len(trainer.processing_class(max(prompts, key=len)).input_ids) + trainer.args.max_completion_length
     if length > positions:
-        raise ValueError(
+        raise UserError(
             f"the longest prompt and trainer.max_completion_length={trainer.args.max_completion_length} need {length} "
             f"tokens, and the model has {positions} positions: leave out long prompts, or lower the length of responses"
         )

@@ -16,12 +16,15 @@ import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from rl_training.job.command_line import Carried, importing
-from rl_training.job.explain import check_choices, load_plain
+from rl_training.errors import UserError
+from rl_training.job.command_line import importing
+from rl_training.job.explain import explain, load_plain
 from rl_training.job.run_settings import branched, key_of, parsed, settable, words_of_the_run
 from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
@@ -45,20 +48,30 @@ def _composed(name: str, task: Callable[[DictConfig, list[str]], None], is_liste
     is_listed  whether conf/ lists what a word sets; Hydra would ask for a + before the others
     """
 
-    def carrying(cfg: DictConfig) -> None:
+    failures: list[Exception] = []  # of the task; Hydra would print a line of its own about each in every process
+
+    def job(cfg: DictConfig) -> None:
         try:
-            words = list(HydraConfig.get().overrides.task)
-            _hide_secrets()
-            task(cfg, words)
+            if not failures:
+                words = list(HydraConfig.get().overrides.task)
+                _hide_secrets()
+                task(cfg, words)
+        except (HydraException, OmegaConfBaseException) as error:
+            failures.append(UserError(explain(error)).with_traceback(error.__traceback__))
         except Exception as error:
-            raise Carried(error) from error
+            failures.append(error)
 
     sys.path.insert(0, os.getcwd())  # where a probe, task or metric of the user's own lies
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, instead of printing them
     sys.argv[1:] = [word if is_listed(word) else settable(word) for word in sys.argv[1:]]
-    check_choices(sys.argv[1:])
-    with _settings_shown_masked():
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(carrying)()
+    try:
+        with _settings_shown_masked():
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
+    except Exception as error:
+        raise UserError(explain(error)) from error
+    if failures:
+        raise failures[0]
 
 
 def _hide_secrets() -> None:

@@ -24,6 +24,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from rl_training.errors import UserError
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
@@ -60,7 +61,7 @@ def evaluate(cfg: DictConfig) -> int:
     plan = read_plan(cfg)
     state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
     if plan.options.jobs > 1 and state.num_processes > 1:
-        raise ValueError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
+        raise UserError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
     evaluation, refusal = None, ""
     with contextlib.ExitStack() as lock:
         if state.is_main_process:
@@ -68,11 +69,11 @@ def evaluate(cfg: DictConfig) -> int:
                 lock.enter_context(locked(plan.folder.parent, ELSEWHERE))
                 plan.start()
                 evaluation = _Evaluation(plan, state.num_processes)
-            except (ValueError, OSError) as error:
+            except UserError as error:
                 refusal = str(error)
         pending, refusal = broadcast_object_list([evaluation and evaluation.pending, refusal])
         if refusal:
-            raise ValueError(refusal)
+            raise UserError(refusal)
         _evaluate_all(plan, pending, evaluation)
         code = evaluation.close() if evaluation else 0
     return int(broadcast_object_list([code])[0])
@@ -133,7 +134,7 @@ class _Evaluation:
         if not reason:
             try:
                 self._write(step, answers)
-            except (OSError, ValueError) as error:
+            except UserError as error:
                 reason = reason_of(error)
         if reason:
             self._report(f"step {step} failed: {reason} ({self.plan.checkpoints[step]})")
@@ -159,7 +160,7 @@ class _Evaluation:
         for name, metric in self.custom.items():
             try:
                 metrics |= custom_metrics(name, metric, sampled, self.task.eval_dataset)
-            except ValueError as error:
+            except UserError as error:
                 errors.append(mask_line(str(error)))
                 self._report(f"step {step}: {error}")
         about = {

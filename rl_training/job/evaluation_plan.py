@@ -20,6 +20,7 @@ import rl_training.job.silence  # noqa: F401
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
+from rl_training.errors import UserError
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.policy import load_policy
 from rl_training.evaluation.responses import Response, batches_of, choose_rows, generate_responses
@@ -82,7 +83,7 @@ class EvaluationPlan:
             (self.folder / SETTINGS).unlink(missing_ok=True)  # an evaluation without results imposes no settings
         before = write_settings(self.folder, self.settings)
         if changed := differences(before, self.settings):
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} was made with other settings: {changed}. Write this one beside it with "
                 "evaluation.name=NAME, or replace it with evaluation.overwrite=true"
             )
@@ -104,17 +105,17 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
         options[key] = options[key] or config.get("trainer", {}).get(key) or default
     name = str(options.name or task_name)
     if "/" in name or name.startswith("."):
-        raise ValueError(f"evaluation.name={name} names a folder: use letters, digits and dashes")
+        raise UserError(f"evaluation.name={name} names a folder: use letters, digits and dashes")
     root = Path(values["output"]) if values["output"] else run
     if root is None:
-        raise ValueError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
+        raise UserError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
     refuse_links_out(root, *(() if root == run else (EVALUATIONS,)))
     for metric in metrics:
         if metric in BUILT_IN:
-            raise ValueError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
+            raise UserError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
     num_rows = len(as_task(make("data", config["data"])).eval_dataset)
     if num_rows == 0:
-        raise ValueError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
+        raise UserError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
     settings = {str(key): value for key, value in options.items() if key not in FREE}
     settings |= {"metrics": metrics, **{group: as_written(config.get(group)) for group in GROUPS}}
     plan = EvaluationPlan(
@@ -151,29 +152,29 @@ def _find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[P
     if run is None:
         runs = {path.resolve().parents[1] for path in paths if path.resolve().parent.name == TRAINING_STATE}
         if not paths:
-            raise ValueError("nothing to evaluate: give run=RUN, the folder of a run, or 'checkpoints=[PATH,...]'")
+            raise UserError("nothing to evaluate: give run=RUN, the folder of a run, or 'checkpoints=[PATH,...]'")
         if len(runs) > 1:
-            raise ValueError(f"the checkpoints are of several runs, {', '.join(map(str, runs))}: evaluate each alone")
+            raise UserError(f"the checkpoints are of several runs, {', '.join(map(str, runs))}: evaluate each alone")
         folder = next(iter(runs), None)
     else:
         folder = Path(run)
         if not folder.is_dir():
-            raise ValueError(f"run={run}: there is no such folder")
+            raise UserError(f"run={run}: there is no such folder")
         if not paths and not (folder / CONFIG_FILE).is_file():
-            raise ValueError(
+            raise UserError(
                 f"run={run} is not a run folder: it has no {CONFIG_FILE}; bare checkpoints are 'checkpoints=[PATH,...]'"
             )
         paths = paths or checkpoints_of(folder)
         if not paths:
-            raise ValueError(
+            raise UserError(
                 f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
                 "trainer.save_steps"
             )
     for path in filter(leads_out_of_its_run, paths):
-        raise ValueError(f"{path} is a link out of its run: name {path.resolve()} itself")
+        raise UserError(f"{path} is a link out of its run: name {path.resolve()} itself")
     by_step = {_step_of(path): path for path in paths}
     if len(by_step) < len(paths):
-        raise ValueError(f"two of {', '.join(map(str, paths))} are of the same step: evaluate them separately")
+        raise UserError(f"two of {', '.join(map(str, paths))} are of the same step: evaluate them separately")
     return folder, dict(sorted(by_step.items()))
 
 
@@ -198,7 +199,7 @@ def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str
         is_chosen = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else named only
         laid[group] = given if is_chosen else {**stored, **given}
     if not laid["data"].get("_target_"):
-        raise ValueError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
+        raise UserError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
     own_task = as_written(laid["data"])["_target_"] == as_written(config.get("data") or {}).get("_target_")
     if not own_task:  # its lengths go with it
         laid["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}

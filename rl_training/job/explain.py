@@ -16,6 +16,7 @@ from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from rl_training.errors import UserError
 from rl_training.job.shipped import CONF, conf_folders
 
 INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # of ranges.yaml
@@ -30,7 +31,7 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
     """
     if not isinstance(allowed, str):
         if value not in allowed:
-            raise ValueError(f"{key}={value}: choose from {', '.join(map(str, allowed))}")
+            raise UserError(f"{key}={value}: choose from {', '.join(map(str, allowed))}")
         return
     interval = INTERVAL.fullmatch(allowed)
     assert interval, allowed
@@ -43,7 +44,7 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
         if not (float(least) < number if end == "(" else float(least) <= number) or number > float(most):
             at_most = "" if most == "inf" else f" and at most {float(most):.10g}"
             above = "above" if end == "(" else "at least"
-            raise ValueError(f"{key}={number} must be {above} {float(least):g}{at_most}{hint}")
+            raise UserError(f"{key}={number} must be {above} {float(least):g}{at_most}{hint}")
 
 
 def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
@@ -61,23 +62,23 @@ def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
     """Raises ValueError, with the hint, for a value of another kind than the default."""
     if isinstance(default, Mapping):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
+            raise UserError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
         refuse_other_kinds(value, default, f"{key}.")
     elif isinstance(default, list | ListConfig):
         if not isinstance(value, list | ListConfig):
-            raise ValueError(f"{key}={value} must be a list: '{key}=[…]'")
+            raise UserError(f"{key}={value} must be a list: '{key}=[…]'")
         for element in value if default else ():
             check_kind(key, element, default[0], " in the list")
     elif isinstance(default, str):
         if value is None:
-            raise ValueError(f"{key}=null has no meaning: leave it out")
+            raise UserError(f"{key}=null has no meaning: leave it out")
     elif isinstance(default, bool):
         if type(value) is not bool:
-            raise ValueError(f"{key}={value} must be true or false{hint}")
+            raise UserError(f"{key}={value} must be true or false{hint}")
     elif type(value) is not int and (isinstance(default, int) or type(value) is not float):
-        raise ValueError(f"{key}={value} must be a {'whole ' * isinstance(default, int)}number{hint}")
+        raise UserError(f"{key}={value} must be a {'whole ' * isinstance(default, int)}number{hint}")
     elif not math.isfinite(value):
-        raise ValueError(f"{key}={value} must be finite{hint}")
+        raise UserError(f"{key}={value} must be finite{hint}")
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -145,7 +146,7 @@ def check_choices(words: Sequence[str]) -> None:
         names = value if isinstance(value, list) else [value]
         if not change.is_sweep_override() and not all(isinstance(name, str) for name in names):
             options = _options_of(key)
-            raise ValueError(f"{word}: give a name, or names as in '{key}=[{options[0]}]': {', '.join(options)}")
+            raise UserError(f"{word}: give a name, or names as in '{key}=[{options[0]}]': {', '.join(options)}")
 
 
 def _options_of(group: str) -> list[str]:

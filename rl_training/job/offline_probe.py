@@ -20,6 +20,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from rl_training.errors import UserError
 from rl_training.job.explain import as_text, check_kind, did_you_mean, flat, load_plain
 from rl_training.job.run_settings import words_of_the_run
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
@@ -68,7 +69,7 @@ class OfflineEntropyProbe:
     def from_config_file(cls, path: str | Path) -> OfflineEntropyProbe:
         """Returns the probe that a YAML file describes. ValueError where it is not there or cannot be read."""
         if not Path(path).is_file():
-            raise ValueError(f"{path}: there is no such file; two examples are in {PROBE_CONFIGS}")
+            raise UserError(f"{path}: there is no such file; two examples are in {PROBE_CONFIGS}")
         probe = cls(OmegaConf.to_container(load_settings(Path(path)), resolve=True))  # type: ignore[arg-type]
         refuse_code_in(probe._given.get("overrides", []), Path(path))
         return probe
@@ -77,7 +78,7 @@ class OfflineEntropyProbe:
         """Returns what to type after offline.py. ValueError where no checkpoint is named."""
         path = checkpoint_path or self._given.get("checkpoint.checkpoint_path")
         if path is None:
-            raise ValueError("checkpoint.checkpoint_path is not set: set it, or give run_mixed_probe a path")
+            raise UserError("checkpoint.checkpoint_path is not set: set it, or give run_mixed_probe a path")
         words = [f"checkpoint={as_text(str(path))}", *ALWAYS]
         for key, setting in SETTINGS.items():
             if key in self._given:
@@ -114,7 +115,7 @@ class OfflineEntropyProbe:
             cfg.run = of_the_run
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
-            raise ValueError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
+            raise UserError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
         return self._in_old_words(read_analysis(paths[0]))
 
     def _in_old_words(self, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,15 +141,15 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in [*map(str, config), *given]:
         if key not in known:
             hint = did_you_mean(key.rpartition(".")[2].lower(), {k.rpartition(".")[2].lower(): k for k in known})
-            raise ValueError(f"{key}: there is no such setting; {PROBE_CONFIGS / 'full_example.yaml'} has all{hint}")
+            raise UserError(f"{key}: there is no such setting; {PROBE_CONFIGS / 'full_example.yaml'} has all{hint}")
         if key in given and known[key] is not None:
             check_kind(key, given[key], known[key])
     for key, choices in CHOICES.items():
         if key in given and (not isinstance(given[key], str) or given[key] not in choices):
             hint = did_you_mean(str(given[key]), choices.keys())
-            raise ValueError(f"{key}={given[key]}: choose from {', '.join(sorted(choices))}{hint}")
+            raise UserError(f"{key}={given[key]}: choose from {', '.join(sorted(choices))}{hint}")
     if not all(isinstance(word, str) and "=" in word for word in given.get("overrides", [])):
-        raise ValueError("overrides must be a list of settings, each KEY=VALUE")
+        raise UserError("overrides must be a list of settings, each KEY=VALUE")
     return given
 
 
@@ -161,13 +162,13 @@ def _adapter_words(checkpoint: Path) -> list[str]:
         adapter = json.loads(read_text(file))
         rank, alpha, modules = adapter["r"], adapter["lora_alpha"], adapter["target_modules"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not the configuration of a LoRA adapter ({error}): repair it") from error
+        raise UserError(f"{file} is not the configuration of a LoRA adapter ({error}): repair it") from error
     check_kind(f"{file}: r", rank, 1)
     check_kind(f"{file}: lora_alpha", alpha, 1.0)
     names = [modules] if isinstance(modules, str) else modules
     check_kind(f"{file}: target_modules", names, [])
     if not all(isinstance(name, str) and re.fullmatch(MODULES, name) for name in names):
-        raise ValueError(f"{file}: target_modules={modules} must be names of modules, or a pattern of them")
+        raise UserError(f"{file}: target_modules={modules} must be names of modules, or a pattern of them")
     texts = [as_text(name) for name in sorted(names)]
     target = texts[0] if isinstance(modules, str) else f"[{','.join(texts)}]"
     return ["adapter=lora", f"adapter.r={rank}", f"adapter.lora_alpha={alpha}", f"adapter.target_modules={target}"]

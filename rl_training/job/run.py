@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
@@ -28,9 +27,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
+from rl_training.errors import UserError
 from rl_training.hosts.trl.batches import steps_per_rollout
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
-from rl_training.job.command_line import SIGNALS, Interrupted, Launch, libraries_refuse
+from rl_training.job.command_line import LAUNCHED, SIGNALS, Interrupted, libraries_refuse
 from rl_training.job.explain import quoted
 from rl_training.job.loggers import MetricsLogger
 from rl_training.job.run_folder import release_run_folder
@@ -38,7 +38,6 @@ from rl_training.job.waiting import timeouts_explained
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.masking import mask_words
 from rl_training.records.report import print_summary, write_report
 
 logger = logging.get_logger(__name__)
@@ -62,7 +61,8 @@ class StopAtStepEnd(TrainerCallback):
         self.signum = 0
         self._request = 0  # of this process
         self._requested_at = 0.0
-        self.launch = Launch.of_this_process()
+        was_launched = any(name in os.environ for name in LAUNCHED)
+        self._launcher = os.getppid() if was_launched else None  # a shell may end before this process does
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class StopAtStepEnd(TrainerCallback):
             os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.launch.launcher not in (None, os.getppid()) and not self._request:
+        if self._launcher not in (None, os.getppid()) and not self._request:
             self._request = signal.SIGTERM
             self._say("the launcher is gone: a checkpoint and the report, then this run ends")
         own = torch.tensor([self._request], device=PartialState().device)
@@ -154,7 +154,7 @@ class TrainingRun:
         with self.stop.listening(), libraries_refuse(unless=lambda: self.trainer.state.global_step > taken), named:
             self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         if self.trainer.state.global_step <= taken:
-            raise ValueError("nothing was trained, not one step: is the training set too small for a step?")
+            raise UserError("nothing was trained, not one step: is the training set too small for a step?")
 
     def report(self) -> None:
         """Writes report/report.html, prints the summary and closes the dashboards, on the main process."""
@@ -176,16 +176,14 @@ class TrainingRun:
         state = self.trainer.state
         line = f"ended by {signal.Signals(self.stop.signum).name} after step {state.global_step} of {state.max_steps}"
         if state.global_step < state.max_steps:
-            line += f"; go on with: {self._resuming()}"
+            line += f"; to go on, type the same command with this behind it: {self._resuming()}"
         raise Interrupted(self.stop.signum, line)
 
     def _resuming(self) -> str:
-        """Returns the command that resumes this run, as it was typed except for what has to change and for secrets."""
-        typed = mask_words(sys.argv[1:])
-        given = [arg.removeprefix("++") for arg in typed if not re.match(r"\+*(run_dir|resume)=", arg)]
-        if any(arg.startswith("additional_steps=") for arg in given):  # would be added once more
-            given = [arg for arg in given if not arg.startswith(("additional_steps=", "trainer.max_steps="))]
-            given.append(f"trainer.max_steps={self.trainer.state.max_steps}")
+        """Returns the settings that let the command that was typed go on with this run: the last of a kind counts."""
         run_dir = str(self.run_dir)
         folder = f"run_dir={run_dir}" if re.fullmatch(r"[\w./-]+", run_dir, re.ASCII) else quoted("run_dir", run_dir)
-        return " ".join([self.stop.launch.typed, *map(shlex.quote, given), folder, "resume=latest"])
+        words = [folder, "resume=latest"]
+        if any(word.startswith("additional_steps=") for word in sys.argv[1:]):  # would be added once more
+            words += ["additional_steps=null", f"trainer.max_steps={self.trainer.state.max_steps}"]
+        return " ".join(words)

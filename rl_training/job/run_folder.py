@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
+from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.run_settings import refuse_other_settings
 from rl_training.job.stored_settings import literal
@@ -64,7 +65,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     taken = 0 if checkpoint is None else steps_taken(checkpoint)
     written = state.num_processes if checkpoint is None else written_by(checkpoint)
     if not goes_on and ((run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists()):
-        raise ValueError(ANOTHERS.format(run))
+        raise UserError(ANOTHERS.format(run))
     _lock(run)
     if goes_on:
         refuse_other_settings(cfg, run)
@@ -83,12 +84,12 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     try:
         (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"run_dir={run} cannot be written to ({error}): {ELSEWHERE}") from error
+        raise UserError(f"run_dir={run} cannot be written to ({error}): {ELSEWHERE}") from error
     if checkpoint is not None and cfg.additional_steps is not None:
         cfg.trainer.max_steps = taken + cfg.additional_steps
         cfg.additional_steps = None
     if not goes_on and 0 < cfg.trainer.max_steps <= taken:
-        raise ValueError(
+        raise UserError(
             f"branch={checkpoint} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a "
             "larger one, or additional_steps=20"
         )
@@ -112,7 +113,7 @@ def _lock(run: Path) -> None:
             refusal = f"run_dir={run} cannot be written to ({error.__cause__}): {ELSEWHERE}"
     refusal = broadcast_object_list([refusal])[0]
     if refusal:
-        raise ValueError(refusal)
+        raise UserError(refusal)
 
 
 def release_run_folder(run: Path) -> None:
@@ -130,13 +131,13 @@ def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
     folder = checkpoint.resolve().parent
     run = folder.parent
     if folder.name != TRAINING_STATE:
-        raise ValueError(
+        raise UserError(
             f"resume={checkpoint} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N): give one that is, or "
             "start a new run from its weights with model=hub model.name=CHECKPOINT"
         )
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
     if any(word.startswith("run_dir=") for word in overrides) and run != run_dir.resolve():
-        raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
+        raise UserError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
     return run, checkpoint
 
 
@@ -162,7 +163,7 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
                 path.unlink(missing_ok=True)  # what is there of it
     refusal = broadcast_object_list([refusal])[0]
     if refusal:
-        raise ValueError(refusal)
+        raise UserError(refusal)
 
 
 def check_number_of_processes(num_processes: int) -> None:
@@ -173,13 +174,13 @@ def check_number_of_processes(num_processes: int) -> None:
     """
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if expected != num_processes:
-        raise ValueError(
+        raise UserError(
             f"WORLD_SIZE={expected}, but the number of processes is {num_processes}: start them with accelerate launch "
             "or torchrun, or unset WORLD_SIZE"
         )
     met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
     if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        raise ValueError(
+        raise UserError(
             "accelerate launch was asked for several processes and started only this one: use --config_file "
             "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
             "meant: --num_processes 1, and unset MASTER_PORT"

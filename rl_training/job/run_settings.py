@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.errors import UserError
 from rl_training.job.explain import did_you_mean, differences, flat, load_plain
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
@@ -61,14 +62,14 @@ def with_changes(settings: DictConfig, words: Sequence[str], where: str) -> Dict
     for change in sorted(changes, key=lambda change: not (CONF / change.key_or_group).is_dir()):
         key, value = change.key_or_group, cast("Any", change.value())
         if change.is_delete() or ((CONF / key).is_dir() and key not in GROUPS):
-            raise ValueError(f"{change.input_line}: the settings are those of {where}; change single ones, KEY=VALUE")
+            raise UserError(f"{change.input_line}: the settings are those of {where}; change single ones, KEY=VALUE")
         if key in GROUPS:
             _choose(settings, key, [value] if isinstance(value, str) else value)
             continue
         is_unlisted = key_of(f"{key}=") in UNLISTED and settings.get(key_of(f"{key}="))
         if not is_unlisted and OmegaConf.select(settings, key, default=...) is ...:
             hint = did_you_mean(key, [*flat(settings), *flat(load_plain(CONF / "offline.yaml"))])
-            raise ValueError(f"{key}: there is no such setting, nor does {where} have it{hint}")
+            raise UserError(f"{key}: there is no such setting, nor does {where} have it{hint}")
         OmegaConf.update(settings, key, value, merge=False, force_add=True)
     return settings
 
@@ -98,7 +99,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     if not stored.is_file():
         missing = [f"{group}=…" for group in ("model", "data") if group not in {key_of(word) for word in changes}]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint} is not in a run (there is no {stored}): give {' '.join(missing)}, and adapter=lora if "
                 "it is an adapter; see --help"
             )
@@ -108,7 +109,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
         give = f", or give {' '.join(groups)}" if len(groups) == len(missing) else ""
-        raise ValueError(f"{stored} lacks {', '.join(missing)}, which a run needs: mend the file{give}")
+        raise UserError(f"{stored} lacks {', '.join(missing)}, which a run needs: mend the file{give}")
     return cfg
 
 
@@ -130,7 +131,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
         for settings in both
     )
     if changed := differences(before, now):
-        raise ValueError(
+        raise UserError(
             f"resume: {run_dir} was started with other settings: {changed}. Give the same ones (its "
             f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
         )
@@ -157,14 +158,14 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     settings = with_changes(started, changes, f"the run in {stored.parent}")
     before, now = ({k: as_written(v) for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
     if changed := differences(before, now):
-        raise ValueError(
+        raise UserError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
             f"run from its weights with model=hub model.name={checkpoint}"
         )
     refuse_marked(settings, *MADE, "probes")  # before anything is written
     settings.merge_with({key: as_given[key] for key in ITS_OWN})
     if Path(str(settings.run_dir)).expanduser().resolve().is_relative_to(checkpoint.parent):
-        raise ValueError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
+        raise UserError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
     settings.branch = str(checkpoint)
     for node in (settings.buffer, *settings.probes.values()):  # resolved in config.yaml: ${seed} where it is the run's
         if isinstance(node, DictConfig) and node.get("seed") == started.seed:
@@ -179,10 +180,10 @@ def checkpoint_in_a_run(setting: str, value: object) -> Path:
     from rl_training.records.checkpoints import find_checkpoint  # imports torch: --help need not wait for it
 
     if str(value) in ("", "latest", "auto", "none"):
-        raise ValueError(f"{setting}={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
+        raise UserError(f"{setting}={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
     checkpoint = find_checkpoint(str(Path(str(value)).expanduser()), Path(), setting=setting).resolve()
     if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
-        raise ValueError(
+        raise UserError(
             f"{setting}={value} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
             "start a new run from its weights with model=hub model.name=CHECKPOINT"
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.explain import check_allowed, did_you_mean, load_plain, quoted, refuse_other_kinds
 from rl_training.job.shipped import CONF
@@ -42,7 +43,7 @@ def check_run(cfg: DictConfig) -> int:
     for library in EXTRA_OF:
         if library in dashboards and importlib.util.find_spec(library) is None:
             fix = how_to_install(library)
-            raise ValueError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
+            raise UserError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
     return accumulation_steps(
         cfg.batch.sequences_per_step,
         cfg.batch.microbatch_size,
@@ -54,7 +55,7 @@ def check_run(cfg: DictConfig) -> int:
 def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
-        raise ValueError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
+        raise UserError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
     refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # what is in them comes later
     for key in ranges("train"):
         value = OmegaConf.select(cfg, key)
@@ -65,9 +66,9 @@ def check_settings(cfg: DictConfig) -> None:
     for key in ("data.path", "model.name"):
         value = OmegaConf.select(cfg, key)
         if not isinstance(value, str | None):
-            raise ValueError(f"{key}={value} is not a path: quote it, {quoted(key, str(value))}")
+            raise UserError(f"{key}={value} is not a path: quote it, {quoted(key, str(value))}")
     if cfg.model.get("quantization") and not cfg.adapter:
-        raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
+        raise UserError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     _check_trainer(cfg)
 
 
@@ -84,7 +85,7 @@ def check_values(cfg: DictConfig, command: str) -> None:
     """
     unset = sorted(OmegaConf.missing_keys(cfg))
     if unset:
-        raise ValueError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
+        raise UserError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
     refuse_other_kinds(cfg, load_plain(CONF / f"{command}.yaml"))
     for key, allowed in ranges(command).items():
         value = OmegaConf.select(cfg, key, default=...)
@@ -94,10 +95,10 @@ def check_values(cfg: DictConfig, command: str) -> None:
 
 def _check_probes(probes: Any) -> None:
     if not isinstance(probes, DictConfig):
-        raise ValueError("there is nothing in `probes`: for a run without probes give probe=none")
+        raise UserError("there is nothing in `probes`: for a run without probes give probe=none")
     for probe in map(str, probes):
         if not isinstance(probes[probe], DictConfig):
-            raise ValueError(f"probes.{probe}={probes[probe]}: to run without it, leave it out of the list 'probe=[…]'")
+            raise UserError(f"probes.{probe}={probes[probe]}: to run without it, leave it out of the list 'probe=[…]'")
         file = CONF / "probe" / f"{probe}.yaml"
         if file.is_file():
             refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
@@ -108,25 +109,25 @@ def _check_probes(probes: Any) -> None:
 def _check_trainer(cfg: DictConfig) -> None:
     """Raises ValueError for what in cfg.trainer comes too late, is out of range, or has its place elsewhere."""
     if cfg.trainer.get("deepspeed"):
-        raise ValueError(  # the process group exists before this is read, and would train with DDP
+        raise UserError(  # the process group exists before this is read, and would train with DDP
             "trainer.deepspeed comes too late: use accelerate launch --config_file launch/zero2.yaml, which names the "
             "DeepSpeed configuration"
         )
     if "gradient_accumulation_steps" in cfg.trainer:
-        raise ValueError(
+        raise UserError(
             "trainer.gradient_accumulation_steps follows from the batch: set batch.sequences_per_step instead"
         )
     exact = cfg.model.get("dtype", "float32") == "float32" and not cfg.model.get("quantization")
     if cfg.trainer.get("use_vllm") and cfg.adapter and not exact:
-        raise ValueError(
+        raise UserError(
             "for vLLM, TRL merges the adapter into the frozen weights and takes it out again at every step, and "
             "rounding erodes weights below fp32: use adapter=lora model.dtype=float32, or trainer.use_vllm=false"
         )
     if cfg.trainer.get("max_steps") == 0:
-        raise ValueError("trainer.max_steps=0 trains nothing: give at least 1, or -1 for trainer.num_train_epochs")
+        raise UserError("trainer.max_steps=0 trains nothing: give at least 1, or -1 for trainer.num_train_epochs")
     for name, source in SAME_AS.items():
         if cfg.trainer[name] != value_of(cfg, name):
-            raise ValueError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
+            raise UserError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
 
 
 def value_of(cfg: DictConfig, name: str) -> Any:
@@ -139,21 +140,21 @@ def check_resume(cfg: DictConfig) -> None:
     as_written: Any = OmegaConf.to_container(cfg, resolve=False)
     is_given = "${now:" not in str(as_written["run_dir"])
     if cfg.resume == "auto" and not is_given:
-        raise ValueError(
+        raise UserError(
             "resume=auto continues the run in run_dir, or starts it there, but run_dir is named by the time: give "
             "run_dir=PATH"
         )
     run = Path(str(cfg.run_dir)).expanduser()
     if cfg.resume == "latest" and is_given and not (run / TRAINING_STATE).is_dir():
         runs = {path.parent.name: f"run_dir={path.parent}" for path in run.parent.glob(f"*/{TRAINING_STATE}")}
-        raise ValueError(
+        raise UserError(
             f"resume=latest: run_dir={cfg.run_dir} holds no run to continue; resume=auto would start one "
             f"there{did_you_mean(run.name, runs)}"
         )
     if cfg.additional_steps is not None and cfg.resume == "auto":
-        raise ValueError("resume=auto would add additional_steps again at each start: give trainer.max_steps")
+        raise UserError("resume=auto would add additional_steps again at each start: give trainer.max_steps")
     if cfg.additional_steps is not None and cfg.resume == "none" and cfg.get("branch") is None:
-        raise ValueError("additional_steps is added to a run's last step: give resume=latest, or trainer.max_steps")
+        raise UserError("additional_steps is added to a run's last step: give resume=latest, or trainer.max_steps")
 
 
 def accumulation_steps(
@@ -162,14 +163,14 @@ def accumulation_steps(
     """Returns how many microbatches of each process make a step. ValueError, naming numbers that would divide."""
     if microbatch_size % responses_per_prompt:
         fitting = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
-        raise ValueError(
+        raise UserError(
             f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
             f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={fitting}"
         )
     at_once = microbatch_size * num_processes
     if sequences_per_step % at_once or sequences_per_step < 1:
         fitting = max(round(sequences_per_step / at_once), 1) * at_once
-        raise ValueError(
+        raise UserError(
             f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
             f"{microbatch_size} x {num_processes} (processes) = {at_once}: use batch.sequences_per_step={fitting}"
         )
@@ -183,7 +184,7 @@ def check_analysis(cfg: DictConfig) -> Settings:
     name_of(str(values["name"]))
     source = values["evaluation"]["source"]
     if isinstance(source, str) and source not in ("train", "eval"):
-        raise ValueError(f"evaluation.source={source}: choose train, eval, or a list of rows of the training set")
+        raise UserError(f"evaluation.source={source}: choose train, eval, or a list of rows of the training set")
     kinds: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING of a plain value
     return Settings(**{key: values[key] if kind is MISSING else kind(**values[key]) for key, kind in kinds.items()})
 
@@ -195,7 +196,7 @@ def name_of(name: str) -> str:
     """
     typed = name.partition(",")[0]
     if UNFIT.search(typed) or typed.startswith(".") or not typed:
-        raise ValueError(f"name={typed} names a folder in RUN/offline: use only letters, digits and . = + - _")
+        raise UserError(f"name={typed} names a folder in RUN/offline: use only letters, digits and . = + - _")
     return UNFIT.sub("", name)
 
 
@@ -204,7 +205,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     check_values(cfg, "evaluate")
     options = cfg.evaluation
     if options.k is not None and options.k > options.responses_per_prompt:
-        raise ValueError(
+        raise UserError(
             f"evaluation.k={options.k} is above evaluation.responses_per_prompt={options.responses_per_prompt}: pass@k "
             f"needs at least k responses; use evaluation.responses_per_prompt={options.k}"
         )

@@ -10,6 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from rl_training.errors import UserError
+
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -43,7 +45,7 @@ def show_conf() -> None:
         print(CONF)
         return
     if chosen.copy.exists():
-        raise ValueError(f"{chosen.copy} is there already: name a new folder")
+        raise UserError(f"{chosen.copy} is there already: name a new folder")
     shutil.copytree(CONF, chosen.copy, ignore=shutil.ignore_patterns("__pycache__"))
     print(f"{chosen.copy}: edit what you like, then rl-training train --config-dir {chosen.copy}")
 

@@ -26,6 +26,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_training.errors import UserError
+from rl_training.job.command_line import in_one_line, is_the_programs, is_the_users
 from rl_training.job.explain import load_plain
 from rl_training.job.shipped import conf_folders
 from rl_training.records.folder import CONFIG_FILE
@@ -53,13 +55,13 @@ def load_settings(path: Path) -> DictConfig:
     try:
         settings = OmegaConf.load(io.StringIO(plain_yaml(path)))
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
     if not isinstance(settings, DictConfig):
-        raise ValueError(f"{path} holds no settings: mend or delete it")
+        raise UserError(f"{path} holds no settings: mend or delete it")
     plain = without_masks(OmegaConf.to_container(settings))
     for keys, value in _leaves(plain):
         if isinstance(value, str) and INTERPOLATION.search(value):
-            raise ValueError(f"{path}: {_dotted(keys)}={value} refers to something else: write the value itself")
+            raise UserError(f"{path}: {_dotted(keys)}={value} refers to something else: write the value itself")
     return OmegaConf.create(_marked(plain, (), path))
 
 
@@ -90,27 +92,29 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
             if isinstance(keys[-1], int):  # of a list, which is typed whole
                 within = as_written(functools.reduce(operator.getitem, keys[:-1], plain))
                 typed = f"{_dotted(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
-            raise ValueError(
+            raise UserError(
                 f"{_dotted(keys)}={named} stands in the settings of the run, and would run code or send something "
                 f"away. If you trust whoever made the run, add to this command line: {shlex.quote(typed)}"
             )
 
 
 def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
-    """Returns what a node of the configuration describes. ValueError, naming the key, when it describes nothing."""
+    """Returns what a node of the configuration describes. UserError, naming the key, when it describes nothing.
+
+    What the package raises in making it, and short memory, stay as they are.
+    """
     refuse_marked({key: node}, key)
     try:
         return instantiate(node, _convert_="all", **values)
     except InstantiationException as error:
         cause = error.__cause__
-        is_in_words = isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name)
         if cause is not None and (
-            is_in_words or isinstance(cause, MemoryError | RuntimeError)
-        ):  # short memory is either
-            raise cause from None  # of a maker's own, in its words
+            is_the_users(cause) or is_the_programs(cause) or isinstance(cause, MemoryError | RuntimeError)
+        ):
+            raise cause from None
         own = cause is not None and not isinstance(cause, ImportError)  # of code that the node names
-        said = f"{type(cause).__name__}: {cause} (--debug shows where)" if own else str(cause or error)
-        raise ValueError(f"{key}: {' '.join(said.split())}") from error
+        said = f"{in_one_line(cause)} (--debug shows where)" if own else str(cause or error)
+        raise UserError(f"{key}: {' '.join(said.split())}") from error
 
 
 def refuse_code_in(words: Iterable[str], path: Path) -> None:
@@ -119,7 +123,7 @@ def refuse_code_in(words: Iterable[str], path: Path) -> None:
         keys = tuple(re.split(r"[.@]", change.key_or_group))
         for inner, value in _leaves(change.value(), keys):
             if must_be_named(inner, value):
-                raise ValueError(
+                raise UserError(
                     f"{path}: {_dotted(inner)}={value} would run code or send something away, and a file is not your "
                     "command line: if you trust it, give it in Python, OfflineEntropyProbe({'overrides': [...], ...})"
                 )
@@ -181,11 +185,11 @@ def _marked(node: Any, keys: Keys, path: Path) -> Any:
     if not isinstance(node, Mapping):
         return f"{MARK}{node}" if must_be_named(keys, node) else node
     if not isinstance(node.get("_target_", ""), str):
-        raise ValueError(f"{path}: {_dotted(keys)}._target_ is no name: mend or delete it")
+        raise UserError(f"{path}: {_dotted(keys)}._target_ is no name: mend or delete it")
     found = {name: _marked(value, (*keys, name), path) for name, value in node.items()}
     is_inert = found.get("_target_", "").startswith(MARK)  # its own maker may be called with them
     if (special := SPECIAL & found.keys()) and not is_inert:
-        raise ValueError(f"{path}: {_dotted(keys)}.{min(special)} would have an object made otherwise: remove it")
+        raise UserError(f"{path}: {_dotted(keys)}.{min(special)} would have an object made otherwise: remove it")
     return found
 
 

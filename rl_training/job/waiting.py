@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers.utils import logging
 
+from rl_training.errors import UserError
+
 logger = logging.get_logger(__name__)
 
 PATIENCE = 60.0  # seconds of waiting after which a line says so; the next one comes after twice as long
@@ -149,7 +151,7 @@ def timeouts_explained(seconds: float) -> Iterator[None]:
         missing = _watches[0].missing() if _watches and any(words in str(error) for words in TIMED_OUT) else ""
         if not missing:
             raise
-        raise ValueError(
+        raise UserError(
             f"waited for more than trainer.ddp_timeout={seconds:g} s for {missing}: mend what hangs there, or raise "
             "trainer.ddp_timeout; then go on with resume=latest"
         ) from error

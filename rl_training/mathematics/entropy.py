@@ -43,6 +43,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
 from rl_training.mathematics.jackknife import unchanged
 
 Target = Literal["sequence", "token", "length"]
@@ -165,7 +166,7 @@ def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tens
     """Returns prompt_index renumbered 0 .. number of prompts − 1, after checking that each prompt has two responses."""
     _, group, sizes = prompt_index.unique(return_inverse=True, return_counts=True)
     if int(reduce(sizes.double()).min()) < 2:
-        raise ValueError(
+        raise UserError(
             "a prompt has a single response: the entropy gradient needs a leave-one-out baseline. "
             "Sample at least two responses per prompt (num_generations >= 2), or take the baseline from all other "
             "sequences (baseline='buffer')."

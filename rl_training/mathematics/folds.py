@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
+
 ENOUGH = 8  # folds for an error bar that is known well enough
 
 
@@ -128,7 +130,7 @@ def _parts_and_slices(
         possible |= {slices * num_ranks * units: (num_ranks, slices) for slices in range(2, prompts + 1)}
     if num_folds not in possible:
         fitting = max(number for number in possible if number <= num_folds)
-        raise ValueError(
+        raise UserError(
             f"num_folds={num_folds} cannot cut {microbatches} microbatches of {prompts} prompts on each of {num_ranks} "
             f"processes into folds of whole prompts: use num_folds={fitting}"
         )

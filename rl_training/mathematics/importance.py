@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.kish import kish_size
 from rl_training.mathematics.scores import Scores
@@ -104,7 +105,7 @@ def change_of_sums(sums: Tensor) -> Tensor:
 def replicates_of_terms(terms: Tensor) -> Replicates:
     """Returns the change, (2,), of (N, 6) `change_terms` of independent units, and without each of them, (N, 2)."""
     if len(terms) < MIN_SEQUENCES:
-        raise ValueError(f"{len(terms)} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
+        raise UserError(f"{len(terms)} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
     sums = terms.sum(dim=0)
     return Replicates(change_of_sums(sums), change_of_sums(sums - terms))
 

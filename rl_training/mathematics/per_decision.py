@@ -28,6 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
 from rl_training.mathematics.entropy import sums_after, sums_before
 from rl_training.mathematics.importance import MIN_SEQUENCES
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
@@ -111,7 +112,7 @@ def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
 
 def _exact(scores: Scores, units: JackknifeUnits) -> Scores:
     if units.count < MIN_SEQUENCES:
-        raise ValueError(f"{units.count} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
+        raise UserError(f"{units.count} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
     return scores.exact()
 
 

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
+
 COLUMNS = 2**16  # hashed at once
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -36,11 +38,9 @@ class CountSketches:
 
     def __init__(self, sizes: Mapping[str, int], buckets: int = 512, repeats: int = 8, seed: int = 0) -> None:
         if buckets < 1 or buckets & (buckets - 1):
-            raise ValueError(
-                f"sketch.buckets={buckets} must be a power of two: use {1 << max(buckets, 1).bit_length()}"
-            )
+            raise UserError(f"sketch.buckets={buckets} must be a power of two: use {1 << max(buckets, 1).bit_length()}")
         if repeats < 2:
-            raise ValueError(f"sketch.repeats={repeats} leaves no error bar: use at least 2, 8 is usual")
+            raise UserError(f"sketch.repeats={repeats} leaves no error bar: use at least 2, 8 is usual")
         self.sizes, self.buckets, self.repeats, self.seed = dict(sizes), buckets, repeats, seed
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.errors import UserError
+
 JOINED = 2**18  # entries that are handled at once on a CPU, which has them in its cache
 # On a GPU, where an operation's start is the cost: at least these, or one of so many parts of all entries.
 JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 6
@@ -55,11 +57,11 @@ class Layout:
     def __init__(self, parameters: Mapping[str, Tensor], widths: Mapping[str, int] | None = None) -> None:
         """widths: entries by which neighbours are joined, where processes keep parts of unlike sizes; None: these."""
         if not parameters:
-            raise ValueError("there is no trainable parameter to keep gradients of")
+            raise UserError("there is no trainable parameter to keep gradients of")
         self.names = tuple(parameters)
         devices = {str(param.device): name for name, param in parameters.items()}
         if len(devices) > 1:
-            raise ValueError(f"trained parameters are on several devices, {devices}: load the model onto one of them")
+            raise UserError(f"trained parameters are on several devices, {devices}: load the model onto one of them")
         first = next(iter(parameters.values()))
         self.device = first.device
         self.dtype = torch.promote_types(first.dtype, torch.float32)

@@ -24,6 +24,7 @@ from torch import Tensor
 from rl_training.engine.batch import Rollout, as_rollout, join_rollouts, take_rows
 from rl_training.engine.evaluation_buffer import EvaluationBuffer
 from rl_training.engine.streams import seed_torch, streams_put_back
+from rl_training.errors import UserError
 from rl_training.hosts.trl import batches, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.mathematics.jackknife import JackknifeUnits
@@ -79,9 +80,9 @@ def sample_update(
     trainer, group = restored.trainer, restored.trainer.num_generations
     total = len(trainer.train_dataset)
     if num_prompts > total:
-        raise ValueError(f"update.prompts={num_prompts}: the training set has {total} prompts; ask for no more")
+        raise UserError(f"update.prompts={num_prompts}: the training set has {total} prompts; ask for no more")
     if num_prompts % restored.num_ranks:
-        raise ValueError(f"update.prompts={num_prompts} cannot be shared among {restored.num_ranks} processes evenly")
+        raise UserError(f"update.prompts={num_prompts} cannot be shared among {restored.num_ranks} processes evenly")
     share = num_prompts // restored.num_ranks
     chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
     order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]
@@ -196,11 +197,11 @@ def _rows_of_evaluation(
     trainer, source, overlap = restored.trainer, settings.source, settings.overlap
     data = trainer.eval_dataset if source == "eval" else trainer.train_dataset
     if data is None:
-        raise ValueError("evaluation.source=eval: this run's task has no evaluation split; use evaluation.source=train")
+        raise UserError("evaluation.source=eval: this run's task has no evaluation split; use evaluation.source=train")
     if not isinstance(source, str):
         outside = [row for row in source if not 0 <= row < len(data)]
         if outside:
-            raise ValueError(f"evaluation.source: row {outside[0]} is not in the training set of {len(data)} prompts")
+            raise UserError(f"evaluation.source: row {outside[0]} is not in the training set of {len(data)} prompts")
         return [data[int(row)] for row in source]
     draw = np.random.default_rng([settings.seed, PROMPTS])
     if overlap == "allowed" or update is None:
@@ -208,7 +209,7 @@ def _rows_of_evaluation(
     learned = _learned(restored, update, data["prompt"][:])
     rows = [row for row, is_learned in enumerate(learned) if is_learned == (overlap == "wanted")]
     if not rows:
-        raise ValueError(f"evaluation.overlap={overlap}: no prompt of {source} is left to draw; use overlap=allowed")
+        raise UserError(f"evaluation.overlap={overlap}: no prompt of {source} is left to draw; use overlap=allowed")
     return [data[rows[int(i)]] for i in draw.integers(len(rows), size=settings.prompts)]
 
 
@@ -239,7 +240,7 @@ def respond(
         prompt_ids, completion_ids, number = prompt_ids + responses[0], completion_ids + responses[1], [*number, *rows]
         progress(min(len(rows) * restored.num_ranks, total))
     if not number:
-        raise ValueError(
+        raise UserError(
             f"evaluation: {total} sequences leave process {restored.rank} of {restored.num_ranks} without one: ask for "
             f"at least {2 * restored.num_ranks}"
         )

@@ -24,6 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from rl_training.errors import UserError
 from rl_training.extras import how_to_install
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 
@@ -39,7 +40,7 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     has_adapter, is_adapter = hasattr(model, "peft_config"), (checkpoint / ADAPTER_WEIGHTS).is_file()
     if has_adapter != is_adapter:
         way = "adapter=lora (or qlora)" if is_adapter else "adapter=none"
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} holds {'an adapter' if is_adapter else 'all weights'}, and the model "
             f"{'has none' if is_adapter else 'has an adapter'}: use {way}"
         )
@@ -49,15 +50,15 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     for name, shape in stored.items():
         if own.get(name) != shape:
             here = own.get(name, "no place")
-            raise ValueError(f"{checkpoint}: {name} has the shape {shape}, and {here} in this model: set {settings}")
+            raise UserError(f"{checkpoint}: {name} has the shape {shape}, and {here} in this model: set {settings}")
     trained = {_without_adapter_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if (is_adapter or not trained) and stored.keys() - trained:
-        raise ValueError(
+        raise UserError(
             f"G1: {some(stored.keys() - trained)} is not trainable: another adapter is active, or it is frozen; load "
             "an adapter with is_trainable=True, and leave it active and unmerged"
         )
     if trained - stored.keys():
-        raise ValueError(
+        raise UserError(
             f"G1: {some(trained - stored.keys())} is trainable, and {checkpoint} does not hold it: set the adapter's "
             "target_modules, or the model, as the run had them"
         )
@@ -93,7 +94,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
     Raises ValueError when the shards are incomplete, of another optimizer, or give other weights.
     """
     if not importlib.util.find_spec("deepspeed"):
-        raise ValueError(f"{checkpoint} was written by DeepSpeed, needed to read it: {how_to_install('deepspeed')}")
+        raise UserError(f"{checkpoint} was written by DeepSpeed, needed to read it: {how_to_install('deepspeed')}")
     folder = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
     shapes, ranks = _read(folder)
     groups = ranks[0]["base_optimizer_state"]["param_groups"]
@@ -109,7 +110,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
             param = parameters.get(name)
             if param is None or not torch.equal(weight.to(param), param.detach()):
                 what = "is not trainable here" if param is None else "differs from the model's weight"
-                raise ValueError(f"{folder}: {name}, joined from the ranks' shards, {what}: it is of another model")
+                raise UserError(f"{folder}: {name}, joined from the ranks' shards, {what}: it is of another model")
             group_of[param].update({k: v for k, v in groups[number].items() if k in group_of[param] and k != "params"})
             optimizer.state[param] = {
                 "step": torch.tensor(float(slices[0]["step"])),
@@ -117,7 +118,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
             }
     missing = set(parameters) - {name for names in shapes for name in names}
     if missing:
-        raise ValueError(f"{folder} holds no state of {min(missing)!r}: it is of another adapter or model")
+        raise UserError(f"{folder} holds no state of {min(missing)!r}: it is of another adapter or model")
 
 
 def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
@@ -129,14 +130,14 @@ def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
     model = folder / "mp_rank_00_model_states.pt"
     paths = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)  # 10 comes after 9
     if not model.is_file() or not paths:
-        raise ValueError(f"{folder} has no {model.name if paths else 'optimizer shards'}: the checkpoint is incomplete")
+        raise UserError(f"{folder} has no {model.name if paths else 'optimizer shards'}: the checkpoint is incomplete")
     shapes = torch.load(model, map_location="cpu", weights_only=False)["param_shapes"]
     ranks = [torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"] for path in paths]
     counts = ranks[0]["partition_count"]
     if len(ranks) != max(counts if isinstance(counts, list) else [counts]):
-        raise ValueError(f"{folder} has the shards of {len(ranks)} ranks of {counts}: the checkpoint is incomplete")
+        raise UserError(f"{folder} has the shards of {len(ranks)} ranks of {counts}: the checkpoint is incomplete")
     if ranks[0]["zero_stage"] not in (1, 2):
-        raise ValueError(f"{folder} was written by ZeRO-3, whose shards are not read: use ZeRO-1, ZeRO-2 or DDP")
+        raise UserError(f"{folder} was written by ZeRO-3, whose shards are not read: use ZeRO-1, ZeRO-2 or DDP")
     return shapes, ranks
 
 

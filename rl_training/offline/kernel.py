@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.updates import CAUSES
+from rl_training.errors import UserError
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.mathematics.vectors import dot
 from rl_training.offline.buffers import tokens_of
@@ -120,7 +121,7 @@ class _Calculation:
             found = file.metadata() or {}
         different = [key for key, value in self._about.items() if found.get(key) != value]
         if different:
-            raise ValueError(
+            raise UserError(
                 f"{self._folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this "
                 "one"
             )

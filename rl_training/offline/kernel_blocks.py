@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rl_training.engine.batch import Rollout
 from rl_training.engine.loss_weights import gradient_of
 from rl_training.engine.precision import ieee_fp32, without_dropout
+from rl_training.errors import UserError
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.scores import Scores
@@ -108,7 +109,7 @@ def plan_blocks(
     fitting = int((memory_bytes - streaming) // per_row)
     if fitting < 1:
         needed = (streaming + per_row) / 1e9
-        raise ValueError(
+        raise UserError(
             f"kernel.memory_gb={memory_bytes / 1e9:.3g} holds no row of {num_parameters} parameters beside a "
             f"microbatch of {microbatch}: give at least kernel.memory_gb={math.ceil(needed * 1000) / 1000}, or a "
             "smaller microbatch"
@@ -208,7 +209,7 @@ def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, own: Tensor) -> 
 def _refuse_if_apart(found: Tensor, expected: Tensor, slack: float, message: str) -> None:
     error, limit = float((found - expected).norm() / expected.norm()), MAX_ERROR * slack
     if not error <= limit:
-        raise ValueError(message.format(f"{error:.2g} of it (limit {limit:.2g})"))
+        raise UserError(message.format(f"{error:.2g} of it (limit {limit:.2g})"))
 
 
 def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
@@ -237,7 +238,7 @@ def prove_identity(
     contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
     total, (value, most) = inputs.scale * float(contributions.mean()), by_rows.tolist()
     if not abs(total - value) <= limit * most:
-        raise ValueError(
+        raise UserError(
             f"the pairs add up to {total:.6g}, and the gradient part of the entropy change is {value:.6g}: rows of the "
             "kernel are missing or wrong; remove its folder and calculate it anew"
         )

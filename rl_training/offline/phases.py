@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from tqdm.auto import tqdm
 
+from rl_training.errors import UserError
+
 Progress = Callable[[int], None]  # called with the number of further sequences done
 LOWER = {  # what to do where a phase runs out of memory
     "load": "keep frozen weights in fewer bits: adapter=lora model.dtype=bfloat16, or adapter=qlora, as the run was",
@@ -53,7 +55,7 @@ def short_memory_says_what_to_lower(phase: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_short_of_memory(error):
             raise
-        raise ValueError(f"out of memory in phase {phase!r}: {LOWER[phase]}") from error
+        raise UserError(f"out of memory in phase {phase!r}: {LOWER[phase]}") from error
 
 
 def is_short_of_memory(error: Exception) -> bool:

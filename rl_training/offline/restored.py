@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from rl_training.engine.batch import Rollout
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.step import OptimizerView
+from rl_training.errors import UserError
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
@@ -117,19 +118,19 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
 
 def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError(
+        raise UserError(
             "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
             "file; checkpoints that DeepSpeed wrote are read there too"
         )
     otherwise = why_sampling_mismatch(trainer)
     if otherwise:
-        raise ValueError(otherwise)
+        raise UserError(otherwise)
     if trainer.mask_truncated_completions:
-        raise ValueError("the step is analysed with all its responses: set mask_truncated_completions=false")
+        raise UserError("the step is analysed with all its responses: set mask_truncated_completions=false")
     trained_with = trainer.attachment.loss_settings.differs
     if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
         neutral = " ".join(f"trainer.{name}={DR_GRPO[name]}" for name in sorted(NOT_READ)).replace("None", "null")
-        raise ValueError(
+        raise UserError(
             f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
             f"{neutral} intervention=null to analyse the step that it would make from there"
         )
@@ -138,9 +139,9 @@ def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
 def _refuse_damaged(checkpoint: Path) -> None:
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
-        raise ValueError(f"{checkpoint}: {flaw}")
+        raise UserError(f"{checkpoint}: {flaw}")
     if (state_folder(checkpoint) / "optimizer.bin").is_file():
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was written under FSDP, whose optimizer is not read here: choose a checkpoint of a run in "
             "one process, or under DDP, ZeRO-1 or ZeRO-2"
         )
@@ -149,7 +150,7 @@ def _refuse_damaged(checkpoint: Path) -> None:
 def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
     folder = state_folder(checkpoint)
     if not (folder / "optimizer.pt").is_file():
-        raise ValueError(
+        raise UserError(
             f"{folder} has no optimizer.pt, which the next step needs: choose a checkpoint written with "
             "save_only_model=false"
         )
@@ -159,7 +160,7 @@ def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
         else:  # optimizer.pt holds the learning rate of the next step too
             trainer.optimizer.load_state_dict(_with_empty_groups(trainer.optimizer, folder / "optimizer.pt"))
     except (ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint}/optimizer.pt is not of this model's optimizer ({error}): adapter, trainer.optim and "
             "trainer.weight_decay must be those of the run"
         ) from error
@@ -188,14 +189,14 @@ def refuse_without_gradients(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ValueError(
+        raise UserError(
             f"G2: the scores have no gradient ({error}): use non-reentrant checkpointing or none, "
             'trainer.gradient_checkpointing_kwargs={"use_reentrant": false}, and neither torch.no_grad() nor '
             "torch.inference_mode() around this call"
         ) from error
     unreached = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     if unreached:
-        raise ValueError(
+        raise UserError(
             f"G3: {some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
             "reach"
         )
@@ -203,19 +204,19 @@ def refuse_without_gradients(
 
 def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: OptimizerView, checkpoint: Path) -> None:
     if optimizer.states is None:
-        raise ValueError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
+        raise UserError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
     if optimizer.rounded:
-        raise ValueError(f"{optimizer.rounded}, whose rounding changes the step: analyze with model.dtype=float32")
+        raise UserError(f"{optimizer.rounded}, whose rounding changes the step: analyze with model.dtype=float32")
     for name, state in optimizer.states.items():
         if not isinstance(state, AdamWState):
             continue
         if not len(state.exp_avg) == len(state.exp_avg_sq) == parameters[name].numel() or state.step == 0:
-            raise ValueError(
+            raise UserError(
                 f"the optimizer's moments of {name} are missing or have the shape of another parameter: {checkpoint} "
                 "orders its parameters differently (set trainer.optim and trainer.weight_decay as in the run)"
             )
     if all(state.lr == 0.0 for state in optimizer.states.values()):
-        raise ValueError(
+        raise UserError(
             f"the learning rate at {checkpoint} is 0 because its schedule has ended, so the step would be 0: set "
             "learning_rate=1e-6, or choose an earlier checkpoint"
         )

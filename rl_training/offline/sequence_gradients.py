@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rl_training.errors import UserError
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.phases import is_short_of_memory
 
@@ -73,7 +74,7 @@ class SequenceGradients:
                 self._owners.append(_Owner(path, module, own))
         missing = set(parameters) - {name for owner in self._owners for name in owner.names.values()}
         if missing:
-            raise ValueError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
+            raise UserError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
 
     def record(self, forward: Callable[[], Scored]) -> tuple[Scored, Recording]:
         """Returns what `forward` returns, and the recording that takes gradients of it.
@@ -104,24 +105,24 @@ class SequenceGradients:
 
     def _refuse_what_was_not_seen(self, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
         if not roots:
-            raise ValueError("the forward did not call the model's input embedding: score token ids with this model")
+            raise UserError("the forward did not call the model's input embedding: score token ids with this model")
         batch = len(roots[0])
         called = {use.owner.path for use in uses}
         for owner in self._owners:
             if owner.path not in called:
-                raise ValueError(
+                raise UserError(
                     f"{owner.path} was not called in the forward, though {min(owner.names.values())} is trained: "
                     f"a fused head or kernel uses the weight directly. Score with the model's own logits, or {ADVICE}"
                 )
         for use in uses:
             tokens = 2 if isinstance(use.owner.module, nn.Embedding) else 3
             if use.x.dim() < tokens or len(use.x) != batch:
-                raise ValueError(
+                raise UserError(
                     f"{use.owner.path} was given {tuple(use.x.shape)} where a batch of {batch} sequences was expected: "
                     f"its tokens cannot be assigned to sequences (experts? positions?). {ADVICE.capitalize()}"
                 )
             if not use.y.requires_grad:
-                raise ValueError(
+                raise UserError(
                     f"the output of {use.owner.path} has no gradient (no_grad, or reentrant checkpointing): "
                     'score with graph, and with gradient_checkpointing_kwargs={"use_reentrant": False}'
                 )
@@ -155,7 +156,7 @@ class Recording:
             torch.autograd.grad(outputs, self._roots, weights, retain_graph=keep_graph)
         if missing:
             path = next(iter(missing.values())).owner.path
-            raise ValueError(f"no gradient came back to {path}: its share of the gradients is missing")
+            raise UserError(f"no gradient came back to {path}: its share of the gradients is missing")
 
 
 def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
@@ -195,7 +196,7 @@ def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
     except Exception as error:  # it takes other inputs too, or branches on numbers
         if is_short_of_memory(error):
             raise
-        raise ValueError(
+        raise UserError(
             f"{next(iter(use.owner.names.values()))} belongs to a {type(module).__name__} ({use.owner.path}), whose "
             f"gradient is not known sequence by sequence: {ADVICE}"
         ) from error

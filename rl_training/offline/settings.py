@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rl_training.errors import UserError
+
 LEVELS = ("none", "minimal", "standard", "detailed", "debug")
 
 
@@ -116,20 +118,18 @@ class Settings:
     def __post_init__(self) -> None:
         predicts, measures, sweep = self.first_order.enabled, self.truth.enabled, self.sweep
         if not (predicts or measures):
-            raise ValueError(
+            raise UserError(
                 "neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true"
             )
         if self.kernel.enabled and not predicts:
-            raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
+            raise UserError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
         if (sweep.evaluation_sizes or sweep.updates) and not (predicts and measures):
-            raise ValueError(
-                "a sweep compares prediction with truth: set first_order.enabled and truth.enabled to true"
-            )
+            raise UserError("a sweep compares prediction with truth: set first_order.enabled and truth.enabled to true")
         responses, total = self.evaluation.responses, self.evaluation.num_sequences
         unit = responses if total > responses else 1  # of one prompt alone, responses are the units
         for size in sweep.evaluation_sizes:
             if size % unit or not 2 * unit <= size <= total:
-                raise ValueError(
+                raise UserError(
                     f"sweep.evaluation_sizes: {size} sequences are not two or more of E's prompts with all their "
                     f"responses: give multiples of {unit}, from {2 * unit} to {total}"
                 )

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_training.engine.updates import CAUSES
+from rl_training.errors import UserError
 from rl_training.mathematics.clusters import participation_ratio
 from rl_training.mathematics.sketches import cosines
 from rl_training.records.jsonl import from_json
@@ -55,13 +56,13 @@ def load_kernel(folder: Path) -> Kernel:
     """Returns the kernel in this folder. Raises ValueError when it is not finished."""
     path = folder / KERNEL_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {KERNEL_FILE}: run rl-training analyze kernel.enabled=true")
+        raise UserError(f"{folder} holds no {KERNEL_FILE}: run rl-training analyze kernel.enabled=true")
     try:
         with safe_open(path, framework="pt") as file:
             about = dict(file.metadata())
         return Kernel(load_file(path), about)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it, and run rl-training analyze again") from error
+        raise UserError(f"{path} is damaged ({error}): remove it, and run rl-training analyze again") from error
 
 
 @dataclass(frozen=True)

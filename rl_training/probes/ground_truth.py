@@ -30,6 +30,7 @@ from rl_training.engine.evaluation_buffer import (
 )
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
+from rl_training.errors import UserError
 from rl_training.mathematics import importance
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
@@ -63,9 +64,9 @@ class GroundTruthProbe(Probe):
     def __init__(self, every: int = 10, sequences: int = 512, seed: int = 0) -> None:
         super().__init__(every)
         if sequences < importance.MIN_SEQUENCES:
-            raise ValueError(f"ground_truth: sequences={sequences} must be at least {importance.MIN_SEQUENCES}")
+            raise UserError(f"ground_truth: sequences={sequences} must be at least {importance.MIN_SEQUENCES}")
         if seed < 0:
-            raise ValueError(f"ground_truth: seed={seed} must not be negative")
+            raise UserError(f"ground_truth: seed={seed} must not be negative")
         self.sequences, self.seed = sequences, seed
         self._buffer: EvaluationBuffer | None = None
         self._floor = math.nan

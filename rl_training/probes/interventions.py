@@ -31,6 +31,7 @@ from rl_training.engine.length_and_reward import reward_gradient
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import OptimizerView, Step
 from rl_training.engine.step_by_folds import pairs_of, why_no_folds
+from rl_training.errors import UserError
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
 from rl_training.mathematics.adamw import AdamWState
@@ -77,9 +78,9 @@ class InterventionsProbe(Probe):
         super().__init__(every)
         self.which = interventions_of(which, "interventions.which")
         if not self.which:
-            raise ValueError(f"interventions: which=[] names none: give some, as which=[{','.join(USUAL)}]")
+            raise UserError(f"interventions: which=[] names none: give some, as which=[{','.join(USUAL)}]")
         if not isinstance(decay, float | int) or not 0.0 < decay <= 1.0:
-            raise ValueError(f"interventions: decay={decay} must lie in (0, 1]; 0.9 averages over about ten steps")
+            raise UserError(f"interventions: decay={decay} must lie in (0, 1]; 0.9 averages over about ten steps")
         self.num_folds = num_folds
         names = [PLAIN, *(name + end for name in (each.name for each in self.which) for end in ("", KEPT))]
         self.running = RunningPairs({name: RunningPair(decay**every) for name in names})

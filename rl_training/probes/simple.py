@@ -29,6 +29,7 @@ from rl_training.engine.entropy_gradients import levels_of_folds
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import EntropyChange, EntropySettings, Step
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_units
 from rl_training.mathematics.trapezoid import SUMS, TrapezoidSum
@@ -73,9 +74,9 @@ class SimpleEntropyProbe(Probe):
         try:
             self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay)
         except ValueError as error:
-            raise ValueError(f"simple: {error}") from error
+            raise UserError(f"simple: {error}") from error
         if rows_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
+            raise UserError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
         self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None
         self.per_sequence, self.offload = per_sequence, offload
         self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)

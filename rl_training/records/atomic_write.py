@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from rl_training.errors import UserError
+
 MAKE_ROOM = "the results cannot be written: make room"
 
 
 def write_atomically(files: Mapping[Path, bytes], fix: str = MAKE_ROOM) -> None:
     """Writes all of these files, or none: each under another name first, then moved in order, the last one last.
 
-    A kill in between leaves at most the earlier ones, so the last one marks completion. Raises OSError, naming the
+    A kill in between leaves at most the earlier ones, so the last one marks completion. Raises UserError, naming the
     file and the fix, when the disk is full; existing files are then unchanged. The other name is this call's own: two
     processes that write the same file do not mix, and no link can lie there that would lead the write elsewhere.
     """
@@ -36,6 +38,6 @@ def write_atomically(files: Mapping[Path, bytes], fix: str = MAKE_ROOM) -> None:
         raise cannot_write(path, error, fix) from error
 
 
-def cannot_write(path: Path, error: OSError, fix: str) -> OSError:
+def cannot_write(path: Path, error: OSError, fix: str) -> UserError:
     """Returns the error of a file that cannot be written, with the fix."""
-    return OSError(error.errno, f"{error.strerror}; {fix}", str(path))
+    return UserError(f"{error.strerror}; {fix}: {path}")

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_training.errors import UserError
 from rl_training.mathematics.vectors import SHARD
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-        raise OSError(
+        raise UserError(
             f"the checkpoint {folder} could not be written ({' '.join(str(error).split())}; {free / 1e6:,.1f} MB are "
             "free there): make room, then go on with resume=latest"
         ) from error
@@ -133,7 +134,7 @@ def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None
             try:
                 probe.load_state_dict(state)
             except (KeyError, ValueError, RuntimeError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{checkpoint / PROBE_STATES}: the state of probe {probe.name!r} does not fit this one "
                     f"({type(error).__name__}: {error}): give the options that wrote it, or leave the probe out"
                 ) from error
@@ -149,7 +150,7 @@ def save_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
 def load_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
     """Gives the buffer its state back. ValueError when the checkpoint has none."""
     if not (checkpoint / BUFFER_STATE).is_file():
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} has no {BUFFER_STATE}, so it was not written with buffer=filtered: resume with "
             "buffer=plain, or start a new run from its weights (model=hub model.name=CHECKPOINT)"
         )

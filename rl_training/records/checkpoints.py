@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from rl_training.errors import UserError
 from rl_training.records.checkpoint_states import NOT_WEIGHTS, about, changed_files
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, checkpoints_in, checkpoints_of, step_of
 from rl_training.records.jsonl import METRICS_FILE
@@ -67,16 +68,16 @@ def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str
     elif (path / TRAINING_STATE).is_dir() or checkpoints_in(path):
         runs, listed = path, [path]
     elif not path.is_dir():
-        raise ValueError(f"{setting}={choice}: there is no such folder; give a run or a checkpoint-N folder")
+        raise UserError(f"{setting}={choice}: there is no such folder; give a run or a checkpoint-N folder")
     elif flaw := flaw_of(path):
-        raise ValueError(f"{setting}={choice} cannot be taken: {flaw}. Choose an earlier checkpoint-N folder")
+        raise UserError(f"{setting}={choice} cannot be taken: {flaw}. Choose an earlier checkpoint-N folder")
     else:
         return path
     newest_first = (one for run in listed for one in (checkpoints_of(run) or checkpoints_in(run))[::-1])
     found = next(_flawless(newest_first, flaw_of), None)
     if found is None:
         instead = ", or start a new run without resume" * (setting == "resume")
-        raise ValueError(f"{setting}={choice}: no complete checkpoint in {runs}; give {setting}=PATH{instead}")
+        raise UserError(f"{setting}={choice}: no complete checkpoint in {runs}; give {setting}=PATH{instead}")
     return found
 
 

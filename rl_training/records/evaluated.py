@@ -19,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
@@ -83,7 +84,7 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
         for row in content["metrics"].values():
             row |= {key: math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr")}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete its folder, and evaluate the run again") from error
+        raise UserError(f"{path} is damaged ({error}): delete its folder, and evaluate the run again") from error
     return content
 
 

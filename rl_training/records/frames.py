@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 from scipy.special import stdtrit
 
+from rl_training.errors import UserError
 from rl_training.records import jsonl
 from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER, OFFLINE
@@ -103,7 +104,7 @@ def find_runs(folder: str | Path) -> list[Path]:
         return [folder]
     runs = sorted(file.parent.parent for file in folder.rglob(f"{LOGS_FOLDER}/{METRICS_FILE}"))
     if not runs:
-        raise FileNotFoundError(
+        raise UserError(
             f"{folder / LOGS_FOLDER / METRICS_FILE} is missing, here and in all folders below: give the folder of "
             "a run that has logged at least one step, the one that holds logs/, or a folder of such runs"
         )
@@ -136,7 +137,7 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
         content: dict[str, Any] = jsonl.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         content["results"], content["step"], content["settings"]["offline"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no result of a checkpoint analysis ({error}): delete it") from error
+        raise UserError(f"{path} is no result of a checkpoint analysis ({error}): delete it") from error
     return content
 
 
@@ -192,7 +193,7 @@ def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
         timing = pd.DataFrame({"phase": list(content["timing"]), "seconds": list(content["timing"].values())})
         tables = {"results": _results(content), "timing": timing}
     except (KeyError, ValueError, OSError) as error:
-        raise ValueError(f"{path} is no log of a checkpoint analysis ({error})") from error
+        raise UserError(f"{path} is no log of a checkpoint analysis ({error})") from error
     if "statistics" in content:
         tables["statistics"] = pd.DataFrame(content["statistics"]).T
     tables |= {name: pd.DataFrame(rows) for name, rows in content.get("tables", {}).items()}

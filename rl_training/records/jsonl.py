@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
 from rl_training.records.folder import LOGS_FOLDER
@@ -114,10 +115,10 @@ def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 text = line.decode()
                 row = json.loads(text, parse_int=_whole_number)
             except ValueError as error:
-                raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
+                raise UserError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
             for name, kind in needed.items():
                 if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
-                    raise ValueError(f"{path}, line {number} has no `{name}`: mend or delete that line")
+                    raise UserError(f"{path}, line {number} has no `{name}`: mend or delete that line")
             yield text, row
 
 
@@ -129,7 +130,7 @@ def logs_of(run: str | Path) -> Path:
     """Returns the folder of a run's logs. Raises FileNotFoundError where no complete line of metrics.jsonl is there."""
     path = Path(run) / LOGS_FOLDER / METRICS_FILE
     if next(_iterate(path), None) is None:
-        raise FileNotFoundError(
+        raise UserError(
             f"{path} is missing or holds no complete line: give the folder of a run that has logged at least one step, "
             "the one that holds logs/. A trainer with logging_steps=1 logs each step"
         )

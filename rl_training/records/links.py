@@ -11,6 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from rl_training.errors import UserError
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, WRITTEN
 
 WANDB = Path(LOGS_FOLDER, "wandb")  # its runs link to logs in the user's cache
@@ -28,7 +29,7 @@ def refuse_links_out(run: Path, *names: str) -> None:
         path = left.pop()
         if path.is_symlink():
             if not path.resolve().is_relative_to(home):
-                raise ValueError(
+                raise UserError(
                     f"{path} is a link that leads out of {run}, to {path.resolve()}: nothing is read or written "
                     "through it; remove it, or put what it leads to in its place"
                 )
@@ -37,7 +38,7 @@ def refuse_links_out(run: Path, *names: str) -> None:
                 with suppress(FileNotFoundError), os.scandir(path) as entries:  # a run may be going on
                     left += [path / entry.name for entry in entries if not entry.is_file(follow_symlinks=False)]
         elif path.exists() and not path.is_file():
-            raise ValueError(f"{path} is neither a file nor a folder: remove it")
+            raise UserError(f"{path} is neither a file nor a folder: remove it")
 
 
 def leads_out_of_its_run(checkpoint: Path) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rl_training.errors import UserError
 from rl_training.records.atomic_write import cannot_write
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def _take(file: int, folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         other = os.pread(file, 1000, 0).decode(errors="replace") or "another process"
-        raise ValueError(f"{folder} is being written to by {other}: wait until it has ended, or stop it") from error
+        raise UserError(f"{folder} is being written to by {other}: wait until it has ended, or stop it") from error
     except OSError as error:
         logger.warning(
             f"{folder} lies on a file system without locks ({error.strerror}): nothing keeps a second process from "

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from rl_training.errors import UserError
+
 MOST_BYTES = 2**20  # a run's settings are some 5 KB
 MOST_DEPTH = 50
 
@@ -19,7 +21,7 @@ def read_text(path: Path, errors: str = "replace") -> str:
     with open(path, "rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise ValueError(f"{path} has more than {MOST_BYTES / 1e6:.0f} MB, which no settings need: mend or delete it")
+        raise UserError(f"{path} has more than {MOST_BYTES / 1e6:.0f} MB, which no settings need: mend or delete it")
     return data.decode("utf-8", errors)
 
 
@@ -33,9 +35,9 @@ def plain_yaml(path: Path) -> str:
             unusual = _what_is_unusual(event) or "nested too deeply" * (depth > MOST_DEPTH)
             if unusual:
                 line = event.start_mark.line + 1 if event.start_mark else 1
-                raise ValueError(f"{path}, line {line}: {unusual}, which no run writes: mend or delete it")
+                raise UserError(f"{path}, line {line}: {unusual}, which no run writes: mend or delete it")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
     return text
 
 

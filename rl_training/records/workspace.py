@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_training.errors import UserError
 from rl_training.extras import of_an_extra
 
 # The core metrics of any run: logger.metrics=core, the default, shows these only; stock TRL's printed lines keep them.
@@ -51,7 +52,7 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Saves or prints the workspace that the command line asks for; exits with 2, saying why, if it cannot."""
+    """Saves or prints the workspace that the command line asks for. Raises UserError, saying why, if it cannot."""
     parser = argparse.ArgumentParser(
         prog="rl-training dashboard",
         description=f"Save a W&B workspace for the runs of logger=wandb, with the sections: {', '.join(sections())}.",
@@ -63,15 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", default="Entropy, and why", help="name of the saved view (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print the view as JSON instead of saving it")
     args = parser.parse_args(arguments)
-    try:
-        if args.dry_run:
-            workspace = build_workspace(args.entity or "your-entity", args.project, args.name)
-            print(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2))
-        else:
-            with of_an_extra():
-                import wandb
-            if not wandb.login(prompt=False):
-                raise ValueError("this machine has no W&B account: wandb login, or see the view with --dry-run")
-            build_workspace(args.entity or str(wandb.Api().default_entity), args.project, args.name).save()
-    except (ImportError, ValueError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    if args.dry_run:
+        workspace = build_workspace(args.entity or "your-entity", args.project, args.name)
+        print(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2))
+    else:
+        with of_an_extra():
+            import wandb
+        if not wandb.login(prompt=False):
+            raise UserError("this machine has no W&B account: wandb login, or see the view with --dry-run")
+        build_workspace(args.entity or str(wandb.Api().default_entity), args.project, args.name).save()

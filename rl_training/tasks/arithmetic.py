@@ -16,6 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from rl_training.errors import UserError
 from rl_training.tasks.task import Task, WorkedExample, is_held_out
 
 MIN_OPERANDS = 3
@@ -42,7 +43,7 @@ def arithmetic(
     Raises ValueError when fewer than three operands are asked for, or no range.
     """
     if not MIN_OPERANDS <= min_operands <= max_operands:
-        raise ValueError(
+        raise UserError(
             f"data.min_operands={min_operands} and data.max_operands={max_operands} are not a range: use at least "
             f"{MIN_OPERANDS} operands, and no maximum below the minimum"
         )

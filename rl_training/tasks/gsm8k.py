@@ -15,6 +15,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
+from rl_training.errors import UserError
 from rl_training.tasks.stated_number import parse_number, stated_number
 from rl_training.tasks.task import Task
 
@@ -45,13 +46,13 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
     else:
         rows = _file_rows(place)
         if len(rows) < 2:
-            raise ValueError(f"{place} has one row: training and evaluation need one each.")
+            raise UserError(f"{place} has one row: training and evaluation need one each.")
         cut = len(rows) - max(1, round(_HELD_OUT_SHARE * len(rows)))
         train, held_out = rows[:cut], rows[cut:]
     held_out_prompts = {row["prompt"] for row in held_out}
     unseen = [row for row in train if row["prompt"] not in held_out_prompts]
     if not unseen:
-        raise ValueError("No training row is left: every prompt of the training rows is also held out.")
+        raise UserError("No training row is left: every prompt of the training rows is also held out.")
     if len(unseen) < len(train):
         logger.warning("%d training rows are left out: their prompts are held out.", len(train) - len(unseen))
     return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, _vote, (0.0, 1.0))
@@ -66,7 +67,7 @@ def gsm8k_reward(completions: list[str], answer: list[str], **kwargs: Any) -> li
     for completion, right in zip(completions, answer, strict=True):
         number = parse_number(right)
         if number is None:
-            raise ValueError(f"The column `answer` must hold numbers, not {right!r}: use the datasets of gsm8k().")
+            raise UserError(f"The column `answer` must hold numbers, not {right!r}: use the datasets of gsm8k().")
         given = given_answer(completion)
         rewards.append(float(given is not None and stated_number(given) == number))
     return rewards
@@ -92,7 +93,7 @@ def _hub_rows(name: str, config: str) -> tuple[list[dict[str, str]], list[dict[s
     try:
         splits = load_dataset(name, config)
     except OSError as error:  # offline, no such dataset, no access: all are OSErrors
-        raise ConnectionError(
+        raise UserError(
             f"The dataset {name} ({config}) could not be loaded: {error}. Without a network, or with data of "
             "your own, give data.path=FILE.jsonl, lines of {'question': …, 'answer': '… #### 18'}."
         ) from error
@@ -105,7 +106,7 @@ def _hub_rows(name: str, config: str) -> tuple[list[dict[str, str]], list[dict[s
 
 def _file_rows(file: Path) -> list[dict[str, str]]:
     if not file.is_file():
-        raise FileNotFoundError(
+        raise UserError(
             f"{file} does not exist. Give data.path=FILE.jsonl, or a folder with train.jsonl and test.jsonl."
         )
     rows = []
@@ -117,9 +118,9 @@ def _file_rows(file: Path) -> list[dict[str, str]]:
             try:
                 rows.append(_row(json.loads(line), where))
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{where} is not JSON ({error}); write one object on each line.") from error
+                raise UserError(f"{where} is not JSON ({error}); write one object on each line.") from error
     if not rows:
-        raise ValueError(f"{file} has no rows: give data.path=FILE.jsonl with a question and its answer on each line.")
+        raise UserError(f"{file} has no rows: give data.path=FILE.jsonl with a question and its answer on each line.")
     return rows
 
 
@@ -127,9 +128,9 @@ def _row(record: Any, where: str) -> dict[str, str]:
     fields = record if isinstance(record, dict) else {}
     missing = [field for field in ("question", "answer") if not isinstance(fields.get(field), str)]
     if missing:
-        raise ValueError(f"{where} has no text `{missing[0]}`; write {{'question': …, 'answer': '… #### 18'}}.")
+        raise UserError(f"{where} has no text `{missing[0]}`; write {{'question': …, 'answer': '… #### 18'}}.")
     _, mark, number = record["answer"].rpartition("####")
     if not mark or parse_number(number) is None:
-        raise ValueError(f"{where}: `answer` must end with #### and a number, such as '#### 18'.")
+        raise UserError(f"{where}: `answer` must end with #### and a number, such as '#### 18'.")
     prompt = f"{_INSTRUCTION}\n\nUser: {record['question'].strip()}\nAssistant: <think>"
     return {"prompt": prompt, "answer": number.strip()}

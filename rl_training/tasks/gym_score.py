@@ -22,6 +22,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
+from rl_training.errors import UserError
 from rl_training.extras import how_to_install, of_an_extra
 from rl_training.tasks import guarded_worker
 from rl_training.tasks.expressions import value_of
@@ -50,13 +51,13 @@ def open_dataset(task: str, seed: int, settings: Mapping[str, Any], size: int) -
 
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS)
-        raise ValueError(f"data.task={task} is not in reasoning-gym: use {' or '.join(close or sorted(DATASETS))}")
+        raise UserError(f"data.task={task} is not in reasoning-gym: use {' or '.join(close or sorted(DATASETS))}")
     if task == "game_of_life_halting":  # bool("False") is true
-        raise ValueError(f"data.task={task}: the package scores every answer 1: use another task, such as game_of_life")
+        raise UserError(f"data.task={task}: the package scores every answer 1: use another task, such as game_of_life")
     try:
         return create_dataset(task, size=size, seed=seed, **settings)
     except (TypeError, AssertionError, AttributeError) as error:  # an unknown setting, a value that the task refuses
-        raise ValueError(f"data.settings={dict(settings)} do not suit data.task={task}: {error}") from error
+        raise UserError(f"data.settings={dict(settings)} do not suit data.task={task}: {error}") from error
 
 
 class AnswerScores:

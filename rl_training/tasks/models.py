@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.utils import is_bitsandbytes_available, logging
 
+from rl_training.errors import UserError
 from rl_training.tasks.tiny import TINY_PATH
 
 
@@ -32,7 +33,7 @@ def load_causal_lm(
     Raises ValueError when the checkpoint is missing, incomplete or corrupt, or has no end-of-sequence token.
     """
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"model.dtype={dtype} is not a dtype of torch: use float32, bfloat16 or auto")
+        raise UserError(f"model.dtype={dtype} is not a dtype of torch: use float32, bfloat16 or auto")
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if quantization is not None:
         options["quantization_config"] = _four_bits(quantization, dtype)
@@ -41,8 +42,8 @@ def load_causal_lm(
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except Exception as error:  # each missing or damaged file raises an error of its own library's
         if str(name).startswith(("/", ".", "~")) and not Path(name).is_dir():
-            raise ValueError(f"model.name={name}: there is no such folder") from error
-        raise ValueError(
+            raise UserError(f"model.name={name}: there is no such folder") from error
+        raise UserError(
             f"no model could be loaded from model.name={name}: {type(error).__name__}: {error}\n"
             "Give model.name=FOLDER with config.json, weights and tokenizer files as save_pretrained writes them, "
             "or a name on the Hub, or use model=tiny"
@@ -51,9 +52,9 @@ def load_causal_lm(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     if not tokenizer("a 1").input_ids:  # transformers makes one up where the folder has no file of a tokenizer's
-        raise ValueError(f"model.name={name} has no tokenizer: put its files there (tokenizer.json, as it was trained)")
+        raise UserError(f"model.name={name} has no tokenizer: put its files there (tokenizer.json, as it was trained)")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of model.name={name} has no end-of-sequence token: set its eos_token")
+        raise UserError(f"the tokenizer of model.name={name} has no end-of-sequence token: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
@@ -74,9 +75,9 @@ def load_tiny(
 
 def _four_bits(quantization: str, dtype: str) -> BitsAndBytesConfig:
     if quantization != "nf4":
-        raise ValueError(f"model.quantization={quantization} is not known: use nf4, or null for none")
+        raise UserError(f"model.quantization={quantization} is not known: use nf4, or null for none")
     if not is_bitsandbytes_available():
-        raise ValueError("4-bit weights need bitsandbytes: pip install 'rl-training[qlora]', or use adapter=lora")
+        raise UserError("4-bit weights need bitsandbytes: pip install 'rl-training[qlora]', or use adapter=lora")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

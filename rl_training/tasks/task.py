@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from datasets import Dataset
 
+from rl_training.errors import UserError
+
 _HELD_OUT_ONE_IN = 8
 
 
@@ -38,7 +40,7 @@ class Task:
 def as_task(returned: object) -> Task:
     """Returns what the function of a task has returned. ValueError where that is no task."""
     if not isinstance(returned, Task):
-        raise ValueError(
+        raise UserError(
             f"data: the task's function returned {returned!r:.60}, which is no Task: return "
             "Task(train_dataset, eval_dataset, reward) of rl_training.tasks.task"
         )
@@ -47,12 +49,12 @@ def as_task(returned: object) -> Task:
 
 def _refuse_without_prompts(name: str, dataset: object) -> None:
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"{name} is {dataset!r:.60}: give a datasets.Dataset, such as Dataset.from_list(rows)")
+        raise UserError(f"{name} is {dataset!r:.60}: give a datasets.Dataset, such as Dataset.from_list(rows)")
     if "prompt" not in dataset.column_names:
-        raise ValueError(f"{name} has no column `prompt`, only {', '.join(dataset.column_names)}: rename the right one")
+        raise UserError(f"{name} has no column `prompt`, only {', '.join(dataset.column_names)}: rename the right one")
     for row, prompt in enumerate(dataset["prompt"]):
         if not prompt or not isinstance(prompt, str | list):
-            raise ValueError(
+            raise UserError(
                 f"{name}: the prompt of row {row} is {prompt!r}: give text, or a list of messages; leave out rows "
                 "without one"
             )

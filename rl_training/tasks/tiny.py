@@ -30,6 +30,7 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
+from rl_training.errors import UserError
 from rl_training.tasks.arithmetic import worked_examples
 from rl_training.tasks.reasoning_gym import answered_examples
 from rl_training.tasks.task import WorkedExample
@@ -122,7 +123,7 @@ def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) 
         prompt = tokenizer(example.prompt).input_ids
         completion = tokenizer(example.completion + _EOS).input_ids
         if len(prompt) + len(completion) > _MAX_LENGTH:
-            raise ValueError(f"{example.prompt!r} with its answer has over {_MAX_LENGTH} tokens: use another task")
+            raise UserError(f"{example.prompt!r} with its answer has over {_MAX_LENGTH} tokens: use another task")
         rows.append(torch.tensor(prompt + completion))
         labels.append(torch.tensor([_IGNORED] * len(prompt) + completion))
     return pad_sequence(rows, True, tokenizer.pad_token_id), pad_sequence(labels, True, _IGNORED)

@@ -28,6 +28,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
+from rl_training.errors import UserError
 from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
@@ -515,10 +516,10 @@ def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_pa
     evaluated.write_step(tmp_path, 1, {}, metrics, [{"response": "a"}])
     table = evaluated.consolidate(tmp_path).read_bytes()
     with files_of_at_most(10_000):
-        with pytest.raises(OSError, match="make room") as raised:
+        with pytest.raises(UserError, match="make room") as raised:
             evaluated.write_step(tmp_path, 2, {}, metrics, [{"response": "a" * 20_000}])
         assert str(tmp_path / "step_2") in str(raised.value)
-    with files_of_at_most(100), pytest.raises(OSError, match="make room"):
+    with files_of_at_most(100), pytest.raises(UserError, match="make room"):
         evaluated.consolidate(tmp_path)
     assert evaluated.consolidate(tmp_path).read_bytes() == table
     assert {path.parent.name for path in tmp_path.rglob("*.*") if path.is_file()} == {tmp_path.name, "step_1"}

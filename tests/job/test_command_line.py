@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import runpy
 import shlex
@@ -26,9 +27,11 @@ import transformers.integrations
 from configs import QUICK, composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import rl_training.job.build  # noqa: F401, for the forks
-from rl_training.job.command_line import Interrupted, importing, in_one_line
+from rl_training.errors import UserError
+from rl_training.job.command_line import Interrupted, importing, in_one_line, libraries_refuse
 from rl_training.job.explain import explain
 from rl_training.job.run_folder import find_run_folder, save_config
 from rl_training.records.checkpoints import what_is_wrong_with
@@ -120,8 +123,11 @@ def train_with_own(tmp_path: Path, *arguments: str) -> Command:
     ("arguments", "message"),
     [  # other mistakes: refused.yaml
         (["data.path=/a b (1)=2"], """'data.path="/a b (1)=2"'"""),
-        (["~trainer"], "is missing: a run needs it"),
-        (["model=null"], "model=null: give a name"),
+        (["~trainer"], "full_key: trainer."),
+        (["model=null"], "model=null: a choice is a name, or a list of names"),
+        (["probe=[simple,null]"], "probe=[simple,null]: a choice is a name, or a list of names"),
+        (["probe={a:1}"], "probe={a:1}: a choice is a name, or a list of names"),
+        (["probe=simple,gns"], "To use it as a list, use key=[value1,value2]"),
         (["trainer.learning_rate=1e10"], "step 2"),
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],
@@ -157,19 +163,50 @@ def test_the_line_of_an_error_has_what_was_noted_on_it() -> None:
     assert in_one_line(error) == "KeyError: 'answer'; reward function graded failed (own.py:3)"
 
 
-def test_the_first_of_several_processes_reports_and_the_others_wait_to_be_ended(tmp_path: Path) -> None:
-    first, second = (start(tmp_path / rank, "seed=-1", RANK=rank, LOCAL_RANK=rank) for rank in "01")
-    assert first.end() == 2
-    time.sleep(1)
-    assert second.lines == []
-    second.process.terminate()  # as torchrun does
-    assert second.end() == -signal.SIGTERM
-    assert second.lines == []
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "import rl_training; rl_training.Estimate(float('nan'))",  # a ValueError, which the package raises
+        "from rl_training.job.run_settings import key_of; key_of(5)",
+    ],
+)
+def test_a_mistake_of_the_package_is_not_told_as_the_users(tmp_path: Path, mistake: str) -> None:
+    """Not where commands take what libraries raise for the user's mistakes, either."""
+    script = tmp_path / "fails.py"
+    lines = ["from rl_training.job.command_line import libraries_refuse, run_command", "def main():"]
+    lines += ["    with libraries_refuse():", f"        {mistake}", "run_command(main)"]
+    script.write_text("\n".join(lines))
+    ended = start(tmp_path / "log", script=str(script))
+    assert ended.end() == 1
+    assert ended.lines[0].startswith("Traceback")
+    assert ended.lines[-1].endswith(" (unexpected: the traceback is above)")
 
 
-def test_torchrun_finds_the_line_for_its_table_of_failures(tmp_path: Path) -> None:
-    assert train(tmp_path, "seed=-1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")).end() == 2
-    assert "error: seed=-1 must be at least 0" in (tmp_path / "error.json").read_text()
+def test_what_a_library_refuses_before_the_first_step_is_the_users() -> None:
+    said = r"^JSONDecodeError: Expecting value.* \(--debug shows where\)$"
+    with pytest.raises(UserError, match=said), libraries_refuse():
+        json.loads("")
+    with pytest.raises(json.JSONDecodeError), libraries_refuse(unless=lambda: True):
+        json.loads("")
+
+
+@pytest.mark.parametrize(("rank", "is_printed"), [("0", True), ("1", False)])
+def test_a_process_of_a_launcher_hands_it_the_line_and_the_main_one_prints_it_too(
+    tmp_path: Path, rank: str, is_printed: bool
+) -> None:
+    handed = tmp_path / "error.json"
+    ended = train(tmp_path, "seed=-1", RANK=rank, LOCAL_RANK=rank, TORCHELASTIC_ERROR_FILE=str(handed))
+    assert ended.end() == 2
+    line = "error: seed=-1 must be at least 0 and at most 4294967295"
+    assert ended.lines == [line] * is_printed
+    failure = ProcessFailure(int(rank), 1, 2, str(handed))  # as the launcher reads it
+    assert line in str(ChildFailedError("train.py", {int(rank): failure}))
+
+
+def test_a_process_without_a_launcher_to_tell_prints_its_line_whatever_its_rank(tmp_path: Path) -> None:
+    ended = train(tmp_path, "seed=-1", RANK="1", LOCAL_RANK="1")
+    assert ended.end() == 2
+    assert len(ended.lines) == 1
 
 
 @pytest.mark.parametrize("value", ["/a b", "a=b", "(1)", "[x", "ä", "a,b", 'say "x"', "back\\", 'both\\"', "{", "'"])
@@ -222,11 +259,10 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
     assert what_is_wrong_with(checkpoint) == ""
     assert (run / "report" / "report.html").is_file()
     assert "Traceback" not in "\n".join(command.lines)
-    ended, typed = command.lines[-1].split("; go on with: ")
+    ended, words = command.lines[-1].split("; to go on, type the same command with this behind it: ")
     assert ended == f"ended by SIGINT after step {taken} of 500"
-    python, program, *arguments = shlex.split(typed)
-    assert (python, program) == ("python", "train.py")
-    resumed = start(tmp_path / "again", *arguments, f"trainer.max_steps={taken + 1}")
+    typed = [*SMALL, f"run_dir={run}", "trainer.max_steps=500", "probe=none", *shlex.split(words)]
+    resumed = start(tmp_path / "again", *typed, f"trainer.max_steps={taken + 1}")
     assert resumed.end() == 0, resumed.lines
     assert not [line for line in resumed.lines if "missing keys" in line]  # of a head that is tied
     assert [row["step"] for row in read_metrics(run / "logs")] == [*range(1, taken + 2)]

@@ -19,6 +19,7 @@ from configs import composing
 from full_disk import files_of_at_most
 from hydra import compose
 
+from rl_training.errors import UserError
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings, words_of_the_run
@@ -221,7 +222,7 @@ def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, anal
     assert read["results"]["deltaH1"] == analysed.results["deltaH1"]
     assert read["settings"]["offline"]["learning_rate"] is None
     before = path.read_bytes()
-    with files_of_at_most(100), pytest.raises(OSError, match="make room"):
+    with files_of_at_most(100), pytest.raises(UserError, match="make room"):
         write_result(path, restored, analysed, {})
     assert path.read_bytes() == before
 

@@ -17,6 +17,7 @@ from hydra import compose
 from safetensors.torch import load_file
 
 from rl_training import OfflineEntropyProbe
+from rl_training.errors import UserError
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_run
 from rl_training.job.explain import flat
@@ -192,7 +193,7 @@ def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_p
 
 def test_files_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [tmp_path / "day" / name for name in ("a.json.gz", "a_config.yaml", "a_summary.json")]
-    with files_of_at_most(100), pytest.raises(OSError, match="make room"):
+    with files_of_at_most(100), pytest.raises(UserError, match="make room"):
         write_atomically(dict(zip(paths, (b"x", b"x", b"x" * 1000), strict=True)))
     assert list((tmp_path / "day").iterdir()) == []
     moved: list[str] = []

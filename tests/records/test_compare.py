@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.command import main
@@ -389,18 +390,11 @@ def test_command_line_compares_several_runs_or_a_folder_of_them(tmp_path, capsys
     [(["a", "nowhere"], "give the folder of a run"), (["a", "a"], "is one run"), (["a", "--out", "x"], "--out is for")],
 )
 def test_command_line_names_what_is_wrong_in_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     record(Path("a"))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(UserError, match=words) as raised:
         main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
+    assert "\n" not in str(raised.value)
     assert os.listdir(tmp_path) == ["a"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records import evaluations, find_runs, metrics, probes
 from rl_training.records.evaluated import write_step
@@ -71,7 +72,7 @@ def test_damaged_numbers_of_an_evaluation_name_their_file_and_the_fix(tmp_path: 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     for reader in (metrics, probes, evaluations, find_runs):
-        with pytest.raises(FileNotFoundError, match=r"logs.metrics\.jsonl is missing"):
+        with pytest.raises(UserError, match=r"logs.metrics\.jsonl is missing"):
             reader(tmp_path / "nowhere")
 
 

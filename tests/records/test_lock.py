@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from endings import hold
 
+from rl_training.errors import UserError
 from rl_training.evaluation.workers import run_in_process
 from rl_training.records.lock import LOCK, locked
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    told = pytest.raises(OSError, match=r"give output=FOLDER.*file/evaluations/\.lock")
+    told = pytest.raises(UserError, match=r"give output=FOLDER.*file/evaluations/\.lock")
     with told, locked(tmp_path / "file" / "evaluations", "give output=FOLDER"):
         pass
 
@@ -64,6 +65,6 @@ def test_where_there_are_no_locks_it_goes_on_and_says_so_once(tmp_path, monkeypa
 def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("kept", encoding="utf-8")
     (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match=LOCK), locked(tmp_path, ""):
+    with pytest.raises(UserError, match=LOCK), locked(tmp_path, ""):
         pass
     assert (tmp_path / "elsewhere").read_text(encoding="utf-8") == "kept"

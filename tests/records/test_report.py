@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 from recorded_runs import record_run
 
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.command import main
 from rl_training.records.evaluated import write_step
@@ -382,17 +383,15 @@ def test_same_records_give_the_same_page_to_the_byte(page: Path) -> None:
 @pytest.mark.parametrize(
     "content", [None, "", '{"step": 1, "rew', "not json\n"], ids=["no file", "empty", "unfinished line", "damaged"]
 )
-def test_command_line_without_records_exits_with_2_naming_the_file(tmp_path, capsys, content: str | None) -> None:
+def test_command_line_without_records_names_the_file(tmp_path, capsys, content: str | None) -> None:
     if content is not None:
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs" / METRICS_FILE).write_text(content)
-    with pytest.raises(SystemExit) as exit_info:
+    with pytest.raises(UserError, match=str(tmp_path / "logs" / METRICS_FILE)) as raised:
         main([str(tmp_path)])
-    captured = capsys.readouterr()
-    assert exit_info.value.code == 2
-    assert str(tmp_path / "logs" / METRICS_FILE) in captured.err
-    assert ("mend or delete that line" if content == "not json\n" else "give the folder of a run") in captured.err
-    assert not captured.out
+    fix = "mend or delete that line" if content == "not json\n" else "give the folder of a run"
+    assert fix in str(raised.value)
+    assert not capsys.readouterr().out
     assert not (tmp_path / "report").exists()
 
 

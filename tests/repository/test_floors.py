@@ -131,6 +131,15 @@ def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
         assert not imported_with(module) & {*LOOPS, "transformers", "peft", "jinja2"}, module
 
 
+@pytest.mark.parametrize("layer", sorted({*BELOW} - {"mathematics", "engine", "probes"}))
+def test_what_is_refused_is_a_user_error(layer: str) -> None:
+    """A command shows any other error with its traceback; ValueErrors below are of code that misuses a function."""
+    for path in (PACKAGE / layer).rglob("*.py"):
+        raised = (node.exc for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Raise))
+        names = {call.func.id for call in raised if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
+        assert not names & {"ValueError", "OSError", "FileNotFoundError", "ImportError"}, path
+
+
 def private_members_named_in(path: Path) -> set[str]:
     """Returns the names behind `x._name` where x is another object than self."""
     return {

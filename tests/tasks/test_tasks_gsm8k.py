@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 
+from rl_training.errors import UserError
 from rl_training.tasks import gsm8k as gsm8k_module
 from rl_training.tasks.gsm8k import given_answer, gsm8k, gsm8k_reward
 from rl_training.tasks.stated_number import parse_number
@@ -232,9 +233,9 @@ def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: bytes, mistak
 
 
 def test_a_missing_or_empty_file_is_an_error_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"data\.path=FILE\.jsonl"):
+    with pytest.raises(UserError, match=r"data\.path=FILE\.jsonl"):
         gsm8k(str(tmp_path / "none.jsonl"))
-    with pytest.raises(FileNotFoundError, match=r"train\.jsonl does not exist"):
+    with pytest.raises(UserError, match=r"train\.jsonl does not exist"):
         gsm8k(str(tmp_path))
     with pytest.raises(ValueError, match="has no rows"):
         gsm8k(str(_write(tmp_path / "rows.jsonl", [])))
@@ -252,5 +253,5 @@ def test_without_a_path_the_hub_is_asked_and_its_failure_names_the_remedy(monkey
     monkeypatch.setattr(gsm8k_module, "load_dataset", hub)
     assert list(gsm8k().train_dataset["answer"]) == ["18", "1,080"]
     assert list(gsm8k().eval_dataset["answer"]) == ["-3", "1.5"]
-    with pytest.raises(ConnectionError, match=r"me/mine.*Couldn't reach.*data\.path=FILE\.jsonl"):
+    with pytest.raises(UserError, match=r"me/mine.*Couldn't reach.*data\.path=FILE\.jsonl"):
         gsm8k(name="me/mine")

@@ -64,11 +64,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         target_kl_share: float | None = None,
     ) -> None:
         if not isinstance(trainer, GRPOTrainer):
-            raise ValueError(patches.another_trainer(trainer))
+            raise UserError(patches.another_trainer(trainer))
         refuse_what_is_no_probe(probes)
         patches.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
-            raise ValueError("this trainer already has probes attached: remove() those first, or pass all in one list")
+            raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
         if whole_prompts:
             patches.refuse_split_prompts(trainer)
         self._bound = None if target_kl_share is None else KLBound(target_kl_share)
@@ -187,7 +187,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trained and state.global_step == 0 and (self.probes or self._records is not None):
-            raise ValueError(
+            raise UserError(
                 "this trainer has trained before, so its records and running sums would restart midway: continue "
                 "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )

@@ -15,6 +15,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.engine.batch import Correction, LossSettings, Rollout, in_one_width
 from rl_training.engine.capabilities import Fixes
+from rl_training.errors import UserError
 from rl_training.hosts.trl.patches import SHUFFLE, wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.mathematics.scores import Scores
@@ -111,7 +112,7 @@ def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     by_row = split_pixel_values_by_grid(present)
     for name, values in by_row.items():
         if len(values) != len(inputs["completion_ids"]):
-            raise ValueError(
+            raise UserError(
                 f"{name} has {len(values)} entries for {len(inputs['completion_ids'])} sequences, and nothing says "
                 "which belong to which: probes cannot measure this model, train without them (probe=none)"
             )

@@ -31,6 +31,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.engine.batch import in_one_width
+from rl_training.errors import UserError
 from rl_training.hosts.trl import batches
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
@@ -65,11 +66,11 @@ class FilteredBuffer:
 
     def __init__(self, max_attempts: int = 2, floor: float = 0.1, half_life: float = 50.0, seed: int = 0) -> None:
         if type(max_attempts) is not int or max_attempts < 1:
-            raise ValueError(f"buffer.max_attempts={max_attempts} must be a whole number, at least 1")
+            raise UserError(f"buffer.max_attempts={max_attempts} must be a whole number, at least 1")
         if type(floor) not in (int, float) or not 0 < floor <= 1:
-            raise ValueError(f"buffer.floor={floor} must be a number above 0 (or prompts die out) and at most 1")
+            raise UserError(f"buffer.floor={floor} must be a number above 0 (or prompts die out) and at most 1")
         if type(half_life) not in (int, float) or not half_life > 0:
-            raise ValueError(f"buffer.half_life={half_life} must be a number above 0; .inf forgets nothing")
+            raise UserError(f"buffer.half_life={half_life} must be a number above 0; .inf forgets nothing")
         self.max_attempts = max_attempts
         self.floor = floor
         self.half_life = half_life
@@ -127,7 +128,7 @@ class FilteredBuffer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continues from a state. ValueError when it belongs to a training set of another length."""
         if len(state["responses"]) != self.num_prompts:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint's buffer knows {len(state['responses'])} prompts and the training set has "
                 f"{self.num_prompts}: resume with the training set that it was written with, or start a new run from "
                 "its weights (model=hub model.name=CHECKPOINT)"
@@ -141,19 +142,19 @@ class FilteredBuffer:
 def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
     """Starts the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
     if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
-        raise ValueError(
+        raise UserError(
             "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
             "buffer=plain"
         )
     if trainer.multi_objective_aggregation != "sum_then_normalize":
-        raise ValueError(
+        raise UserError(
             f"multi_objective_aggregation={trainer.multi_objective_aggregation!r} makes a prompt's advantages depend "
             "on the other prompts generated with it, rejected ones included: use 'sum_then_normalize' or buffer=plain"
         )
     if {"image", "images"} & set(trainer.train_dataset.column_names or ()):
-        raise ValueError("buffer=filtered joins rollouts of text, and these prompts have images: use buffer=plain")
+        raise UserError("buffer=filtered joins rollouts of text, and these prompts have images: use buffer=plain")
     if not isinstance(trainer.train_dataset, Sized):
-        raise ValueError(
+        raise UserError(
             "buffer=filtered draws prompts from the whole training set, which needs a length: load it without "
             "streaming, or use buffer=plain"
         )

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from rl_training.errors import UserError
 from rl_training.hosts.trl.sharding import has_sharded_weights
 
 logger = logging.get_logger(__name__)
@@ -135,31 +136,31 @@ def _demand(holds: bool, what: str) -> None:
     if not holds:
         found = " and ".join(f"{library} {importlib.metadata.version(library)}" for library in WRITTEN_FOR)
         install = " ".join(f"'{library}=={version}.*'" for library, version in WRITTEN_FOR.items())
-        raise ValueError(f"{what} in {found}: pip install {install}")
+        raise UserError(f"{what} in {found}: pip install {install}")
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     """Raises ValueError, saying what to do, where probes would corrupt training or could measure nothing."""
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
-        raise ValueError("the model has no parameter that requires a gradient: there is no step to measure")
+        raise UserError("the model has no parameter that requires a gradient: there is no step to measure")
     args, state = trainer.args, trainer.accelerator.state
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        raise ValueError(
+        raise UserError(
             "reentrant gradient checkpointing gives a second backward no gradients: "
             'set gradient_checkpointing_kwargs={"use_reentrant": False}, or leave gradient_checkpointing out where TRL '
             "makes it reentrant, for adapters under ZeRO-3"
         )
     if args.ddp_static_graph:
-        raise ValueError("a second backward silently corrupts DDP's static_graph: set ddp_static_graph=False")
+        raise UserError("a second backward silently corrupts DDP's static_graph: set ddp_static_graph=False")
     # accelerate's configuration and DeepSpeed's may say so, too.
     if args.fp16 or trainer.accelerator.mixed_precision == "fp16" or trainer.accelerator.scaler is not None:
-        raise ValueError(FP16)
+        raise UserError(FP16)
     if trainer.is_fsdp_enabled:
         refuse_fsdp_that_cannot_be_read(state.fsdp_plugin)
     if trainer.is_deepspeed_enabled:
         refuse_deepspeed_that_cannot_be_read(state.deepspeed_plugin.deepspeed_config)
     if trainer.mask_truncated_completions and has_sharded_weights(trainer):
-        raise ValueError(
+        raise UserError(
             "mask_truncated_completions needs one more forward pass inside training's own, where FSDP2 and ZeRO-3 have "
             "sharded the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
         )
@@ -168,17 +169,17 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
 def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
     """Raises ValueError, saying what to do, for a DeepSpeed configuration under which probes cannot measure."""
     if config.get("fp16", {}).get("enabled") is True:
-        raise ValueError(FP16)
+        raise UserError(FP16)
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in READABLE_STAGES:
-        raise ValueError(
+        raise UserError(
             f"probes read the gradients and states of ZeRO stages 1, 2 and 3, and this is stage {stage}: use "
             "launch/zero2.yaml, or DDP (launch/ddp.yaml), or train without probes (probe=none)"
         )
     for name in ("offload_optimizer", "offload_param"):
         if (zero.get(name) or {}).get("device", "none") != "none":
-            raise ValueError(
+            raise UserError(
                 f"probes do not read what ZeRO has offloaded: leave out {name}, or train without probes (probe=none)"
             )
 
@@ -186,12 +187,12 @@ def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
 def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
     """Raises ValueError, saying what to do, for accelerate's settings of FSDP under which probes cannot measure."""
     if plugin.fsdp_version != 2:
-        raise ValueError(
+        raise UserError(
             "probes do not read FSDP1, which flattens the parameters of a layer into one: set fsdp_version: 2 "
             "(launch/fsdp2.yaml), use DDP or ZeRO, or train without probes (probe=none)"
         )
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError(
+        raise UserError(
             "probes do not read what FSDP has offloaded: set fsdp_offload_params: false, or train without probes "
             "(probe=none)"
         )
@@ -204,7 +205,7 @@ def refuse_split_prompts(trainer: GRPOTrainer) -> None:
     counts = {"an optimizer step": args.gradient_accumulation_steps, "a generation": args.steps_per_generation}
     for what, count in counts.items():
         if size * count % group:
-            raise ValueError(
+            raise UserError(
                 f"{what} has {count} x {size} sequences on a process, no multiple of num_generations={group}: it "
                 "cannot hold all responses of its prompts. Use "
                 f"per_device_train_batch_size={-(-size // group) * group}"

@@ -27,6 +27,7 @@ from rl_training.engine.precision import measuring
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import reshard
 from rl_training.engine.streams import seed_torch, streams_put_back
+from rl_training.errors import UserError
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.mathematics.scores import Scores
 
@@ -124,11 +125,11 @@ class TrainerPolicy(Policy):
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if not hasattr(trainer.train_dataset, "__len__"):
-            raise ValueError(STREAM)
+            raise UserError(STREAM)
         rows = np.random.default_rng([seed, 0]).integers(len(trainer.train_dataset), size=num_sequences)
         mine = range(accelerator.process_index, num_sequences, accelerator.num_processes)
         if not mine:
-            raise ValueError(
+            raise UserError(
                 f"{num_sequences} sequences cannot be shared among {accelerator.num_processes} processes: "
                 f"sample at least one for each"
             )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from rl_training.engine.shards import FullyShard, Shard, chunk_of
+from rl_training.errors import UserError
 
 
 def shard_of(trainer: GRPOTrainer) -> Shard:
@@ -57,7 +58,7 @@ class Zero(Shard):
     def __init__(self, engine: Any) -> None:
         kind = type(engine.optimizer).__name__
         if kind != self.KIND:
-            raise ValueError(
+            raise UserError(
                 f"probes do not read DeepSpeed's {kind}, which bf16 weights with fp32 accumulation get on stage 1: use "
                 "ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
             )

@@ -20,6 +20,7 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
 from rl_training.engine.ranks import all_ranks
+from rl_training.errors import UserError
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, microbatch_inputs, silent_share
 from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention
@@ -47,19 +48,19 @@ def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interven
     """Raises ValueError, before anything is trained, for an intervention that this trainer cannot train with."""
     for each in interventions:
         if each.name == "keep_truncated":
-            raise ValueError(
+            raise UserError(
                 f"intervention={each.name}: TRL's forward pass leaves truncated responses out, so they cannot be "
                 "trained on: set trainer.mask_truncated_completions=false"
             )
         if "reference" in each.needs and trainer.beta == 0 and not policy.has_reference:
-            raise ValueError(
+            raise UserError(
                 f"intervention={each.name} needs a reference model, and full fine-tuning keeps none: set "
                 f"trainer.beta={each.strength:g}, for which TRL keeps one, or use adapter=lora"
             )
         if "sampler" in each.needs and not (trainer.use_vllm or trainer.rollout_func):
-            raise ValueError(f"intervention={each.name}: {NEEDS['sampler']}")
+            raise UserError(f"intervention={each.name}: {NEEDS['sampler']}")
         if each.function is None and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
-            raise ValueError(
+            raise UserError(
                 f"intervention={each.name}: the optimizer already exists, or is DeepSpeed's: set trainer.{each.trl} "
                 "instead"
             )
@@ -113,5 +114,5 @@ def _weights(intervention: Intervention, inputs: LossInputs) -> LossWeights:
         return inputs.weights  # there is nothing to scale
     why = intervention.why_unavailable(inputs)
     if why:
-        raise ValueError(f"intervention={intervention.name}: {why}")
+        raise UserError(f"intervention={intervention.name}: {why}")
     return intervention.weights(inputs)

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.engine.probe import Probe
+from rl_training.errors import UserError
 from rl_training.hosts.trl.attachment import Attachment
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
@@ -100,7 +101,7 @@ def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
     """
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
-        raise ValueError(
+        raise UserError(
             "a branch and intervention=lr set new learning rates, but DeepSpeed and "
             f"trainer.lr_scheduler_type={trainer.args.lr_scheduler_type} take them from the checkpoint: continue the "
             "run itself with resume="
@@ -118,7 +119,7 @@ def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
     """Raises ValueError when the training set has fewer prompts than a rollout: TRL would train nothing, silently."""
     batch, group, rows = trainer.args.generation_batch_size, trainer.num_generations, trainer.train_dataset
     if isinstance(rows, Sized) and len(rows) < batch // group:
-        raise ValueError(
+        raise UserError(
             f"the training set has {len(rows)} prompts, and a rollout needs {batch // group} (batch.sequences_per_step="
             f"{batch} / trainer.num_generations={group}): use batch.sequences_per_step={max(len(rows), 1) * group} or "
             "less, or more data"
@@ -149,9 +150,9 @@ class DrGRPOTrainer(GRPOTrainer):
         trained_with = interventions_to_train(interventions)
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, DrGRPOConfig):
-            raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
+            raise UserError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
         if not self.reward_weights.isfinite().all():
-            raise ValueError(f"reward_weights={self.reward_weights.tolist()} must be finite numbers")
+            raise UserError(f"reward_weights={self.reward_weights.tolist()} must be finite numbers")
         _refuse_few_prompts(self)
         if is_peft_model(self.model):  # TRL rounds the adapter on a 4-bit model to bf16, in which small steps are lost
             for param in self.model.parameters():
@@ -194,7 +195,7 @@ class DrGRPOTrainer(GRPOTrainer):
         except RuntimeError as error:
             if "probability tensor contains" not in str(error):  # torch's, on sampling from nan
                 raise
-            raise ValueError(self._diverged("the policy's probabilities are nan")) from error
+            raise UserError(self._diverged("the policy's probabilities are nan")) from error
 
     def _diverged(self, what: str) -> str:
         clipping = "" if 0 < self.args.max_grad_norm <= 1 else ", and clip the gradient with max_grad_norm=1"
@@ -208,7 +209,7 @@ class DrGRPOTrainer(GRPOTrainer):
         super().log(logs, start_time)
         bad = [key for key in ("loss", "grad_norm") if not math.isfinite(float(logs.get(key, 0)))]
         if bad:
-            raise ValueError(self._diverged(f"{bad[0]} is {logs[bad[0]]}"))
+            raise UserError(self._diverged(f"{bad[0]} is {logs[bad[0]]}"))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
@@ -222,7 +223,7 @@ class DrGRPOTrainer(GRPOTrainer):
             values = dict(zip(self.reward_func_names, rewards[row].tolist(), strict=True))
             local = row - self.accelerator.process_index * len(prompts)
             where = f" for completion {completions[local]!r}" if 0 <= local < len(prompts) else ""
-            raise ValueError(
+            raise UserError(
                 f"step {self.state.global_step + 1}: {int(bad.sum())} of {len(bad)} rewards are not finite: the first "
                 f"is {values}{where}. A reward function must return a finite number for every completion."
             )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout, in_one_width
 from rl_training.engine.scorer import CHUNK_LOGITS
+from rl_training.errors import UserError
 from rl_training.mathematics.linear_head import scores_of_logits
 
 
@@ -59,7 +60,7 @@ def _one_per_response(advantages: Tensor, mask: Tensor) -> Tensor:
     """Returns (B,) of advantages (B, T), which verl repeats on all tokens of a response."""
     first = advantages.gather(1, mask.argmax(dim=1, keepdim=True))
     if bool(((advantages != first) & (mask != 0)).any()):
-        raise ValueError(
+        raise UserError(
             "advantages differ within a response, and probes measure one number for each: use "
             "algorithm.adv_estimator=grpo"
         )

@@ -18,6 +18,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
+from rl_training.errors import UserError
 from rl_training.hosts.verl.engine import SETTINGS
 
 TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
@@ -128,9 +129,9 @@ def refuse_what_cannot_be_measured(config: DictConfig) -> None:
     for name, measured, why in MEASURED:
         value = OmegaConf.select(config, name)
         if value is not None and value not in measured:
-            raise ValueError(f"{name}={value}: {why}; set {name}={measured[0]}, or run python -m verl.trainer.main_ppo")
+            raise UserError(f"{name}={value}: {why}; set {name}={measured[0]}, or run python -m verl.trainer.main_ppo")
     if not OmegaConf.select(config, "probes"):
-        raise ValueError("no probe is selected: give probe=all, or run python -m verl.trainer.main_ppo")
+        raise UserError("no probe is selected: give probe=all, or run python -m verl.trainer.main_ppo")
 
 
 def why_sampling_mismatch(rollout: Any) -> str:

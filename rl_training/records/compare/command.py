@@ -12,12 +12,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_training.errors import UserError
 from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the report or the comparison that the command line asks for; exits with 2, in one line, if it cannot."""
+    """Writes the report or the comparison that the command line asks for. Raises UserError if it cannot."""
     parser = argparse.ArgumentParser(prog="rl-training report", description=__doc__)
     parser.add_argument(
         "runs", metavar="RUN", nargs="+",
@@ -37,30 +38,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.watch is not None and not 1 <= chosen.watch < math.inf:
         parser.error("--watch takes seconds, 1 or more")
-    try:
-        # Here, because --help waits for no slow import.
-        from rl_training.records.frames import find_runs
-        from rl_training.records.report import print_summary, write_report
-        from rl_training.records.report.series import read_run
+    # Here, because --help waits for no slow import.
+    from rl_training.records.frames import find_runs
+    from rl_training.records.report import print_summary, write_report
+    from rl_training.records.report.series import read_run
 
-        first = Path(chosen.runs[0])
-        if len(chosen.runs) == 1 and find_runs(first) == [first]:
-            if chosen.out:
-                raise ValueError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
-            if chosen.watch:
-                _watch(first, chosen.watch)
-            run = read_run(first)
-            write_report(run, chosen.pictures)
-            print_summary(run)
-        elif chosen.watch:
-            raise ValueError("--watch is for the report of one run")
-        else:
-            from rl_training.records.compare.page import write_comparison  # imports torch, half of a report's time
+    first = Path(chosen.runs[0])
+    if len(chosen.runs) == 1 and find_runs(first) == [first]:
+        if chosen.out:
+            raise UserError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
+        if chosen.watch:
+            _watch(first, chosen.watch)
+        run = read_run(first)
+        write_report(run, chosen.pictures)
+        print_summary(run)
+    elif chosen.watch:
+        raise UserError("--watch is for the report of one run")
+    else:
+        from rl_training.records.compare.page import write_comparison  # imports torch, half of a report's time
 
-            page, findings = write_comparison(chosen.runs, chosen.out or COMPARISON_FILE, chosen.pictures)
-            print(*findings, f"Comparison: {page}", sep="\n")
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        page, findings = write_comparison(chosen.runs, chosen.out or COMPARISON_FILE, chosen.pictures)
+        print(*findings, f"Comparison: {page}", sep="\n")
 
 
 def _watch(run: Path, seconds: float) -> None:

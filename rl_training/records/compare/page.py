@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare import final
@@ -48,7 +49,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
     groups = read_groups(folders)
     num_runs = sum(len(group.members) + len(group.repeats) for group in groups)
     if num_runs < 2:
-        raise ValueError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
+        raise UserError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
     ends = [final.last_common_step(group) for group in groups]
     common = min(ends)  # where all can be compared; those that went on are shown at their own end too
     columns = [(group, common, group.letter, final.begun(groups, common)) for group in groups]

@@ -22,6 +22,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from rl_training.errors import UserError
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.charts import Chart, template
 from rl_training.records.report.environment import ENVIRONMENT
@@ -100,7 +101,7 @@ def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
     kind  one of KINDS; "": none
     """
     if kind and kind not in KINDS:
-        raise ValueError(f"pictures={kind!r}: give {' or '.join(map(repr, KINDS))}")
+        raise UserError(f"pictures={kind!r}: give {' or '.join(map(repr, KINDS))}")
     drawn = [chart for chart in charts if chart.series and kind]
     if not drawn:
         return {}

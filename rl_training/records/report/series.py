@@ -14,6 +14,7 @@ import pandas as pd
 import yaml
 from scipy.special import stdtrit
 
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import CONFIG_FILE, checkpoints_of
@@ -171,7 +172,7 @@ def _settings_with_secrets(folder: Path) -> dict[str, Any]:
         settings = yaml.safe_load(plain_yaml(config))
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
-        raise ValueError(f"{config} cannot be read ({where}): mend or delete it") from error
+        raise UserError(f"{config} cannot be read ({where}): mend or delete it") from error
     return settings if isinstance(settings, dict) else {}
 
 
