@@ -33,7 +33,7 @@ def noting(what: str, hint: Callable[[], str] = str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"{what} failed ({_place_of(error)}){hint()}")  # type: ignore[attr-defined]  # of Python 3.11
+        error.add_note(f"{what} failed ({_place_of(error)}){hint()}")
         raise
 
 

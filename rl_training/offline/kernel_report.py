@@ -107,9 +107,11 @@ def _about(s: Structure, distinct: Distinct) -> str:
 
 def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
     """Returns a row for each distinct text, cluster by cluster."""
-    rows = pd.DataFrame(distinct.rows).assign(cluster=clusters, text=lambda row: row["prompt"] + row["response"])
+    rows = pd.DataFrame(distinct.rows).assign(
+        cluster=clusters.numpy(), text=lambda row: row["prompt"] + row["response"]
+    )
     columns = ["cluster", "text", "times", "reward", "logp", "tokens", "buffer", "prompt_hash"]
-    return rows.sort_values("cluster", kind="stable")[columns].to_dict("records")
+    return rows.sort_values("cluster", kind="stable")[columns].to_dict("records")  # type: ignore[return-value]  # the names of columns are text
 
 
 def _order(rows: Sequence[Row], key: Callable[[Row], Any]) -> list[int]:

@@ -181,7 +181,8 @@ def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
 def _step_size(table: pd.DataFrame) -> Chart:
     shown = table[table["kind"].isin(["whole", "eta"])].sort_values("eta")
     series = []
-    for step, of_step in shown.groupby("step"):
+    for step in sorted(shown["step"].unique()):
+        of_step = shown[shown["step"] == step]
         first = step == shown["step"].min()
         for key in ("deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd"):
             label, color, mark = STYLES[key]

@@ -159,8 +159,9 @@ def _layers(run: Run) -> Chart:
     missing = what_is_missing({"layers": run.measured("delta_h/forward")}, bands=False)
     table = pd.DataFrame(parts).sort_index().T.reindex(labels)  # a row per layer, a column per step
     # A quantile, not the largest: the first steps of Adam would take the colour from all others.
-    sizes = table.abs().stack()
-    largest = (float(sizes.quantile(0.9)) or float(sizes.max()) or 1.0) if len(sizes) else 1.0
+    sizes = table.abs().to_numpy(dtype=float).ravel()
+    sizes = sizes[~np.isnan(sizes)]
+    largest = (float(np.quantile(sizes, 0.9)) or float(sizes.max()) or 1.0) if len(sizes) else 1.0
     return charts.heatmap("layers", table, largest, missing)
 
 
