@@ -98,7 +98,7 @@ def test_a_run_of_the_default_task_leaves_its_records(tmp_path: Path, adapter: s
     run.train()
     run.report()
     names = {path.name for path in run.run_dir.iterdir()}
-    assert names == {"config.yaml", "logs", "report", "training_state"}
+    assert names == {".lock", "config.yaml", "logs", "report", "training_state"}
     (line,) = read_metrics(run.run_dir / "logs")
     assert line["step"] == 1
     assert line["delta_h/forward_se"] > 0

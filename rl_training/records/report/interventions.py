@@ -216,8 +216,8 @@ def plane(effects: Sequence[Effect]) -> Chart:
     reach, heights = (
         MILLI * rows[["value", "low", "high"]].where(np.isfinite).stack() for rows in (rewards, entropies)
     )
-    low, high = min(float(heights.to_numpy().min()), 0.0), max(float(heights.to_numpy().max()), 0.0)
-    far = float(reach.abs().to_numpy().max())
+    low, high = min(float(np.nanmin(heights)), 0.0), max(float(np.nanmax(heights)), 0.0)
+    far = float(np.nanmax(np.abs(reach)))
     room = 0.03 * (high - low) or 0.5
     series = [
         *(Series(f"price {at:g}", GREY, [-far, far], [far / at, -far / at], dash=(2, 3)) for at in PRICES),
