@@ -108,12 +108,14 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
         return instantiate(node, _convert_="all", **values)
     except InstantiationException as error:
         cause = error.__cause__
-        if cause is not None and (
-            is_the_users(cause) or is_the_programs(cause) or isinstance(cause, MemoryError | RuntimeError)
-        ):
+        if cause is None:
+            said = str(error)
+        elif is_the_users(cause) or is_the_programs(cause) or isinstance(cause, MemoryError | RuntimeError):
             raise cause from None
-        own = cause is not None and not isinstance(cause, ImportError)  # of code that the node names
-        said = f"{in_one_line(cause)} (--debug shows where)" if own else str(cause or error)
+        elif isinstance(cause, ImportError):
+            said = str(cause)
+        else:
+            said = f"{in_one_line(cause)} (--debug shows where)"
         raise UserError(f"{key}: {' '.join(said.split())}") from error
 
 
