@@ -11,10 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from rl_training.errors import UserError
 from rl_training.job.shipped import CONF, conf_folders
@@ -96,9 +95,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in changed)
 
 
-def explain(error: BaseException) -> str:
-    """Returns what is wrong with the command line, and the fix; the message of an error of any other kind."""
-    message = str(error)
+def explain(error: Exception) -> str:
+    """Returns what Hydra or OmegaConf says of the command line in one line, with what may have been meant."""
+    message = " ".join(str(error).split())
+    if isinstance(error, OmegaConfBaseException):
+        return message
     if isinstance(error, OverrideParseException):
         typed = error.override.removeprefix("++")
         key, equals, value = typed.partition("=")
@@ -106,51 +107,37 @@ def explain(error: BaseException) -> str:
             return f"{typed}: a setting is KEY=VALUE, see --help"
         signs = "signs like = ~ ( ) [ ] , { } and letters outside of ASCII"
         return f"{typed}: {signs} need quotes: {quoted(key, value)}"
-    several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", message)
-    if several:
-        key, value = several.group(1).split("=", 1)
-        return f"{several.group(1)}: one value is needed. For a list: '{key}=[{value}]'; or {quoted(key, value)}"
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} is not set: give {error.full_key}=VALUE"
-    choice = re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", message)  # load: in a list
-    if choice:
-        group, name = choice.groups()
-        options = _options_of(group)
-        return (
-            f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{did_you_mean(name, options)}"
-        )
-    if isinstance(error, OmegaConfBaseException) and "is not in struct" in message:
-        return f"{error.full_key} is missing: a run needs it, so it cannot be removed"
-    setting = re.search(r"Could not override '([^']+)'", message)
-    if setting:
-        return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"
-    merged = re.search(r"Error merging override (?:\+\+)?([^=]+)=(.*)", message)
-    if merged:
-        return (
-            f"{merged.group(1)}={merged.group(2)}: it takes no value of this kind; for a list: '{merged.group(1)}=[…]'"
-        )
-    return message.split("\nSee http")[0]
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        options = sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
+        hint = did_you_mean(name, options)
+        return f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{hint}"
+    cause = error.__cause__
+    key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
+    is_choice = (CONF / key).is_dir()
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and not is_choice:
+        typed_keys = (re.split("[=@]", word.lstrip("+~"))[0] for word in sys.argv[1:])
+        key = next((typed for typed in typed_keys if f"{typed}.".startswith(f"{key}.")), key)
+        return f"{key}: there is no such setting, see --help{did_you_mean(key, _known_settings())}"
+    if cause and not is_choice:
+        return f"{message}: it takes no value of this kind; for a list: '{key}=[…]'"
+    chosen = [word for word in sys.argv[1:] if (CONF / word.lstrip("+").partition("=")[0]).is_dir()]
+    if cause or (chosen and isinstance(error, ValueError | TypeError)):
+        return f"{', '.join(chosen)}: a choice is a name, or a list of names ({message})"
+    return message
 
 
-def check_choices(words: Sequence[str]) -> None:
-    """Raises ValueError for a word GROUP=VALUE whose value is neither a name nor a list of names."""
-    for word in words:
-        key, equals, _ = word.lstrip("+").partition("=")
-        if not equals or not (CONF / key).is_dir() or key == "hydra":
-            continue
-        try:
-            (change,) = OverridesParser.create().parse_overrides([word])
-        except OverrideParseException:  # Hydra itself will say what it cannot read
-            continue
-        value: Any = change.value()
-        names = value if isinstance(value, list) else [value]
-        if not change.is_sweep_override() and not all(isinstance(name, str) for name in names):
-            options = _options_of(key)
-            raise UserError(f"{word}: give a name, or names as in '{key}=[{options[0]}]': {', '.join(options)}")
-
-
-def _options_of(group: str) -> list[str]:
-    return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
+def _known_settings() -> dict[str, str]:
+    """Returns by setting of this command, and of what can be chosen, how it is said, with what would have it."""
+    command = Path(sys.argv[0]).stem.replace("analyze", "offline")
+    own = CONF / f"{command}.yaml" if command in ("offline", "evaluate") else CONF / "train.yaml"
+    known = {path.name: path.name for path in CONF.iterdir() if path.is_dir()}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        group, content = path.parent.name, load_plain(path)
+        content = content.get(group, content)  # under the group's name or without it
+        for name in flat({"probes" if group == "probe" else group: content}):
+            known.setdefault(name, f"{name} (of {group}={path.stem})")
+    return known | {name: name for name in flat(load_plain(own))}
 
 
 def quoted(key: str, value: str) -> str:
@@ -163,21 +150,6 @@ def as_text(value: str) -> str:
     value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a quote, and the backslashes before it, are escaped
     value = re.sub(r"(\\+)$", r"\1\1", value)  # so are those before the closing one
     return f'"{value}"'
-
-
-def _no_such_setting(key: str) -> str:
-    having: dict[str, list[str]] = {}  # by setting, what would have it: GROUP=OPTION
-    for path in sorted(CONF.glob("*/*.yaml")):
-        group, content = path.parent.name, load_plain(path)
-        content = content.get(group, content)  # under the group's name or without it
-        for name in flat({"probes" if group == "probe" else group: content}):
-            having.setdefault(name, []).append(f"{group}={path.stem}")
-    if key in having:
-        return f"what this run has chosen lacks this setting; {' and '.join(having[key])} would have it"
-    command = Path(sys.argv[0]).stem.replace("analyze", "offline")
-    own = CONF / f"{command}.yaml" if command in ("offline", "evaluate") else CONF / "train.yaml"
-    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-    return f"there is no such setting, see --help{did_you_mean(key, [*flat(load_plain(own)), *having, *groups])}"
 
 
 def load_plain(path: Path) -> dict[str, Any]:

@@ -115,16 +115,16 @@ def test_no_command_writes_or_prints_a_secret_of_any_name(left: Left) -> None:
     ]
 
 
-def test_the_line_that_resumes_names_the_settings_and_masks_their_secrets(left: Left) -> None:
+def test_the_line_that_resumes_repeats_no_secret(left: Left) -> None:
     line = left.said("train").splitlines()[-1]
-    assert "resume=latest" in line
-    assert f"'trainer.hub_token={MASK}'" in line
-    assert f"data.api_key={MASK}" in line
+    assert line.endswith(" resume=latest")
+    assert "hub_token" not in line
+    assert "api_key" not in line
 
 
 def test_an_error_that_quotes_an_override_says_which_one(left: Left) -> None:
     for name in ("unread", "listed"):
-        assert f"trainer.hub_token={MASK}: " in left.said(name), left.said(name)
+        assert f"trainer.hub_token={MASK}" in left.said(name), left.said(name)
     assert "seed=x" in left.said("wrong")
     assert "Traceback" in left.said("debugged")
 
