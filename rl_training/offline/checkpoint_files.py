@@ -8,13 +8,12 @@ exp_avg_sq. A group is the ranks' slices one after another, with padding at the 
 That order is checked every time: the fp32 weights, assembled in the same way as the moments, must equal the model's
 from model.safetensors (or the adapter's file), bit for bit.
 
-Written against deepspeed 0.19. The files are pickles of DeepSpeed's own classes, so it has to be installed to read
-them: load only checkpoints that you trust.
+Written against deepspeed 0.19, which need not be installed: of the files, which are pickles, only tensors and numbers
+are read.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +24,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.extras import how_to_install
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
+from rl_training.records.checkpoints import deepspeed_folder
+from rl_training.records.pickles import load_tensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -93,9 +93,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
 
     Raises ValueError when the shards are incomplete, of another optimizer, or give other weights.
     """
-    if not importlib.util.find_spec("deepspeed"):
-        raise UserError(f"{checkpoint} was written by DeepSpeed, needed to read it: {how_to_install('deepspeed')}")
-    folder = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    folder = checkpoint / deepspeed_folder(checkpoint)
     shapes, ranks = _read(folder)
     groups = ranks[0]["base_optimizer_state"]["param_groups"]
     group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
@@ -131,8 +129,8 @@ def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
     paths = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)  # 10 comes after 9
     if not model.is_file() or not paths:
         raise UserError(f"{folder} has no {model.name if paths else 'optimizer shards'}: the checkpoint is incomplete")
-    shapes = torch.load(model, map_location="cpu", weights_only=False)["param_shapes"]
-    ranks = [torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"] for path in paths]
+    shapes = load_tensors(model)["param_shapes"]
+    ranks = [load_tensors(path)["optimizer_state_dict"] for path in paths]
     counts = ranks[0]["partition_count"]
     if len(ranks) != max(counts if isinstance(counts, list) else [counts]):
         raise UserError(f"{folder} has the shards of {len(ranks)} ranks of {counts}: the checkpoint is incomplete")

@@ -18,6 +18,8 @@ from rl_training.records.checkpoint_states import NOT_WEIGHTS, about, changed_fi
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, checkpoints_in, checkpoints_of, step_of
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.links import leads_out_of_its_run
+from rl_training.records.pickles import load_tensors
+from rl_training.records.stored_yaml import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +141,10 @@ def what_is_wrong_with(checkpoint: Path, sharded_by: str = "") -> str:
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
         return flaw
-    written, optimizer = _sharded_by(checkpoint)
+    try:
+        written, optimizer = _sharded_by(checkpoint)
+    except UserError as error:
+        return str(error)
     if written != sharded_by:
         launch = f"under {written}" if written else f"without {sharded_by}"
         return f"it was written {launch}: resume with the same launch file"
@@ -147,17 +152,35 @@ def what_is_wrong_with(checkpoint: Path, sharded_by: str = "") -> str:
         flaw = _flaw_of_zip(checkpoint / name)
         if flaw:
             return f"{name} is {flaw}"
+    return _flaw_of_pickles([checkpoint / name for name in optimizer]) if written == "DeepSpeed" else ""
+
+
+def _flaw_of_pickles(paths: Iterable[Path]) -> str:
+    """Returns why these files hold more than tensors: DeepSpeed reads them itself, and would run what they name."""
+    try:
+        for path in paths:
+            load_tensors(path, "meta")
+    except UserError as error:
+        return str(error)
     return ""
 
 
 def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
     """Returns which of SHARDED_BY wrote this checkpoint ("": none), and the files of its optimizer."""
     if (checkpoint / "latest").exists():  # where DeepSpeed says in which folder its engine's state is
-        folder = (checkpoint / "latest").read_text(encoding="utf-8").strip()
+        folder = deepspeed_folder(checkpoint)
         return "DeepSpeed", [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
     if any(checkpoint.glob("pytorch_model_fsdp*")):
         return "FSDP", ["optimizer.bin", "pytorch_model_fsdp.bin"]
     return "", ["optimizer.pt"]
+
+
+def deepspeed_folder(checkpoint: Path) -> str:
+    """Returns the name of the folder in which DeepSpeed's engine has its state. UserError: there is no such name."""
+    name = read_text(checkpoint / "latest").strip()
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"{checkpoint / 'latest'} names no folder of this checkpoint: it is damaged")
+    return name
 
 
 def what_is_wrong_with_weights(checkpoint: Path) -> str:

@@ -50,13 +50,6 @@ def write_shards(folder: Path, restored: RestoredTrainer, ranks: int, swap: bool
     return exp_avg
 
 
-@pytest.fixture
-def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were installed: these shards hold none of its classes, and can be read without."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-
-
-@pytest.mark.usefixtures("deepspeed")
 def test_moments_and_settings_are_joined_from_the_shards_of_ranks(run, tmp_path, restored) -> None:
     given: dict[str, Tensor] = {}
     copy = altered(run, tmp_path, lambda folder: given.update(write_shards(folder, restored, 12, swap=False)))
@@ -68,14 +61,12 @@ def test_moments_and_settings_are_joined_from_the_shards_of_ranks(run, tmp_path,
         assert state.weight_decay == (0.0 if "bias" in name or "norm" in name else 0.1), name
 
 
-@pytest.mark.usefixtures("deepspeed")
 def test_shards_in_another_order_are_refused_since_the_weights_are_not_the_models(run, tmp_path, restored) -> None:
     copy = altered(run, tmp_path, lambda folder: write_shards(folder, restored, 2, swap=True))
     with pytest.raises(ValueError, match=r"joined from the ranks' shards, differs from the model's weight"):
         restored_at(copy, 1)
 
 
-@pytest.mark.usefixtures("deepspeed")
 def test_shards_of_which_some_are_missing_are_refused(run: Path, tmp_path: Path, restored: RestoredTrainer) -> None:
 
     def lose_one(folder: Path) -> None:

@@ -1,0 +1,70 @@
+"""Of files that torch.save wrote only tensors and numbers are made, and a checkpoint that holds more is refused."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import pickle
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_runs import Canary
+from safetensors.torch import save_file
+
+from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.pickles import OF_DEEPSPEED, STAGE, load_tensors
+
+
+def test_tensors_numbers_and_what_deepspeed_writes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its three classes and its enumeration, as far as a pickle names them; none of them is made, nor imported."""
+    objects = {}
+    for name in (*OF_DEEPSPEED, STAGE):
+        module, _, kind = name.rpartition(".")
+        for parent in itertools.accumulate(module.split("."), "{}.{}".format):
+            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or types.ModuleType(parent))
+        if name == STAGE:
+            made, objects[kind] = (stage := enum.IntEnum(kind, {"two": 2}, module=module)), stage(2)
+        else:
+            made = type(kind, (), {"__module__": module})
+            objects[kind] = made()
+            objects[kind].cur_scale = 1.0
+        monkeypatch.setattr(sys.modules[module], kind, made, raising=False)
+    path = tmp_path / "shard.pt"
+    shapes = {"w": torch.Size([2, 3])}
+    torch.save({"weights": torch.ones(2, 3), "shapes": shapes, "step": 7, "objects": objects}, path)
+    read = load_tensors(path)
+    assert torch.equal(read["weights"], torch.ones(2, 3))
+    assert (read["shapes"], read["step"], read["objects"]["ZeroStageEnum"]) == (shapes, 7, 2)
+    assert not any(type(read["objects"][kind]) is type(made) for kind, made in objects.items())
+    assert load_tensors(path, "meta")["weights"].is_meta
+
+
+@pytest.mark.parametrize("inside", [dict, list, torch.Size])
+def test_nothing_of_a_shard_is_run(tmp_path: Path, inside: type) -> None:
+    """Neither by an analysis nor by DeepSpeed itself, which would make all that it names: it is refused."""
+    canary, shard = tmp_path / "canary", tmp_path / "global_step1" / "rank_0_optim_states.pt"
+    shard.parent.mkdir()
+    if inside is torch.Size:  # a bare pickle, which torch.load would read too
+        shard.write_bytes(pickle.dumps(Canary(canary)))
+    else:
+        torch.save({"a": Canary(canary)} if inside is dict else [torch.ones(1), Canary(canary)], shard)
+    with pytest.raises(ValueError, match=rf"{shard} holds (objects that could run code \(builtins.exec\)|no tensors)"):
+        load_tensors(shard)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for name in ("scheduler.pt", "rng_state.pth"):
+        torch.save({}, tmp_path / name)
+    (tmp_path / "latest").write_text("global_step1")
+    assert shard.name in what_is_wrong_with(tmp_path, "DeepSpeed")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", "..", "", "a/b", "a" * 2**21])
+def test_shards_lie_in_the_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}")
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "latest").write_text(name)
+    assert "latest" in what_is_wrong_with(tmp_path, "DeepSpeed")
