@@ -1,4 +1,4 @@
-"""What is refused in `attach`: other versions, and settings under which probes corrupt training or measure nothing.
+"""What is refused in `attach`: another TRL, and settings under which probes corrupt training or measure nothing.
 
 The private members of TRL and transformers that this package relies on stand in one table: a version that lacks one, or
 returns something else in its first forward pass, is refused by name. DeepSpeed's are in sharding.py, FSDP2's
@@ -9,7 +9,6 @@ engine/capabilities.py.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 from trl import GRPOTrainer
+from trl import __version__ as trl_version
 from trl.trainer import grpo_trainer
 
 from rl_training.errors import UserError
@@ -27,9 +27,7 @@ from rl_training.hosts.trl.sharding import has_sharded_weights
 
 logger = logging.get_logger(__name__)
 
-WRITTEN_FOR = {"trl": "1.16", "transformers": "5.23", "accelerate": "1.15"}
-
-
+WRITTEN_FOR = "trl>=1.16,<1.17"  # as setup.cfg has it
 FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's own, whose scores the loss is made of
 # Methods that are called or wrapped, with the parameters that are relied on.
 METHODS: dict[str, tuple[str, ...]] = {
@@ -81,7 +79,7 @@ def another_trainer(trainer: object) -> str:
 
 
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
-    """Raises ValueError, naming what is missing or takes other arguments; warns once of an untested version."""
+    """Raises ValueError, naming what is missing or takes other arguments."""
     for name, parameters in METHODS.items():
         method = getattr(GRPOTrainer, name, None)
         found = [] if method is None else [*inspect.signature(method).parameters]
@@ -89,16 +87,6 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
     for name in TRAINER_ATTRIBUTES:
         _demand(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
     _demand(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
-    installed = {library: importlib.metadata.version(library) for library in WRITTEN_FOR}
-    untried = [
-        f"{library} {installed[library]} (tested: {version})"
-        for library, version in WRITTEN_FOR.items()
-        if not installed[library].startswith(f"{version}.")
-    ]
-    if untried:
-        logger.warning_once(
-            f"probes have not been tested with {', '.join(untried)}; the methods that they rely on are present"
-        )
 
 
 def read_scores(found: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -132,11 +120,9 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
 
 
 def _demand(holds: bool, what: str) -> None:
-    """Raises ValueError, saying what is wrong with the installed versions, where a thing is not as it must be."""
+    """Raises UserError, saying what is wrong with the installed TRL, where a thing is not as it must be."""
     if not holds:
-        found = " and ".join(f"{library} {importlib.metadata.version(library)}" for library in WRITTEN_FOR)
-        install = " ".join(f"'{library}=={version}.*'" for library, version in WRITTEN_FOR.items())
-        raise UserError(f"{what} in {found}: pip install {install}")
+        raise UserError(f"{what} in trl {trl_version}: pip install '{WRITTEN_FOR}'")
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
