@@ -5,7 +5,6 @@ Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from rl_training.records import jsonl
 from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER, OFFLINE
 from rl_training.records.jsonl import METRICS_FILE, logs_of
+from rl_training.records.unpack import whole_content
 
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
@@ -187,11 +187,12 @@ def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
     Raises FileNotFoundError when there is no such file, and ValueError when it is none of these logs.
     """
     path = Path(path)
-    data = path.read_bytes()
     try:
-        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        content = json.loads(whole_content(path))
         timing = pd.DataFrame({"phase": list(content["timing"]), "seconds": list(content["timing"].values())})
         tables = {"results": _results(content), "timing": timing}
+    except FileNotFoundError:
+        raise
     except (KeyError, ValueError, OSError) as error:
         raise UserError(f"{path} is no log of a checkpoint analysis ({error})") from error
     if "statistics" in content:

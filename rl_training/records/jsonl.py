@@ -16,9 +16,9 @@ import gzip
 import json
 import logging
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
 from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.unpack import whole_lines
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,12 @@ class Records:
             path = self.folder / name
             if path.exists():
                 lines = list(_parsed(path))
-                kept = [line for line, row in lines if row["step"] <= after_step]
+                kept = [(line, row["step"]) for line, row in lines if row["step"] <= after_step]
                 if len(kept) < len(lines):
                     logger.warning(f"{path}: {len(lines) - len(kept)} lines of steps after {after_step} are dropped")
-                write_atomically({path: _packed(path, "".join(kept))}, MAKE_ROOM)  # a kill or a full disk loses nothing
+                steps = ("".join(line for line, _ in of_step) for _, of_step in groupby(kept, key=itemgetter(1)))
+                content = b"".join(_packed(path, text) for text in steps)  # a gzip member for each step
+                write_atomically({path: content}, MAKE_ROOM)  # a kill or a full disk loses nothing
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
@@ -103,23 +106,16 @@ def _packed(path: Path, text: str) -> bytes:
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each whole line of a file with what it says. ValueError with the number of one that cannot be read."""
     needed = NEEDED if path.name == PROBES_FILE else {"step": int}
-    # What a kill has left, a part of a line or of a gzip member, is read up to there.
-    with (
-        (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file,
-        suppress(EOFError, zlib.error, gzip.BadGzipFile),
-    ):
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                text = line.decode()
-                row = json.loads(text, parse_int=_whole_number)
-            except ValueError as error:
-                raise UserError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
-            for name, kind in needed.items():
-                if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
-                    raise UserError(f"{path}, line {number} has no `{name}`: mend or delete that line")
-            yield text, row
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            text = line.decode()
+            row = json.loads(text, parse_int=_whole_number)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
+        for name, kind in needed.items():
+            if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
+                raise UserError(f"{path}, line {number} has no `{name}`: mend or delete that line")
+        yield text + "\n", row
 
 
 def _whole_number(digits: str) -> int | float:

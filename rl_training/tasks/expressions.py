@@ -17,8 +17,6 @@ from fractions import Fraction
 from numbers import Rational
 from typing import Any
 
-from rl_training.errors import UserError
-
 MAX_CHARS = 10_000
 MAX_BITS = 4096  # of a power of numbers
 MAX_EXPONENT = 1000  # of a power of anything else
@@ -51,14 +49,14 @@ def value_of(
     """
     text = text.strip()
     if len(text) > MAX_CHARS or not _ALPHABET.fullmatch(text):
-        raise UserError("not an arithmetic expression: too long, or with characters that none has")
+        raise ValueError("not an arithmetic expression: too long, or with characters that none has")
     for word in _WORD.findall(text):
         if not (_NUMERAL.fullmatch(word) or _LETTERS.fullmatch(word)):
-            raise UserError(f"neither a numeral nor a name: {word[:40]}")
+            raise ValueError(f"neither a numeral nor a name: {word[:40]}")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, MemoryError) as error:  # the parser's own stack is full: MemoryError
-        raise UserError(f"not an arithmetic expression: {error}") from error
+        raise ValueError(f"not an arithmetic expression: {error}") from error
     return _Walk(text, number, names, functions or {}).value(tree)
 
 
@@ -91,7 +89,7 @@ class _Walk:
                 return self._names(node.id)
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in self._functions:
                 return self._functions[name](self.value(argument))
-        raise UserError(f"not an arithmetic operation: {type(node).__name__}")
+        raise ValueError(f"not an arithmetic operation: {type(node).__name__}")
 
     def _operation(self, node: ast.BinOp) -> Any:
         left, right = self.value(node.left), self.value(node.right)
@@ -106,17 +104,17 @@ class _Walk:
                 return left / right
             case ast.Pow():
                 return power(left, right)
-        raise UserError(f"not an arithmetic operation: {type(node.op).__name__}")
+        raise ValueError(f"not an arithmetic operation: {type(node.op).__name__}")
 
 
 def power(base: Any, exponent: Any) -> Any:
     """Return base ** exponent. Raise ValueError where the result would be too large, or a Fraction not exact."""
     if isinstance(base, Fraction) and exponent.denominator != 1:
-        raise UserError("a root: numbers are exact here")
+        raise ValueError("a root: numbers are exact here")
     if _is_rational(exponent):
         bits = max(base.numerator.bit_length(), base.denominator.bit_length()) if _is_rational(base) else 1
         if abs(exponent) > MAX_EXPONENT or bits * abs(exponent) > MAX_BITS:
-            raise UserError("a power with too many digits")
+            raise ValueError("a power with too many digits")
     return base**exponent
 
 

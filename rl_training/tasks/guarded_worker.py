@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any, BinaryIO
 
+from rl_training.errors import UserError
+
 _START_SECONDS = 120  # importing takes a second, but a minute on a cold network drive
 _MAX_WORKER_BYTES = 1 << 30
 _MOST_WAITING = 5  # times the processor's time that a question may take by the clock
@@ -78,7 +80,7 @@ class GuardedWorker:
             budget_seconds: the time for all, by the clock: the other ranks wait meanwhile.
 
         Raises:
-            RuntimeError: where the worker cannot start.
+            UserError: where the worker cannot start.
         """
         answers: dict[Question, Any] = dict.fromkeys(questions)
         if answers:
@@ -100,7 +102,7 @@ class GuardedWorker:
             return None
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Return the process, alive. Raise RuntimeError with the reason when it cannot start.
+        """Return the process, alive. Raise UserError with the reason when it cannot start.
 
         A forked child starts its own: `poll` takes the parent's for dead.
         """
@@ -118,7 +120,7 @@ class GuardedWorker:
             failure = json.loads(line)["failure"] if line else f"it died or took over {_START_SECONDS} s"
             if failure is not None:
                 self.close()
-                raise RuntimeError(f"The process that checks answers could not start ({failure}): {self._install}")
+                raise UserError(f"The process that checks answers could not start ({failure}): {self._install}")
             return self._process
 
     def close(self) -> None:

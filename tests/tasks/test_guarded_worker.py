@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_training.errors import UserError
 from rl_training.tasks import guarded_worker
 from rl_training.tasks.guarded_worker import GuardedWorker
 
@@ -184,5 +185,5 @@ def test_a_module_that_cannot_be_imported_is_an_error_with_the_remedy(
 ) -> None:
     (tmp_path / "broken_check.py").write_text("raise ImportError('no antlr here')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match=r"no antlr here.*install it"):
+    with pytest.raises(UserError, match=r"no antlr here.*install it"):
         GuardedWorker("broken_check", "install it").ask(("power", "2"), 5.0)
