@@ -37,16 +37,14 @@ def whole_lines(path: Path) -> Iterator[bytes]:
             yield from lines
             number += len(lines)
             if len(rest) > MOST_LINE_BYTES:
-                raise ValueError(
-                    f"{path}, line {number} has over {MOST_LINE_BYTES >> 20} MiB: mend or delete that line"
-                )
+                raise UserError(f"{path}, line {number} has over {MOST_LINE_BYTES >> 20} MiB: mend or delete that line")
 
 
 def whole_content(path: Path) -> bytes:
     """Return what a file holds, unpacked where its name ends in .gz.
 
     Raises:
-        ValueError: for a gzip file that is damaged, or unpacks to more than MOST_BYTES.
+        UserError: for a gzip file that is damaged, or unpacks to more than MOST_BYTES.
     """
     packed = path.read_bytes()
     if path.suffix != ".gz":
@@ -55,11 +53,11 @@ def whole_content(path: Path) -> bytes:
     try:
         content = unpacker.decompress(packed, MOST_BYTES + 1)
     except zlib.error as error:
-        raise ValueError(f"it is damaged: {error}") from error
+        raise UserError(f"it is damaged: {error}") from error
     if len(content) > MOST_BYTES:
-        raise ValueError(f"it unpacks to over {MOST_BYTES >> 20} MiB: gunzip it, if you trust it, and give that file")
+        raise UserError(f"it unpacks to over {MOST_BYTES >> 20} MiB: gunzip it, if you trust it, and give that file")
     if not unpacker.eof:
-        raise ValueError("it is damaged: it ends too early")
+        raise UserError("it is damaged: it ends too early")
     return content
 
 

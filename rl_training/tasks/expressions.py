@@ -1,7 +1,7 @@
 """Read arithmetic that a model wrote, without running it as code.
 
 Python's parser makes a tree of the text, and the tree is walked here: numerals, + - * / ** and parentheses, and those
-names and functions that the caller hands in. Everything else is a ValueError: there is no way from a text to a call of
+names and functions that the caller hands in. Everything else is an error: there is no way from a text to a call of
 anything that is not in the caller's own table, and no power is taken whose digits would fill the memory.
 
 >>> value_of("2*(3 + 6)", Fraction)
@@ -28,6 +28,10 @@ _WORD = re.compile(r"[A-Za-z0-9.]+")
 _LETTERS = re.compile(r"[A-Za-z]+")
 
 
+class NotArithmeticError(ValueError):
+    """A text is no arithmetic expression, or one whose value would be too large."""
+
+
 def value_of(
     text: str,
     number: Callable[[Fraction], Any],
@@ -39,24 +43,24 @@ def value_of(
     Args:
         text: numerals in decimal notation, + - * / **, parentheses, names and calls of functions of one argument.
         number: makes a number of the caller's kind of a numeral's exact value.
-        names: gives the value of a name, and raises ValueError for one that it does not know; None allows no names.
+        names: gives the value of a name, and raises an error for one that it does not know; None allows no names.
         functions: by name, what may be called.
 
     Raises:
-        ValueError: for every other text, and for a power that is too large.
+        NotArithmeticError: for every other text, and for a power that is too large.
         ArithmeticError: for a division by zero.
         RecursionError: for an expression that is nested too deeply.
     """
     text = text.strip()
     if len(text) > MAX_CHARS or not _ALPHABET.fullmatch(text):
-        raise ValueError("not an arithmetic expression: too long, or with characters that none has")
+        raise NotArithmeticError("not an arithmetic expression: too long, or with characters that none has")
     for word in _WORD.findall(text):
         if not (_NUMERAL.fullmatch(word) or _LETTERS.fullmatch(word)):
-            raise ValueError(f"neither a numeral nor a name: {word[:40]}")
+            raise NotArithmeticError(f"neither a numeral nor a name: {word[:40]}")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, MemoryError) as error:  # the parser's own stack is full: MemoryError
-        raise ValueError(f"not an arithmetic expression: {error}") from error
+        raise NotArithmeticError(f"not an arithmetic expression: {error}") from error
     return _Walk(text, number, names, functions or {}).value(tree)
 
 
@@ -89,7 +93,7 @@ class _Walk:
                 return self._names(node.id)
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in self._functions:
                 return self._functions[name](self.value(argument))
-        raise ValueError(f"not an arithmetic operation: {type(node).__name__}")
+        raise NotArithmeticError(f"not an arithmetic operation: {type(node).__name__}")
 
     def _operation(self, node: ast.BinOp) -> Any:
         left, right = self.value(node.left), self.value(node.right)
@@ -104,17 +108,17 @@ class _Walk:
                 return left / right
             case ast.Pow():
                 return power(left, right)
-        raise ValueError(f"not an arithmetic operation: {type(node.op).__name__}")
+        raise NotArithmeticError(f"not an arithmetic operation: {type(node.op).__name__}")
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """Return base ** exponent. Raise ValueError where the result would be too large, or a Fraction not exact."""
+    """Return base ** exponent. Raise NotArithmeticError where that is too large, or no Fraction though both are."""
     if isinstance(base, Fraction) and exponent.denominator != 1:
-        raise ValueError("a root: numbers are exact here")
+        raise NotArithmeticError("a root: numbers are exact here")
     if _is_rational(exponent):
         bits = max(base.numerator.bit_length(), base.denominator.bit_length()) if _is_rational(base) else 1
         if abs(exponent) > MAX_EXPONENT or bits * abs(exponent) > MAX_BITS:
-            raise ValueError("a power with too many digits")
+            raise NotArithmeticError("a power with too many digits")
     return base**exponent
 
 

@@ -13,8 +13,7 @@ import math
 import re
 from fractions import Fraction
 
-from rl_training.errors import UserError
-from rl_training.tasks.expressions import value_of
+from rl_training.tasks.expressions import NotArithmeticError, value_of
 
 MAX_CHARS = 200  # no number needs more
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!])[0-9]{3})+|[0-9]+)"  # 1,000 and LaTeX's 1{,}000, 1\,000, 1\!000
@@ -158,8 +157,8 @@ def _as_arithmetic(latex: str) -> str:
 
 
 def _root(number: Fraction) -> Fraction:
-    """Return the square root of a square. Raise ValueError for other numbers, whose root is no fraction."""
+    """Return the square root of a square. Raise NotArithmeticError for other numbers, whose root is no fraction."""
     root = Fraction(math.isqrt(number.numerator), math.isqrt(number.denominator))
     if root * root != number:
-        raise UserError(f"{number} has no square root among the fractions")
+        raise NotArithmeticError(f"{number} has no square root among the fractions")
     return root
