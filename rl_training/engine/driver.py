@@ -63,6 +63,14 @@ class StepDriver:
         self._memory_state: Mapping[str, Tensor] = {}
         self._guard: StepGuard | None = None
 
+    def reset(self) -> None:
+        """Forget earlier trainings, also in the probes: call it before a training that does not go on from a state."""
+        self.close()
+        self._memory_state = {}
+        self._rollout_number, self._learned = 0, set()
+        for probe in self.probes:
+            probe.reset()
+
     def start(self, loop: Loop) -> None:
         """Records which parameters are trained. Call it when training begins."""
         self.close()

@@ -48,7 +48,8 @@ class Probe:
     rows_dtype  with FOLD_GRADIENTS: keep them in it; None for fp32, or fp64 where the weights have it
     entropy     with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
     measured    prefixes of the metrics that do not depend on what the optimizer's step is
-    running     averages over steps, with state_dict and load_state_dict, which a checkpoint keeps; None: none
+    running     averages over steps, with state_dict and load_state_dict, which a checkpoint keeps, and which begin anew
+                when they load nothing; None: none
     """
 
     name: str
@@ -69,6 +70,15 @@ class Probe:
     def measures_at(self, number: int) -> bool:
         """Returns whether this probe measures at this optimizer step, counted from 1."""
         return (number - 1) % self.every == 0
+
+    def reset(self) -> None:
+        """Forget earlier trainings: called when one begins, before the state of a checkpoint is loaded.
+
+        A probe that keeps more than `running` between steps forgets that here, too.
+        """
+        self._answers = {}
+        if self.running is not None:
+            self.running.load_state_dict({})
 
     def prepare(self, step: Step) -> None:
         """Measures what takes the old parameters."""

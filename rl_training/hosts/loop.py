@@ -127,6 +127,7 @@ class MeasuredLoop:
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
         self._place = OUTSIDE
+        self._resumed = False  # from a state that was loaded
         self._number: int | None = None  # of the latest step that was made
         self._learned: int | None = None  # the rollout that it learned from
         self._rollout_number = 0  # of the step that is open
@@ -145,6 +146,8 @@ class MeasuredLoop:
 
     def __enter__(self) -> MeasuredLoop:
         self._expect(OUTSIDE, "enter measured_loop once per training")
+        if self._number is None and not self._resumed:
+            self._driver.reset()
         self._driver.start(self._loop)
         self._undo.callback(self._driver.close)
         optimizer = self._loop.shard.optimizer
@@ -245,6 +248,7 @@ class MeasuredLoop:
         parts = {part.name: part for part in self._stateful}
         if state.keys() != parts.keys():
             raise UserError(f"the state is of {sorted(state)}, and the loop has {sorted(parts)}: give the same probes")
+        self._resumed = True
         for name, part in parts.items():
             part.load_state_dict(state[name])
 

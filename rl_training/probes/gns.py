@@ -71,6 +71,10 @@ class GradientNoiseScaleProbe(Probe):
         self.decay = decay
         self.split_prompts = split_prompts
         self.needs = type(self).needs | (Need.LOSS_CHECK if split_prompts else Need.NOTHING)
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
 
     def prepare(self, step: Step) -> None:

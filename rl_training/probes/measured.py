@@ -79,6 +79,10 @@ class MeasuredStepProbe(Probe):
         self._kept: KeptVector | None = None  # the weights before the last step, from the first step on
         self._state: Mapping[str, Tensor] = {}  # of a checkpoint, until then
 
+    def reset(self) -> None:
+        super().reset()
+        self._state, self._kept = {}, None
+
     def prepare(self, step: Step) -> None:
         kept, fresh = self._kept_of(step), step.batch.rollout.on_policy
         why = step.capabilities.sampling_mismatch or step.capabilities.no_baseline or ("" if fresh else OLD_ROLLOUT)

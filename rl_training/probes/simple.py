@@ -82,6 +82,10 @@ class SimpleEntropyProbe(Probe):
         self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
         self._sum = TrapezoidSum()
 
+    def reset(self) -> None:
+        super().reset()
+        self._sum = TrapezoidSum()
+
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
         if change.why_none:

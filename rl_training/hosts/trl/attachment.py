@@ -84,7 +84,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._records = self._writer.records
         self._loss = TrainedLoss(trainer, self._policy, interventions)
         self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
-        self._trained = False
+        self._trained = self._resumed = False
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
         for name, method in self._wrappers().items():
@@ -193,6 +193,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             )
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
         self.driver.close()
+        if not self._resumed:
+            self.driver.reset()
+        self._resumed = False
         if self.probes or self._bound:
             self._begin_training()
         if self._records is not None:
@@ -271,4 +274,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
         original(checkpoint)
         if checkpoint is not None:
+            self._resumed = True
+            self.driver.reset()
             load_probe_states(self._stateful, Path(checkpoint))

@@ -1,0 +1,80 @@
+"""What probes remember from step to step is of one training: the next begins anew, with the same probe objects too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plain_loop
+import torch
+from seen import Kept
+from shared_rollouts import MICROBATCH, PROMPTS, G
+from trainers import every_probe, graded
+from transformers import set_seed
+
+from rl_training import Estimate, Probe, measured_loop
+from rl_training.probes import InterventionsProbe, TokenClassesProbe
+from rl_training.tasks.models import load_tiny
+
+QUICK: dict[str, Any] = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 8, "reward": graded,
+}  # fmt: skip
+
+
+class KeptTokenClasses(Kept, TokenClassesProbe):
+    pass
+
+
+def all_probes() -> list[Probe]:
+    return [*every_probe(), InterventionsProbe(["lr:0.5", "nsr"], every=1), KeptTokenClasses(every=1)]
+
+
+def without_seconds(estimates: dict[str, Estimate]) -> str:
+    return repr({name: estimate for name, estimate in estimates.items() if not name.endswith("seconds")})
+
+
+def test_a_second_training_with_the_same_probes_measures_as_one_with_fresh_probes(make_trainer) -> None:
+    """Attached to before the first one has begun, too."""
+    probes = all_probes()
+    trainers = [make_trainer(probes=probes, seed=seed, **QUICK) for seed in (1, 2)]
+    fresh = make_trainer(probes=all_probes(), seed=2, **QUICK)
+    for trainer in (*trainers, fresh):
+        set_seed(trainer.args.seed)
+        trainer.train()
+    found = [trainer.attachment.latest for trainer in (trainers[1], fresh)]
+    assert without_seconds(dict(found[0])) == without_seconds(dict(found[1]))
+    assert found[0]["delta_h/cumulative_predicted"].value != 0
+
+
+def test_a_second_loop_with_the_same_probes_measures_as_one_with_fresh_probes() -> None:
+    def trained(probes: list[Probe]) -> list[dict[str, Estimate]]:
+        torch.manual_seed(0)
+        model = load_tiny()[0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        loop = measured_loop(
+            model, optimizer, probes, responses_per_prompt=G, microbatch_size=MICROBATCH,
+            microbatches=PROMPTS * G // MICROBATCH, max_grad_norm=plain_loop.CLIP, dr_grpo=True,
+        )  # fmt: skip
+        return plain_loop.train(model, optimizer, loop, steps=2)
+
+    probes = all_probes()
+    first, again = trained(probes), trained(probes)
+    assert [*map(without_seconds, again)] == [*map(without_seconds, first)]
+
+
+def test_a_probes_average_of_its_own_begins_anew_and_what_else_it_keeps_is_its_to_forget() -> None:
+    class Own(Probe):
+        name = "own"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.running, self.count = KeptTokenClasses().running, 3
+
+        def reset(self) -> None:
+            super().reset()
+            self.count = 0
+
+    probe = Own()
+    probe.running["text/end"].state += 1.0
+    probe.reset()
+    assert probe.count == 0
+    assert not probe.running["text/end"].state.any()
