@@ -1,4 +1,4 @@
-"""Seconds that probes take, as the device takes them."""
+"""Seconds that measuring takes, as the device takes them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+SHARED = "engine"  # whose time it is that no probe takes alone: the same, whichever probes there are
+
 
 class Clock:
     """Adds up seconds by name. On a GPU it uses events, so the host does not wait for the GPU until `read`."""
@@ -17,15 +19,28 @@ class Clock:
         self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._is_running = False
 
     @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """A context whose time is added to that of this name."""
-        if self._device.type != "cuda":
-            start = time.perf_counter()
+    def timed(self, name: str = SHARED) -> Iterator[None]:
+        """A context whose time is added to that of this name; inside of another one its time is the outer one's."""
+        if self._is_running:
             yield
-            self._seconds[name] += time.perf_counter() - start
             return
+        self._is_running = True
+        try:
+            if self._device.type == "cuda":
+                with self._timed_by_events(name):
+                    yield
+            else:
+                start = time.perf_counter()
+                yield
+                self._seconds[name] += time.perf_counter() - start
+        finally:
+            self._is_running = False
+
+    @contextlib.contextmanager
+    def _timed_by_events(self, name: str) -> Iterator[None]:
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self._device)  # perhaps not of the process's current device
         events[0].record(stream)

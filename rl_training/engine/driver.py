@@ -14,32 +14,33 @@ and without probes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, join_rollouts
-from rl_training.engine.clock import Clock
+from rl_training.engine.clock import SHARED, Clock
 from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.loss_terms import MadeLoss, TermsCheck
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import Loop, OpenStep, Shape
-from rl_training.engine.optimizer import gradients_and_states, view_optimizer
+from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, announcement, needs_of
 from rl_training.engine.rotary import tables_put_back
 from rl_training.engine.shards import reshard
-from rl_training.engine.step import Gradients, Step
-from rl_training.engine.step_check import StepGuard, predicting, refuse_other_parameters, why_not_the_sum
+from rl_training.engine.step import Step
+from rl_training.engine.step_check import StepGuard, predicting, refuse_other_parameters
 from rl_training.engine.streams import streams_put_back
 from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.scores import Scores
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class StepDriver:
     ValueError when two probes have the same name, or ask for different folds or entropy gradients.
     """
 
-    name = "engine"  # of its own state in a checkpoint
+    name = SHARED  # of its own state in a checkpoint, of its estimates and of its time
 
     def __init__(self, probes: Sequence[Probe]) -> None:
         self.probes = tuple(probes)
@@ -62,6 +63,10 @@ class StepDriver:
         self._memory: StepMemory | None = None
         self._memory_state: Mapping[str, Tensor] = {}
         self._guard: StepGuard | None = None
+        self._reduction: FoldReduction | None = None
+        self._seconds: Mapping[str, float] = {}  # of the last step, by name
+        self._bytes_held = 0  # at most in it
+        self._clock = Clock(torch.device("cpu"))
 
     def reset(self) -> None:
         """Forget earlier trainings, also in the probes: call it before a training that does not go on from a state."""
@@ -72,8 +77,9 @@ class StepDriver:
             probe.reset()
 
     def start(self, loop: Loop) -> None:
-        """Records which parameters are trained. Call it when training begins."""
+        """Records which parameters are trained. Call it when training begins. A collective after one that failed."""
         self.close()
+        self.end()
         self._loop = loop
         self._layout = loop.shard.layout
         loop.policy.shard, loop.policy.scorer.why_rounded = loop.shard, loop.shard.why_rounded
@@ -81,7 +87,7 @@ class StepDriver:
         self._padding, self._terms = PaddingCheck(), TermsCheck()
         self._clock = Clock(self._layout.device)
         needs, offload = self._requirements.needs, self._requirements.offload
-        self._reduction = FoldReduction(loop.shard)
+        self._reduction = FoldReduction(loop.shard, self._clock.timed)
         if not needs:
             return
         self._rows = GradientRows(self._reduction, offload, self._requirements.rows_dtype)
@@ -110,6 +116,12 @@ class StepDriver:
         if not probes:
             self.open_step = OpenStep(number, probes)
             return
+        with self._clock.timed():
+            folds = self._begin_measuring(needs_of(probes), sizes)
+        self.open_step = OpenStep(number, probes, folds, self._requirements.num_folds)
+
+    def _begin_measuring(self, needs: Need, sizes: Sequence[int] | None) -> Sequence[FoldGroup]:
+        """Makes room for what is needed of the step that begins, and returns its folds. A collective."""
         of_ranks = None
         if sizes is not None:  # other processes may have others, whose prompts end elsewhere
             own = torch.tensor(sizes, dtype=torch.float64, device=self._layout.device)
@@ -117,15 +129,16 @@ class StepDriver:
         sizes = self._loop.shape.sizes if sizes is None else sizes
         folds = self._requirements.folds(self._loop.shape, sizes, of_ranks)
         refuse_other_parameters(self._loop.shard)
-        if self._guard is not None:
+        if self._guard is not None and self._memory is not None:
             self._guard.notice_edits()
+            self._memory.count_bytes(more=0)
         if self._rows is not None:
-            needs, shard, roots = needs_of(probes), self._loop.shard, None
+            shard, roots = self._loop.shard, None
             if Need.SQ_NORMS in needs:
                 roots = adam_roots(self._layout, shard.weights(), view_optimizer(shard).states)
             is_sliced = len(folds) > len(sizes)  # norms of slices take their rows
             self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
-        self.open_step = OpenStep(number, probes, folds, self._requirements.num_folds)
+        return folds
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: MadeLoss, seen: Scores | None = None) -> None:
         """Takes a microbatch whose forward pass is done, and watches its backward.
@@ -140,10 +153,17 @@ class StepDriver:
         step.scores.append((seen or scores).detached())
         step.loss_settings = loss.settings or self._loop.loss_settings
         if step.probes:
-            step.other_terms |= loss.has_other_terms(scores, self._loop.shard.leaves.values())
-            step.watch_loss(scores)
-            if self._rows is not None:
-                self._rows.arm(step.microbatch_rows[-1].start)
+            with self._clock.timed():
+                step.other_terms |= loss.has_other_terms(scores, self._loop.shard.leaves.values())
+                step.watch_loss(scores)
+                if self._rows is not None:
+                    self._rows.arm(step.microbatch_rows[-1].start)
+
+    def disarm(self) -> None:
+        """Removes the hooks before the next call: the loop's backward is over."""
+        if self._rows is not None:
+            with self._clock.timed():
+                self._rows.disarm()
 
     def gradients_ready(self, rollout_number: int) -> None:
         """Runs the probes just before the optimizer's step. A collective where the step is measured.
@@ -170,15 +190,19 @@ class StepDriver:
         with streams_put_back(device), tables, torch.autocast(device.type, enabled=False):
             yield
 
+    def measuring(self) -> AbstractContextManager[None]:
+        """A context whose time counts as the engine's, of what a loop does for the sake of measuring alone."""
+        return self._clock.timed()
+
     def _prepare(self, step: OpenStep) -> None:
-        view, asking = self._view(step), predicting(step.probes)
-        if self._memory is not None and asking:
-            with self._clock.timed(asking[0].name):
+        with self.measuring():
+            view, asking = self._view(step), predicting(step.probes)
+            if self._memory is not None and asking:
                 change = measure_entropy_change(view, self._memory, needs_of(asking))
-            view = view.with_entropy_change(change)
-        step.view = view
-        if self._guard is not None:
-            self._guard.ready(view, step.probes)
+                view = view.with_entropy_change(change)
+            step.view = view
+            if self._guard is not None:
+                self._guard.ready(view, step.probes)
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 probe.prepare(view)
@@ -190,13 +214,15 @@ class StepDriver:
         if step is None or step.view is None:
             return
         if self._memory is not None:
-            self._memory.finish(step.number, self._loop.shard.weights())
+            with self.measuring():
+                self._memory.finish(step.number, self._loop.shard.weights())
         with self._aside():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     probe.after_step(step.view)
             if self._guard is not None:
-                step.check = self._guard.stepped()
+                with self.measuring():
+                    step.check = self._guard.stepped()
 
     def abandon(self) -> None:
         """Discards the step that has begun; called instead of `gradients_ready` when the loop skips the step."""
@@ -205,32 +231,41 @@ class StepDriver:
             self._rows.release()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
-        """Returns the estimates of each probe that measured the step, by its name; nothing when none did."""
+        """Ends the step, and frees its gradients. Returns the estimates of each probe that measured it, by its name.
+
+        The check of the step is the engine's. Nothing when no probe has measured it.
+        """
         step, self.open_step = self.open_step, None
-        if step is None or step.view is None:
-            return {}
-        answers = {}
-        for probe in step.probes:
-            with self._clock.timed(probe.name):
-                answers[probe.name] = probe.checked_results(step.number)
-        if step.check:
-            answers[predicting(step.probes)[0].name] |= step.check
+        answers: dict[str, dict[str, Estimate]] = {}
+        if step is not None and step.view is not None:
+            for probe in step.probes:
+                with self._clock.timed(probe.name):
+                    answers[probe.name] = probe.checked_results(step.number)
+            if step.check:
+                answers[self.name] = dict(step.check)
+            vectors = max(probe.num_vectors(step.view.num_folds) for probe in step.probes)  # one probe after another
+            of_engine = (part.most_bytes for part in (self._rows, self._memory) if part is not None)
+            self._bytes_held = sum(of_engine) + vectors * self._layout.num_bytes
+        if self._rows is not None:
+            self._rows.release()
+        self._seconds = self._clock.read()
         return answers
 
     # --- costs, state, end --------------------------------------------------------------------------------------------
 
     def costs(self, step_seconds: float) -> dict[str, float]:
-        """Returns each probe's seconds at the last measured step, fraction_of_step, all of them, and buffer_bytes.
+        """Returns what measuring the last step took: seconds by probe, their share of the step's, and bytes at once.
 
-        Call it after `finish`; it frees the step's gradient rows.
+        `engine_seconds` are what probes share: hooks, the folds' gradients, the entropy gradient, checks.
         """
-        seconds = self._clock.read()
-        buffers = 0 if self._memory is None else self._memory.num_bytes
-        if self._rows is not None:
-            buffers += self._rows.num_bytes
-            self._rows.release()
-        shared = {"fraction_of_step": sum(seconds.values()) / step_seconds, "buffer_bytes": float(buffers)}
-        return {f"{name}_seconds": spent for name, spent in seconds.items()} | shared
+        share = sum(self._seconds.values()) / step_seconds
+        costs = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
+        return costs | {"fraction_of_step": share, "buffer_bytes": float(self._bytes_held)}
+
+    def end(self) -> None:
+        """Ends what processes have in common: training has ended on all of them. A collective."""
+        if self._reduction is not None:
+            self._reduction.close()
 
     def close(self) -> None:
         """Removes every hook and frees all vectors: training has ended, perhaps in the middle of a step."""
@@ -249,57 +284,16 @@ class StepDriver:
         if self._memory is not None:
             self._memory.load_state_dict(state)
 
-    # --- a step's view ------------------------------------------------------------------------------------------------
-
     def _view(self, step: OpenStep) -> Step:
         """Returns what probes see of a step whose gradients are all in. A collective."""
-        loop, reduce, rollout = self._loop, self._loop.ranks.reduce, join_rollouts(step.rollouts)
+        loop, rollout = self._loop, join_rollouts(step.rollouts)
         edited = "" if self._guard is None else self._guard.why_edited()
-        padded = self._padding.why_it_matters(rollout, loop.policy, reduce)
+        padded = self._padding.why_it_matters(rollout, loop.policy, loop.ranks.reduce)
         own = loop.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
         capabilities = step.capabilities(loop, self._learned, own or edited or padded)
-        folds, fold = step.place_in_folds(loop, rollout, mixed=bool(capabilities.mixed_prompts))
-        batch = step.join(loop, rollout, fold, folds[-1].folds.stop)
-        mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-        why_no_rows = capabilities.mixed_prompts or self._terms.why_no_slices(step.folds, batch, capabilities)
-        ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
-        view = Step(
-            number=step.number,
-            batch=batch,
-            gradients=Gradients(loop.shard.weights(), mean, self._layout, self._reduction, None, why_no_rows),
-            optimizer=optimizer,
-            policy=loop.policy,
-            ranks=loop.ranks,
-            folds=folds,
-            fold_sizes=reduce(batch.sum_by_fold(ones)).cpu(),
-            capabilities=capabilities,
-        )  # fmt: skip
-        return self._with_rows(view, step.probes)
-
-    def _with_rows(self, view: Step, probes: Sequence[Probe]) -> Step:
-        """Returns what probes see of a step, with the gradients of its folds where one needs them. A collective."""
-        asking = [probe for probe in probes if probe.needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS)]
-        if self._rows is None or not asking or view.gradients.why_no_rows:
+        assert self._reduction is not None, "call start(loop) first"
+        view, needs = step.as_seen(loop, rollout, capabilities, self._reduction, self._terms), needs_of(step.probes)
+        if self._rows is None or not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or view.gradients.why_no_rows:
             return view
-        with self._clock.timed(asking[0].name):
-            if len(view.folds) > len(view.batch.microbatch_rows):
-                self._rows.fill_slices(view)
-            mean = self._layout.vector(view.gradients.mean.values())
-            squares = self._rows.finish(view.fold_sizes, view.ranks.count, mean)
-            sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
-            if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
-                sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
-            tensors = [*self._loop.shard.leaves.values(), *(self._rows.rows or ())]
-            is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
-            squares = view.ranks.reduce(squares)
-            why_not = why_not_the_sum(squares, is_rounded)
-            gradients = dataclasses.replace(
-                view.gradients, rows=self._rows.rows, sq_norms=sq_norms, why_no_rows=why_not
-            )
-            view = dataclasses.replace(view, gradients=gradients)
-            return self._terms.checked(view, squares[3:], asked=Need.LOSS_CHECK in needs_of(probes))
-
-    def disarm(self) -> None:
-        """Removes the hooks before the next call: the loop's backward is over."""
-        if self._rows is not None:
-            self._rows.disarm()
+        view, squares = self._rows.complete(view)
+        return self._terms.checked(view, squares, asked=Need.LOSS_CHECK in needs)

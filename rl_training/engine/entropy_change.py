@@ -26,6 +26,7 @@ changes of the step.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ from rl_training.engine.updates import (
     whole_update,
 )
 from rl_training.mathematics.estimate import FEWEST_FOLDS
+from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 from rl_training.mathematics.quantities import Quantity
@@ -89,9 +91,13 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     if Need.ENTROPY_ROWS in needs:
         rows = layout.zeros(len(sizes), device=memory.device)
     check = ScoreCheck(step.batch, step.policy)
-    found = fold_gradients(step, ratios, entropy / length, settings, check)
-    # Where they are few all come first: passes and products in turns would drive each other out of a CPU's cache.
-    for group, directions in list(found) if layout.is_small else found:
+    found: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(step, ratios, entropy / length, settings, check)
+    if layout.is_small:  # then all come first: passes and products in turns would drive each other out of a CPU's cache
+        found = list(found)
+    at_once = len(sizes) if layout.is_small else len(step.folds[0].folds)
+    sums = products.sums if products is not None else []
+    memory.count_bytes(intended, update, rows, *sums, more=at_once * (1 + settings.per_sequence))
+    for group, directions in found:
         for number, k in enumerate(group.folds):
             if products is not None:
                 products.add(k, [[part[number] for part in x] for x in directions])
@@ -170,7 +176,7 @@ def _with_quantities(
     """
     per_sequence = change.settings.per_sequence
     names = ("entropy", *PRODUCTS, *change.labels, *[LENGTH_AND_REWARD] * per_sequence)
-    multiplied, lost = products.sums(step.ranks.reduce)
+    multiplied, lost = products.over_processes(step.ranks.reduce)
     table = torch.cat([levels, multiplied.flatten(1), lost], dim=1).cpu()
     factor = None
     if per_sequence:

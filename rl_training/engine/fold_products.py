@@ -42,21 +42,21 @@ class FoldProducts:
     previous: Vector | None
     steps: StepsWithoutFolds | None
     num_targets: int
-    _sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
+    sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
     _products: list[Tensor] = field(default_factory=list)  # by fold, (·, targets)
 
     def __post_init__(self) -> None:
-        self._sums = [self.layout.zeros() for _ in range(self.num_targets)]
+        self.sums = [self.layout.zeros() for _ in range(self.num_targets)]
 
     def add(self, k: int, directions: list[Vector]) -> None:
         """Takes X_k, a vector for each target."""
-        for total, x in zip(self._sums, directions, strict=True):
+        for total, x in zip(self.sums, directions, strict=True):
             add(total, x, float(self.sizes[k]))
         reuse, backward = self._dots(self.update, directions), self._dots(self.previous, directions)
         forward, unclipped, split = self._forward(k, directions)
         self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
 
-    def sums(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def over_processes(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Returns n_k X_k · δθ of PRODUCTS and of forward's splits, and what the others lose with a fold. A collective.
 
         Both fp64, a pair for each: (F, products, 2), and Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, (F, 2).
@@ -73,9 +73,9 @@ class FoldProducts:
         """Returns S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), (F, targets)."""
         if self.steps is None:
             return torch.full_like(own, torch.nan)
-        lost = -self._dots(self.update, self._sums) - own
+        lost = -self._dots(self.update, self.sums) - own
         for piece in self.steps.pieces:
-            products = [dots(moved, piece.of(x)) for moved in self.steps.totals(piece) for x in self._sums]
+            products = [dots(moved, piece.of(x)) for moved in self.steps.totals(piece) for x in self.sums]
             lost += torch.stack(products).view_as(lost)
         return lost
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,13 @@ class FoldReduction:
     The hooks exist only between `arm` and `disarm`, around one backward. All processes arm alike and run one backward.
     """
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, shard: Shard, timed: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """timed: a context that adds up the time of what hooks do."""
+        self.shard, self._timed = shard, timed
         self._buckets = shard.layout.buckets
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
-        # Of its own: a loop's collectives run on the default group in the same backward.
-        self._group = dist.new_group() if shard.num_ranks > 1 else None
+        # Of its own, once something is sent: a loop's collectives run on the default group in the same backward.
+        self._group: dist.ProcessGroup | None = None
         # The gradients of one bucket are held together in any case: a backward of our own returns them, without hooks.
         self._returned = len(self._buckets) == 1 and not shard.gathers_weights
         self._handles: list[RemovableHandle] = []
@@ -45,6 +47,13 @@ class FoldReduction:
         # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
         self.late = 0
         self.forget()
+
+    def close(self) -> None:
+        """Destroys the group of processes, if one was made. A collective: training has ended on all of them."""
+        self.forget()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
 
     def forget(self) -> None:
         """Removes the hooks and sends nothing: the loop has left the step, perhaps on this process alone."""
@@ -82,6 +91,8 @@ class FoldReduction:
         shard, self._target = self.shard, target
         self._reduced = len(target[0]) == 1 and shard.reduces_each_backward
         if not self._reduced:
+            if shard.num_ranks > 1 and self._group is None:
+                self._group = dist.new_group()
             self._unsent = len(self._buckets)
             leaves = {} if consume and self._returned else shard.leaves
             for name, leaf in leaves.items():
@@ -120,10 +131,11 @@ class FoldReduction:
         """Adds what a backward has left in `.grad` of a bucket, means over processes, to the only row."""
         bucket, rows = self._buckets[number], self._target[number]
         if any(name in self._held for name in bucket.names):
-            mean = torch.cat(self._taken(bucket.names, bucket.sizes))
-            if self._before:
-                mean -= self._before[number]
-            rows[0].add_(mean.to(rows), alpha=self.shard.num_ranks)
+            with self._timed():
+                mean = torch.cat(self._taken(bucket.names, bucket.sizes))
+                if self._before:
+                    mean -= self._before[number]
+                rows[0].add_(mean.to(rows), alpha=self.shard.num_ranks)
 
     def _hold(self, name: str, gradient: Tensor) -> None:
         self._held[name] = self._held[name] + gradient if name in self._held else gradient
@@ -156,8 +168,12 @@ class FoldReduction:
     def _send_next(self) -> None:
         """Sends a bucket, a large parameter in parts, and adds this process's entries to their folds."""
         self._unsent -= 1
+        with self._timed():
+            self._send(self._buckets[self._unsent].names, self._target[self._unsent])
+
+    def _send(self, names: Sequence[str], rows: Tensor) -> None:
+        """The same for these parameters: `rows` are of their bucket, by fold."""
         shard, layout = self.shard, self.shard.layout
-        names, rows = self._buckets[self._unsent].names, self._target[self._unsent]
         whole = self._taken(names, map(shard.numel, names))
         if self._group is None:  # all entries are this process's
             rows[0].add_(join(whole).to(rows.device))

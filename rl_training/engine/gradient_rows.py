@@ -10,6 +10,7 @@ which is undone once, at the end of the step: the optimizer's gradient is the me
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from rl_training.engine.entropy_gradients import add_gradients
 from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.step import Step
+from rl_training.engine.step_check import why_not_the_sum
 from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.vectors import Vector, add, copy, dot, dots, num_bytes, square_norms
 
@@ -34,6 +36,7 @@ class GradientRows:
         self.rows: Vector | None = None  # (F, n) of each bucket
         # (F + 1, parameters, 2) fp64: of this process's entries, |g_k|² and Σ P g_k², and last those of the step's g.
         self.sq_norms: Tensor | None = None
+        self.most_bytes = 0  # of all vectors that the step has kept here at once
         self._groups: Sequence[FoldGroup] = ()
         self._roots: Vector | None = None
         self._group: int | None = None  # whose gradients arrive
@@ -48,7 +51,7 @@ class GradientRows:
                    rows of one group of folds at a time in memory where rows are not kept
         """
         self.release()
-        self._reduction.late = 0
+        self._reduction.late = self.most_bytes = 0
         self._groups, self._roots = groups, roots
         num_folds = groups[-1].folds.stop
         if keep_rows:
@@ -82,6 +85,22 @@ class GradientRows:
         """Removes the hooks: the backward is over. A collective, if they were set."""
         self._reduction.disarm()
 
+    def complete(self, step: Step) -> tuple[Step, Tensor]:
+        """Return a step with the gradients of its folds, and the square norms of these, (F,). A collective."""
+        if len(step.folds) > len(step.batch.microbatch_rows):
+            self.fill_slices(step)
+        mean = self.layout.vector(step.gradients.mean.values())
+        squares = self.finish(step.fold_sizes, step.ranks.count, mean)
+        sq_norms = None if self.sq_norms is None else step.ranks.reduce(self.sq_norms)
+        if sq_norms is not None and step.optimizer.states is not None:  # nothing in any metric, cold or warm
+            sq_norms[:, [not state.moves for state in step.optimizer.states.values()], 1] = 0.0
+        tensors = [*self._reduction.shard.leaves.values(), *(self.rows or ())]
+        is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
+        squares = step.ranks.reduce(squares)
+        why_not = why_not_the_sum(squares, is_rounded)
+        gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms, why_no_rows=why_not)
+        return dataclasses.replace(step, gradients=gradients), squares[3:]
+
     def fill_slices(self, step: Step) -> None:
         """Splits each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.
 
@@ -114,6 +133,7 @@ class GradientRows:
         mean   the step's gradient, whose square norms come last
         """
         self._measure_passing()
+        self._count_bytes()
         factors = float(sizes.sum()) / (num_ranks * sizes)
         if self.rows is None:
             assert self._sum is not None
@@ -141,10 +161,9 @@ class GradientRows:
         self._reduction.forget()
         self.rows = self.sq_norms = self._passing = self._sum = self._roots = self._group = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what is kept at present."""
-        return sum(map(num_bytes, (self.rows, self._passing, self._sum, self._roots)))
+    def _count_bytes(self) -> None:
+        held = sum(map(num_bytes, (self.rows, self._passing, self._sum, self._roots)))
+        self.most_bytes = max(self.most_bytes, held)
 
     def _measure_passing(self) -> None:
         if self._passing is not None and self._group is not None:
@@ -152,6 +171,7 @@ class GradientRows:
             folds = self._groups[self._group].folds
             self.sq_norms[folds.start : folds.stop] = square_norms(self.layout, self._passing, self._roots)
             self._sum = self._sum or self.layout.zeros()
+            self._count_bytes()
             add(self._sum, [part.sum(dim=0) for part in self._passing])
         self._passing = None
 

@@ -31,10 +31,6 @@ class KeptVector:
         self.step: int | None = None  # that it is of
         self.errors = RunningVariance(error_decay)
 
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes(self.vector)
-
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the errors, the step and this process's entries, in host memory; of these nothing before the first.
 
@@ -99,11 +95,16 @@ class StepMemory(KeptVector):
         super().__init__(shard, settings.error_decay)
         self.settings = settings
         self.device = "cpu" if offload else None  # of what is kept by fold; None: the parameters'
+        self.most_bytes = 0  # of all vectors that the last step has held at once
         self.attribution = Attribution(shard.layout.names)
 
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + num_bytes([*self._before.values()])
+    def count_bytes(self, *vectors: Vector | None, more: int) -> None:
+        """Note how many bytes a step takes that holds these vectors at once, and so many more beside what is kept.
+
+        That is δθ of the step before, or weights that are kept until those after the step are there.
+        """
+        parts = {id(part): part for vector in (self.vector, *vectors) for part in vector or ()}  # each once
+        self.most_bytes = num_bytes([*parts.values(), *self._before.values()]) + more * self._layout.num_bytes
 
     def before(self, step: int) -> Vector | None:
         """Returns δθ of step − 1, None if it is not known."""

@@ -21,12 +21,15 @@ from rl_training.engine.capabilities import (
     Capabilities,
     Fixes,
 )
+from rl_training.engine.fold_reduction import FoldReduction
+from rl_training.engine.loss_terms import TermsCheck
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.optimizer import gradients_and_states, view_optimizer
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
-from rl_training.engine.step import Step
+from rl_training.engine.step import Gradients, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import FoldGroup, folds_of_prompts, plan_prompt_folds, ranges_of
 from rl_training.mathematics.scores import Scores
@@ -134,6 +137,31 @@ class OpenStep:
             other_terms=OTHER_TERMS if other_terms else "",
             hooked=HOOKED if hooked else "",
             another_loss=fixes.dr_grpo,
+        )
+
+    def as_seen(
+        self, loop: Loop, rollout: Rollout, capabilities: Capabilities, reduction: FoldReduction, terms: TermsCheck
+    ) -> Step:
+        """Return what probes see of the step once all gradients are in, but the gradients of its folds. A collective.
+
+        Args:
+            rollout: All microbatches of the step.
+        """
+        folds, fold = self.place_in_folds(loop, rollout, mixed=bool(capabilities.mixed_prompts))
+        batch = self.join(loop, rollout, fold, folds[-1].folds.stop)
+        mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
+        why_no_rows = capabilities.mixed_prompts or terms.why_no_slices(self.folds, batch, capabilities)
+        ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
+        return Step(
+            number=self.number,
+            batch=batch,
+            gradients=Gradients(loop.shard.weights(), mean, loop.shard.layout, reduction, None, why_no_rows),
+            optimizer=optimizer,
+            policy=loop.policy,
+            ranks=loop.ranks,
+            folds=folds,
+            fold_sizes=loop.ranks.reduce(batch.sum_by_fold(ones)).cpu(),
+            capabilities=capabilities,
         )
 
     def place_in_folds(self, loop: Loop, rollout: Rollout, mixed: bool) -> tuple[Sequence[FoldGroup], Tensor]:

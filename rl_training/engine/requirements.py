@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rl_training.engine.capabilities import ONE_RESPONSE
+from rl_training.engine.clock import SHARED
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.precision import named
@@ -55,7 +56,8 @@ class Requirements:
     @classmethod
     def of(cls, probes: Sequence[Probe]) -> Requirements:
         """ValueError when two probes have the same name, or ask for different folds or entropy gradients."""
-        twice = [name for name, count in Counter(probe.name for probe in probes).items() if count > 1]
+        names = [SHARED, *(probe.name for probe in probes)]
+        twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise UserError(f"two probes have the same name: {twice}")
         needs = needs_of(probes)
@@ -110,7 +112,7 @@ def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]
     """Returns what will be measured, in a sentence, and what will not and which setting would change that."""
     shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
     count = requirements.folds(shape, shape.sizes)[-1].folds.stop
-    vectors, size = requirements.num_vectors(count), layout.num_entries * layout.dtype.itemsize / 1e6
+    vectors, size = requirements.num_vectors(count), layout.num_bytes / 1e6
     plan = (
         f"probes measure {_counted(count, 'fold')} of whole prompts a step, from "
         f"{_counted(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "

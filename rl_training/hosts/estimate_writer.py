@@ -35,8 +35,9 @@ class EstimateWriter:
         self.begin()
 
     def begin(self) -> None:
-        """Starts the clock of a step; after `finish_line` that of the next one runs already."""
-        self._started = time.perf_counter()
+        """Starts the clock: training begins. A step takes from the end of the one before to its own."""
+        self._ended = time.perf_counter()
+        self._step_time = 0.0  # of the last step, in seconds
 
     def finish(self, number: int) -> dict[str, float]:
         """Ends the driver's step, writes its sequences and estimates, and returns these, their errors and their cost.
@@ -47,10 +48,12 @@ class EstimateWriter:
         if step is not None and self.records is not None and self.records.wants_rollouts_of(number):
             self.records.write_rollouts(number, _sequences(step, self._decode))
         estimates = self._driver.finish()
+        numbers = self.write(number, estimates)
+        now = time.perf_counter()
+        self._step_time, self._ended = now - self._ended, now
         if not estimates:
             return {}
-        numbers = self.write(number, estimates)
-        costs = self._driver.costs(time.perf_counter() - self._started)
+        costs = self._driver.costs(self._step_time) | {"step_time": self._step_time}
         return numbers | {f"probe_cost/{name}": cost for name, cost in costs.items()}
 
     def finish_line(self, number: int, line: dict[str, Any]) -> dict[str, float]:
@@ -61,8 +64,7 @@ class EstimateWriter:
         assert self._driver.open_step is not None
         line |= _known(_averages(self._driver.open_step))
         measured = _known(self.finish(number))
-        line |= measured | {"step_time": time.perf_counter() - self._started}
-        self._started += line["step_time"]
+        line |= measured | {"step_time": self._step_time}
         if self.records is not None:
             row = {name: value.item() if isinstance(value, Tensor) else value for name, value in line.items()}
             self.records.write_metrics(number, row)

@@ -159,6 +159,8 @@ class MeasuredLoop:
 
     def __exit__(self, *exc_info: object) -> None:
         self._place = OUTSIDE
+        if exc_info[0] is None:  # else perhaps on this process alone
+            self._driver.end()
         self._undo.close()
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -213,7 +215,8 @@ class MeasuredLoop:
         if entropies is None:
             entropies = torch.full_like(logps, torch.nan)
             if step.probes or self._bound:
-                entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
+                with self._driver.measuring():
+                    entropies = self._policy.score_rollout(rollout, as_training=True, dropout=True).entropies
         scores = Scores(logps, entropies, rollout.completion_mask)
         self._driver.microbatch(rollout, scores, MadeLoss(other_terms=other_terms))
 

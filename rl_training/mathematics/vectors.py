@@ -85,6 +85,11 @@ class Layout:
         self.num_entries = starts[-1]
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of one vector."""
+        return self.num_entries * self.dtype.itemsize
+
+    @property
     def is_small(self) -> bool:
         """Whether all entries together are few enough to be handled at once."""
         return self.num_entries <= self.at_once

@@ -81,6 +81,13 @@ def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: s
     assert too_far(off, tolerance) == {}
 
 
+def test_no_group_of_processes_outlives_a_training_and_none_is_made_where_nothing_is_sent(trained) -> None:
+    for name in CASES:
+        (_, after), (during, _) = (trained(case, CASES[name])[0]["groups"] for case in (name, f"{name}_bare"))
+        assert after == during
+    assert len(set(trained("fsdp2_numerics", 2)[0]["groups"])) == 1  # its probes send no gradients
+
+
 def by_step_and_name(found: Found) -> dict[tuple[int, str], tuple[float, float]]:
     return {(step, name): row[:2] for step, rows in enumerate(found["estimates"]) for name, row in rows.items()}
 

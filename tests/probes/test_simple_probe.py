@@ -346,7 +346,7 @@ def test_a_step_whose_gradient_is_nearly_that_of_one_prompt_is_predicted(make_tr
         assert math.isfinite(answer["delta_h/forward"].stderr)
 
 
-def test_fewer_than_four_folds_give_a_value_without_error_bar_and_cost_as_many_bytes(make_trainer) -> None:
+def test_fewer_than_four_folds_give_a_value_without_error_bar_and_cost_as_many_bytes_fewer(make_trainer) -> None:
     probe = Answers(num_folds=2)
     trainer = make_trainer(probes=[probe], max_completion_length=8, max_steps=2)
     trainer.train()
@@ -356,7 +356,8 @@ def test_fewer_than_four_folds_give_a_value_without_error_bar_and_cost_as_many_b
     assert "needs 4 folds" in forward.reason
     parameters = sum(p.numel() for p in trainer.model.parameters())
     held = [line["probe_cost/buffer_bytes"] for line in trainer.state.log_history if "loss" in line]
-    assert held == [4 * parameters * (2 + 1)] * 2  # 2 folds, and the update that the next step looks back on
+    # Of each of 2 folds the gradient and the entropy gradient, the sum of these, the update; then the one before, too.
+    assert held == [4 * parameters * (2 + 2 + 2), 4 * parameters * (2 + 2 + 3)]
 
 
 def test_measuring_every_second_step_leaves_out_what_needs_neighbours(make_trainer) -> None:

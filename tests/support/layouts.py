@@ -166,8 +166,13 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             found.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})
-        sent = measured._driver._reduction.bytes_sent
-    return {"estimates": found, "digest": digest(trained, optimizer), "sent": sent}
+        sent, during = measured._driver._reduction.bytes_sent, num_groups()
+    return {"estimates": found, "digest": digest(trained, optimizer), "sent": sent, "groups": (during, num_groups())}
+
+
+def num_groups() -> int:
+    """Returns how many groups of processes this one knows of."""
+    return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
 
 
 def digest(trained: list[Any], optimizer: torch.optim.Optimizer) -> str:

@@ -179,7 +179,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         scores = self._policy.completed(found, rollout, is_kept)
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and is_kept:
-            seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
+            with self.driver.measuring():
+                seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
         self.driver.microbatch(rollout, scores, MadeLoss(loss, self.loss_settings), seen)
         return loss
 
@@ -200,6 +201,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             self._begin_training()
         if self._records is not None:
             self._records.start(after_step=state.global_step)
+        self._writer.begin()
 
     def _begin_training(self) -> None:
         """Tells the driver where parameters and optimizer are: some launches place them only now."""
@@ -229,9 +231,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._undo_engine.close()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._writer.begin()
+        self.driver.end()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.driver.stepped()

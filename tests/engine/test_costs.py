@@ -1,0 +1,118 @@
+"""What measuring costs is said in full, of the step as it is, whichever order the probes have; and it is given back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainers import FEW
+from transformers import TrainerCallback
+
+from rl_training import Probe
+from rl_training.engine import driver as driver_module
+from rl_training.engine.clock import SHARED
+from rl_training.engine.fold_reduction import FoldReduction
+from rl_training.engine.open_step import OpenStep
+from rl_training.engine.padding import PaddingCheck
+from rl_training.engine.requirements import Requirements
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    InterventionsProbe,
+    SimpleEntropyProbe,
+)
+from rl_training.records.jsonl import Records, read_estimates
+
+LONG = 0.2  # seconds: what these trainings otherwise take is much less
+
+
+def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+def costs_of(trainer: Any) -> list[dict[str, float]]:
+    """Returns what each step of a training is said to have cost."""
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    begin = "probe_cost/"
+    return [{k.removeprefix(begin): v for k, v in line.items() if k.startswith(begin)} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (PaddingCheck, "why_it_matters"),
+        (OpenStep, "as_seen"),
+        (FoldReduction, "_send"),  # what hooks do of the backward's time
+        (driver_module, "measure_entropy_change"),
+    ],
+)
+def test_what_all_probes_share_is_the_engines_cost(make_trainer, monkeypatch, owner: Any, name: str) -> None:
+    monkeypatch.setattr(owner, name, slowed(getattr(owner, name), LONG))
+    (cost,) = costs_of(make_trainer(probes=[EffectiveSampleSizeProbe(), SimpleEntropyProbe()], max_steps=1, **FEW))
+    assert cost["engine_seconds"] > LONG
+    assert cost["simple_seconds"] + cost["ess_seconds"] < LONG
+    of_all = cost["engine_seconds"] + cost["simple_seconds"] + cost["ess_seconds"]
+    assert cost["fraction_of_step"] == pytest.approx(of_all / cost["step_time"])
+
+
+def test_the_order_of_probes_decides_neither_who_pays_nor_whose_the_check_is(make_trainer, tmp_path: Path) -> None:
+    probes: list[Probe] = [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1)]
+    said = []
+    for number, order in enumerate((probes, probes[::-1])):
+        folder = tmp_path / str(number)
+        settings = {**FEW, "gradient_accumulation_steps": 4}
+        (cost,) = costs_of(make_trainer(probes=order, records=Records(folder), max_steps=1, **settings))
+        rows = read_estimates(folder)
+        said.append(({(row["probe"], row["name"]) for row in rows}, set(cost), cost["buffer_bytes"]))
+    assert said[0] == said[1]
+    assert (SHARED, "step/formula_error") in said[0][0]
+
+
+def test_a_probe_cannot_have_the_engines_name() -> None:
+    class Engine(Probe):
+        name = SHARED
+
+    with pytest.raises(ValueError, match="two probes have the same name"):
+        Requirements.of([Engine()])
+
+
+def test_costs_are_of_the_time_from_the_end_of_one_step_to_that_of_the_next(make_trainer) -> None:
+    """Not of TRL's step_time, which leaves out the optimizer and what lies between steps."""
+
+    class Slow(TrainerCallback):
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(LONG)
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(LONG)
+
+    trainer = make_trainer(probes=[EffectiveSampleSizeProbe()], **FEW)
+    trainer.add_callback(Slow())
+    begin = time.perf_counter()
+    costs = costs_of(trainer)
+    assert all(cost["step_time"] > 2 * LONG for cost in costs)
+    assert sum(cost["step_time"] for cost in costs) < time.perf_counter() - begin
+
+
+def test_asking_for_costs_changes_nothing_and_nobody_need_ask(make_trainer, monkeypatch) -> None:
+    """What the step has kept is freed when it ends."""
+    trainer = make_trainer(probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe()], max_steps=1, **FEW)
+    driver = trainer.attachment.driver
+    asked = []
+
+    def twice(step_seconds: float, costs: Any = driver.costs) -> dict[str, float]:
+        assert driver._rows.rows is None
+        asked.append(costs(step_seconds))
+        return costs(step_seconds)
+
+    monkeypatch.setattr(driver, "costs", twice)
+    (cost,) = costs_of(trainer)
+    assert asked[0] == {name: value for name, value in cost.items() if name != "step_time"}
