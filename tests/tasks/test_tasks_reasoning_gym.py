@@ -72,6 +72,15 @@ def test_an_example_of_the_warm_start_is_rewarded(sums: Task) -> None:
     assert all(rewards(sums, example.prompt, example.completion) == [1.0] for example in asked)
 
 
+@pytest.mark.parametrize("task", ["gsm_symbolic", "list_functions", "word_ladder"])
+def test_a_task_that_holds_its_questions_ready_gives_rows_as_any_other(task: str) -> None:
+    """These make a list as long as their size at once, or take no size above 20 000."""
+    rows = reasoning_gym(task, num_train=4, num_eval=1)
+    assert len(rows.train_dataset) == 4
+    prompt, answer = rows.train_dataset[0]["prompt"], rows.train_dataset[0]["answer"]
+    assert rewards(rows, prompt, f"<answer>{answer}</answer>") == [1.0]
+
+
 @pytest.mark.parametrize(
     ("task", "options", "said"),
     [
