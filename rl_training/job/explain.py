@@ -109,7 +109,7 @@ def explain(error: Exception) -> str:
         return f"{typed}: {signs} need quotes: {quoted(key, value)}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        options = sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
+        options = _options_of(group)
         hint = did_you_mean(name, options)
         return f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{hint}"
     cause = error.__cause__
@@ -121,10 +121,17 @@ def explain(error: Exception) -> str:
         return f"{key}: there is no such setting, see --help{did_you_mean(key, _known_settings())}"
     if cause and not is_choice:
         return f"{message}: it takes no value of this kind; for a list: '{key}=[…]'"
-    chosen = [word for word in sys.argv[1:] if (CONF / word.lstrip("+").partition("=")[0]).is_dir()]
-    if cause or (chosen and isinstance(error, ValueError | TypeError)):
-        return f"{', '.join(chosen)}: a choice is a name, or a list of names ({message})"
+    choices = (word.lstrip("+").partition("=") for word in sys.argv[1:])
+    wrong = [(group, name) for group, _, name in choices if (CONF / group).is_dir() and name not in _options_of(group)]
+    if wrong and (cause or isinstance(error, ValueError | TypeError)):
+        group, name = wrong[0]
+        options = _options_of(group)
+        return f"{group}={name}: give a name, or names as in '{group}=[{options[0]}]': {', '.join(options)}"
     return message
+
+
+def _options_of(group: str) -> list[str]:
+    return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
 
 
 def _known_settings() -> dict[str, str]:

@@ -124,9 +124,9 @@ def train_with_own(tmp_path: Path, *arguments: str) -> Command:
     [  # other mistakes: refused.yaml
         (["data.path=/a b (1)=2"], """'data.path="/a b (1)=2"'"""),
         (["~trainer"], "full_key: trainer."),
-        (["model=null"], "model=null: a choice is a name, or a list of names"),
-        (["probe=[simple,null]"], "probe=[simple,null]: a choice is a name, or a list of names"),
-        (["probe={a:1}"], "probe={a:1}: a choice is a name, or a list of names"),
+        (["model=null"], "model=null: give a name, or names as in 'model=[hub]': hub, qwen"),
+        (["probe=[simple,null]"], "probe=[simple,null]: give a name, or names as in 'probe=[all]': all, cov"),
+        (["probe={a:1}"], "probe={a:1}: give a name, or names as in 'probe=[all]': all, cov"),
         (["probe=simple,gns"], "To use it as a list, use key=[value1,value2]"),
         (["trainer.learning_rate=1e10"], "step 2"),
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
