@@ -183,7 +183,7 @@ def serve(module: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_WORKER_BYTES, _MAX_WORKER_BYTES))
     try:
         prepare: Callable[..., Callable[[], Any]] = importlib.import_module(module).load()
-    except (ImportError, UserError) as error:
+    except ImportError as error:
         reply({"failure": str(error)})
         return
     sys.addaudithook(refuse_code_from_text)

@@ -43,8 +43,8 @@ def open_dataset(task: str, seed: int, settings: Mapping[str, Any], size: int) -
         size: how many questions there are. Most tasks make as many as they are asked for, whatever this says.
 
     Raises:
-        UserError: without the package, for a task or a setting that it does not know, and for a task that pays whatever
-            is answered.
+        ImportError: without the package.
+        UserError: for a task or a setting that it does not know, and for a task that pays whatever is answered.
     """
     with of_an_extra():
         from reasoning_gym.factory import DATASETS, create_dataset

@@ -32,8 +32,8 @@ def reasoning_gym(
 
     settings  of that task, as its configuration in the package names them: {"min_terms": 2, "max_digits": 1}
 
-    Raises UserError without the package, for a name or a setting that it does not know, and where the task has fewer
-    questions than rows are asked for.
+    Raises ImportError without the package, and UserError for a name or a setting that it does not know, and where the
+    task has fewer questions than rows are asked for.
     """
     rows: dict[bool, dict[str, Any]] = {False: {}, True: {}}  # by held out: the package's entry of each prompt
     wanted = {False: num_train, True: num_eval}
