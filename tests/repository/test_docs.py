@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
 OURS = (
     *("step/", "update/", "delta_h", "entropy/", "gns", "ess", "sampler/", "covariance", "intervention", "tokens/"),
-    *("buffer", "probe_cost", "measured/", "delta_length", "delta_reward"),
+    *("buffer", "probe_cost", "measured/", "bound/", "delta_length", "delta_reward"),
 )
 
 
@@ -88,7 +88,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     assert trainer.attachment.latest["reward_spread/all"].value > 0
     mismatched = trainer_maker(folder)(probes=[SimpleEntropyProbe()], top_p=0.9, **FEW)
     mismatched.train()
-    return {name for name in {*names, *mismatched.attachment.latest} if name.startswith(OURS)}
+    bounded = trainer_maker(folder)(target_kl_share=2e-3, **FEW)
+    bounded.train()
+    names |= {*mismatched.attachment.latest, *bounded.attachment.latest}
+    return {name for name in names if name.startswith(OURS)}
 
 
 def rows_of_the_page() -> dict[str, re.Pattern[str]]:
