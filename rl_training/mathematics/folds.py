@@ -199,7 +199,7 @@ def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: in
             more.
 
     >>> folds_of_prompts(torch.tensor([4, 9, 6, 4]), plan_prompt_folds(3, num_folds=2))
-    tensor([0, 1, 1, 0])
+    tensor([0, 1, 0, 0])
     """
     prompts, place = prompt_index.unique(return_inverse=True)
     folds = [group.folds[group.fold_of_rank[rank]] for group in groups]
