@@ -26,7 +26,7 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
 
     >>> check_allowed("top_p", 2.0, "float (0, 1] or null for the run's")
     Traceback (most recent call last):
-    ValueError: top_p=2.0 must be above 0 and at most 1, or null for the run's
+    rl_training.errors.UserError: top_p=2.0 must be above 0 and at most 1, or null for the run's
     """
     if not isinstance(allowed, str):
         if value not in allowed:
