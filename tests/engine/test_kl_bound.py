@@ -15,7 +15,7 @@ from torch import Tensor
 from trainers import FEW, SGD, SHAPE, differing, ending, trained_weights
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import DrGRPOTrainer, SimpleEntropyProbe, attach, measured_loop
+from rl_training import DrGRPOTrainer, Records, SimpleEntropyProbe, attach, measured_loop, write_report
 from rl_training.engine.kl_bound import BoundState, KLBound, kl_of_tokens, schedule_factor, search_factor
 from rl_training.mathematics.scores import Scores
 from rl_training.tasks.models import load_tiny
@@ -248,3 +248,18 @@ def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Call
 
 
 PLAIN_TRL: dict[str, Any] = {"use_cpu": True, "bf16": False, "learning_rate": 1e-2, "loss_type": "dapo"}
+
+
+def test_the_report_says_how_far_steps_went_and_with_which_rates(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    records = Records(tmp_path / "run" / "logs")
+    trainer = make_trainer(records=records, target_kl_share=SHARE, **FEW | {"learning_rate": 1e-2, "max_steps": 3})
+    trainer.train()
+    page = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    shortened = sum(row["bound/tries"] > 0 for row in numbers_of(trainer))
+    rates = [row["bound/learning_rate"] for row in numbers_of(trainer)]
+    assert f"{shortened} of 3 steps were shortened" in page
+    assert f"the learning rate went from {rates[0]:.2g} to {rates[2]:.2g}" in page
+    for title in ("How far each step moves the policy", "The learning rate that this takes"):
+        assert title in page

@@ -29,6 +29,8 @@ def draw_figures(run: Run) -> list[Chart]:
     drawn = [_reward(run), _entropy(run), _delta_h(run), *_calibration(run)]
     if len(run.measured("delta_h/part/momentum")):
         drawn += [_causes(run), _layers(run)]
+    if len(run.measured("bound/kl")):
+        drawn += [_declared(key, run) for key in ("bound", "bounded_rate")]
     if len(run.measured("gns/noise_scale_prompts")):
         drawn.append(_noise_scale(run))
     if len(run.measured("covariance/token")):

@@ -14,7 +14,7 @@ ENOUGH_SURVIVES = 0.9  # of a step, after rounding
 
 def opening(run: Run) -> list[str]:
     """Return the sentences that open the report of a run, those that there is something to say for."""
-    parts = (_rewards_that_teach_nothing, _level, _rate, _whether_predictions_hold, _lost_to_rounding)
+    parts = (_rewards_that_teach_nothing, _level, _rate, _whether_predictions_hold, _bound, _lost_to_rounding)
     return spoken(*(part(run) for part in parts))
 
 
@@ -63,6 +63,18 @@ def _whether_predictions_hold(run: Run) -> str:
     if is_significant(apart):
         return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
     return f"The predictions hold so far: {figures}."
+
+
+def _bound(run: Run) -> str:
+    """Say how steps were bounded by their KL, where they were."""
+    kl, tries, rates = (run.known(f"bound/{name}")["value"] for name in ("kl", "tries", "learning_rate"))
+    if kl.empty:
+        return ""
+    shortened = int((tries > 0).sum())
+    return (
+        f"KL bounds the steps: {kl.median():.2g} nats per token in the median. {shortened} of {len(kl)} steps were "
+        f"shortened, and the learning rate went from {rates.iloc[0]:.2g} to {rates.iloc[-1]:.2g}."
+    )
 
 
 def _lost_to_rounding(run: Run) -> str:
