@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.engine.options import check_whole
 from rl_training.engine.step import EntropySettings, Step
 from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
@@ -62,8 +63,7 @@ class Probe:
     running: Any = None
 
     def __init__(self, every: int = 1) -> None:
-        if type(every) is not int or every < 1:
-            raise UserError(f"{self.name}: every={every!r} must be at least 1 (measure each `every`-th step)")
+        check_whole(f"{self.name}: every", every, 1, " (measure each `every`-th step)")
         self.every = every
         self._answers: dict[str, Estimate] = {}
 

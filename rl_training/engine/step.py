@@ -14,10 +14,10 @@ from torch import Tensor
 from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import Capabilities
 from rl_training.engine.fold_reduction import FoldReduction
+from rl_training.engine.options import check_flag, check_share, check_whole
 from rl_training.engine.policy import Policy
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.updates import StepsWithoutFolds
-from rl_training.errors import UserError
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.quantities import Quantity
@@ -75,12 +75,9 @@ class EntropySettings:
     error_decay: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.responses_per_prompt < 1:
-            raise UserError(f"responses_per_prompt={self.responses_per_prompt} must be at least 1")
-        if type(self.per_sequence) is not bool:
-            raise UserError(f"per_sequence={self.per_sequence} must be true or false")
-        if not 0.0 <= self.error_decay < 1.0:
-            raise UserError(f"error_decay={self.error_decay} must lie in [0, 1); 0.5 averages over three steps")
+        check_whole("responses_per_prompt", self.responses_per_prompt, 1)
+        check_flag("per_sequence", self.per_sequence)
+        check_share("error_decay", self.error_decay, "[0, 1)", "; 0.5 averages over three steps")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.open_step import OpenStep, Shape
+from rl_training.engine.options import check_num_folds
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 from rl_training.engine.rotary import depends_on_longest_row
@@ -41,8 +42,7 @@ def refuse_what_is_no_probe(probes: Any) -> None:
     for probe in probes:
         if not isinstance(probe, Probe):
             raise UserError(f"{probe!r} is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()")
-        if probe.num_folds is not None and (type(probe.num_folds) is not int or probe.num_folds < 1):
-            raise UserError(f"{probe.name}: num_folds={probe.num_folds!r} must be a whole number, at least 1")
+        check_num_folds(probe.name, probe.num_folds)
 
 
 def refuse_what_is_no_language_model(module: nn.Module) -> None:

@@ -74,7 +74,7 @@ def check_settings(cfg: DictConfig) -> None:
 
 @functools.cache
 def ranges(command: str) -> dict[str, Any]:
-    """Returns what settings of a command may be, by key, or options of probes, by their last word."""
+    """Returns what settings of a command may be, by key."""
     return load_plain(Path(__file__).with_name("ranges.yaml"))[command]
 
 
@@ -102,8 +102,6 @@ def _check_probes(probes: Any) -> None:
         file = CONF / "probe" / f"{probe}.yaml"
         if file.is_file():
             refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
-        for name in ranges("probes").keys() & probes[probe].keys():
-            check_allowed(f"probes.{probe}.{name}", probes[probe][name], ranges("probes")[name])
 
 
 def _check_trainer(cfg: DictConfig) -> None:

@@ -26,9 +26,9 @@ from torch import Tensor
 from rl_training.engine.attribution import KINDS, module_kind
 from rl_training.engine.entropy_gradients import gradients_of_processes
 from rl_training.engine.length_and_reward import why_not_of_rewards
+from rl_training.engine.options import check_share, check_whole
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
-from rl_training.errors import UserError
 from rl_training.mathematics import noise_scale as noise
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import response_number
@@ -64,10 +64,8 @@ class GradientNoiseScaleProbe(Probe):
 
     def __init__(self, decay: float = 0.95, split_prompts: int = 0, every: int = 1) -> None:
         super().__init__(every)
-        if split_prompts < 0:
-            raise UserError(f"gns: split_prompts={split_prompts} must be 0 (no split of the trace) or more")
-        if not 0.0 < decay < 1.0:
-            raise UserError(f"gns: decay={decay} must lie between 0 and 1; .95 remembers about 40 steps")
+        check_whole("gns: split_prompts", split_prompts, 0, " (no split of the trace)")
+        check_share("gns: decay", decay, "(0, 1)", "; .95 remembers about 40 steps")
         self.decay = decay
         self.split_prompts = split_prompts
         self.needs = type(self).needs | (Need.LOSS_CHECK if split_prompts else Need.NOTHING)

@@ -28,6 +28,7 @@ from rl_training.engine.evaluation_buffer import (
     weights_of_buffer,
     without_blocks,
 )
+from rl_training.engine.options import check_whole
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.errors import UserError
@@ -41,6 +42,7 @@ from rl_training.mathematics.vectors import dot
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
 NOT_FINITE = "a log-probability or an entropy of the evaluation buffer is not a finite number"
 OVERFLOW = "the step changed a sequence's probability by more than float64 can hold"
+MOST_SEQUENCES = 65536
 SUFFIXES = ("", "_sequence")
 PREDICTED = ("delta_h/evaluation", "delta_h/evaluation_error")
 MEASURED = (
@@ -63,10 +65,10 @@ class GroundTruthProbe(Probe):
 
     def __init__(self, every: int = 10, sequences: int = 512, seed: int = 0) -> None:
         super().__init__(every)
-        if sequences < importance.MIN_SEQUENCES:
-            raise UserError(f"ground_truth: sequences={sequences} must be at least {importance.MIN_SEQUENCES}")
-        if seed < 0:
-            raise UserError(f"ground_truth: seed={seed} must not be negative")
+        check_whole("ground_truth: sequences", sequences, importance.MIN_SEQUENCES)
+        if sequences > MOST_SEQUENCES:
+            raise UserError(f"ground_truth: sequences={sequences} takes hours at a step: at most {MOST_SEQUENCES}")
+        check_whole("ground_truth: seed", seed, 0)
         self.sequences, self.seed = sequences, seed
         self._buffer: EvaluationBuffer | None = None
         self._floor = math.nan

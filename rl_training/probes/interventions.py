@@ -28,6 +28,7 @@ import torch
 
 from rl_training.engine.changed_steps import Change
 from rl_training.engine.length_and_reward import reward_gradient
+from rl_training.engine.options import check_num_folds, check_share
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import OptimizerView, Step
 from rl_training.engine.step_by_folds import pairs_of, why_no_folds
@@ -79,8 +80,8 @@ class InterventionsProbe(Probe):
         self.which = interventions_of(which, "interventions.which")
         if not self.which:
             raise UserError(f"interventions: which=[] names none: give some, as which=[{','.join(USUAL)}]")
-        if not isinstance(decay, float | int) or not 0.0 < decay <= 1.0:
-            raise UserError(f"interventions: decay={decay} must lie in (0, 1]; 0.9 averages over about ten steps")
+        check_share("interventions: decay", decay, "(0, 1]", "; 0.9 averages over about ten steps")
+        check_num_folds("interventions", num_folds)
         self.num_folds = num_folds
         names = [PLAIN, *(name + end for name in (each.name for each in self.which) for end in ("", KEPT))]
         self.running = RunningPairs({name: RunningPair(decay**every) for name in names})

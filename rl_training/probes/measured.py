@@ -30,10 +30,10 @@ from rl_training.engine.batch import take_rows
 from rl_training.engine.capabilities import NO_REWARDS
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.memory import KeptVector
+from rl_training.engine.options import check_share, check_whole
 from rl_training.engine.probe import Probe
 from rl_training.engine.score_check import ScoreCheck
 from rl_training.engine.step import Step
-from rl_training.errors import UserError
 from rl_training.mathematics.entropy import sums_before
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import response_number
@@ -70,10 +70,8 @@ class MeasuredStepProbe(Probe):
 
     def __init__(self, responses_per_prompt: int = 2, error_decay: float = 0.5, every: int = 1) -> None:
         super().__init__(every)
-        if responses_per_prompt < 1:
-            raise UserError(f"measured: responses_per_prompt={responses_per_prompt} must be at least 1")
-        if not 0.0 <= error_decay < 1.0:
-            raise UserError(f"measured: error_decay={error_decay} must lie in [0, 1); 0.5 averages over three steps")
+        check_whole("measured: responses_per_prompt", responses_per_prompt, 1)
+        check_share("measured: error_decay", error_decay, "[0, 1)", "; 0.5 averages over three steps")
         self.responses_per_prompt = responses_per_prompt
         self._error_decay = error_decay
         self._kept: KeptVector | None = None  # the weights before the last step, from the first step on

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rl_training.engine.capabilities import NO_REWARDS, NO_SAMPLING_LOGPS
 from rl_training.engine.entropy_gradients import log_ratios
+from rl_training.engine.options import check_flag
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
@@ -54,6 +55,7 @@ class SamplerProbe(Probe):
 
     def __init__(self, every: int = 1, numerics: bool = False) -> None:
         super().__init__(every)
+        check_flag("sampler: numerics", numerics)
         self.numerics = numerics
 
     def prepare(self, step: Step) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from rl_training.engine.entropy_change import LENGTH_AND_REWARD
 from rl_training.engine.entropy_gradients import levels_of_folds
 from rl_training.engine.fold_products import PRODUCTS
+from rl_training.engine.options import check_flag, check_num_folds
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import EntropyChange, EntropySettings, Step
 from rl_training.errors import UserError
@@ -75,6 +76,8 @@ class SimpleEntropyProbe(Probe):
             self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay)
         except ValueError as error:
             raise UserError(f"simple: {error}") from error
+        check_num_folds("simple", num_folds)
+        check_flag("simple: offload", offload)
         if rows_dtype not in ("float32", "bfloat16"):
             raise UserError(f"simple: rows_dtype={rows_dtype} must be float32 or bfloat16")
         self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None

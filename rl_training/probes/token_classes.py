@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_training.engine.changed_steps import Direction, GradientParts, bases_of
 from rl_training.engine.entropy_change import NO_TOKENS
+from rl_training.engine.options import check_num_folds
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import StepByFolds, why_no_folds
@@ -58,6 +59,7 @@ class TokenClassesProbe(Probe):
 
     def __init__(self, every: int = 10, num_folds: int | None = None) -> None:
         super().__init__(every)
+        check_num_folds("token_classes", num_folds)
         self.num_folds = num_folds
         classes = [f"{kind}/{name}" for kind, names in CLASSES.items() for name in names]
         self.running = RunningPairs({name: RunningPair(DECAY**every) for name in classes})

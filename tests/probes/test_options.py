@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 from typing import Any
 
 import pytest
 
-from rl_training import Probe
+from rl_training import Probe, UserError, probes
 from rl_training.probes import (
     GradientNoiseScaleProbe,
     GroundTruthProbe,
@@ -22,14 +24,21 @@ from rl_training.probes import (
     [
         (SimpleEntropyProbe, {"responses_per_prompt": 0}, "at least 1"),
         (SimpleEntropyProbe, {"error_decay": 1.0}, "must lie in"),
-        (SimpleEntropyProbe, {"every": 0}, "every=0 must be at least 1"),
-        (MeasuredStepProbe, {"responses_per_prompt": 0}, "measured: responses_per_prompt=0 must be at least 1"),
+        (
+            SimpleEntropyProbe,
+            {"every": 0},
+            "simple: every=0 must be a whole number, at least 1 (measure each `every`-th step)",
+        ),
+        (
+            MeasuredStepProbe,
+            {"responses_per_prompt": 0},
+            "measured: responses_per_prompt=0 must be a whole number, at least 1",
+        ),
         (MeasuredStepProbe, {"error_decay": 1.0}, "measured: error_decay=1.0 must lie in [0, 1)"),
-        (GradientNoiseScaleProbe, {"decay": 1.0}, "between 0 and 1"),
-        (GradientNoiseScaleProbe, {"decay": 0.0}, "between 0 and 1"),
-        (GradientNoiseScaleProbe, {"split_prompts": -1}, "or more"),
-        (GroundTruthProbe, {"sequences": 1}, "sequences"),
-        (GroundTruthProbe, {"seed": -1}, "seed"),
+        (GradientNoiseScaleProbe, {"decay": 1.0}, "gns: decay=1.0 must lie in (0, 1); .95 remembers about 40 steps"),
+        (GradientNoiseScaleProbe, {"decay": 0.0}, "must lie in (0, 1)"),
+        (GroundTruthProbe, {"sequences": 1}, "sequences=1 must be a whole number, at least 2"),
+        (GroundTruthProbe, {"sequences": 100_000_000}, "takes hours at a step: at most 65536"),
         (InterventionsProbe, {"which": ["bonus", "clipcov"]}, "did you mean clip_cov"),
         (InterventionsProbe, {"which": []}, "names none"),
         (InterventionsProbe, {"which": ["lr", "lr"]}, "has lr twice"),
@@ -39,3 +48,42 @@ from rl_training.probes import (
 def test_options_that_mean_nothing_are_refused(probe: type[Probe], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         probe(**options)
+
+
+NO_NUMBERS = ["abc", math.nan, math.inf, -1, [1], True]
+NO_FLAGS = ["abc", None, 1, 0.0]
+MEANINGLESS: dict[str, list[Any]] = {  # by option, for every probe that has it
+    "every": [*NO_NUMBERS, None, 1.5, 0],
+    "responses_per_prompt": [*NO_NUMBERS, None, 1.5, 0],
+    "num_folds": [*NO_NUMBERS, 1.5, 0],
+    "seed": [*NO_NUMBERS, None, 1.5],
+    "sequences": [*NO_NUMBERS, None, 1.5, 1],
+    "split_prompts": [*NO_NUMBERS, None, 1.5],
+    "decay": [*NO_NUMBERS, None, 1.5],
+    "error_decay": [*NO_NUMBERS, None, 1.5],
+    "per_sequence": NO_FLAGS,
+    "offload": NO_FLAGS,
+    "numerics": NO_FLAGS,
+    "rows_dtype": ["abc", None, 1, ["float32"]],
+    "which": [[], None, 1, "bonus", [None]],
+}
+PROBES = [each for name, each in vars(probes).items() if name.endswith("Probe")]
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_value_that_means_nothing_is_refused_in_one_line_by_whichever_probe_is_given_it(probe: type[Probe]) -> None:
+    options = list(inspect.signature(probe).parameters)
+    assert "every" in options
+    for option in options:
+        for value in MEANINGLESS[option]:
+            with pytest.raises(UserError) as refused:
+                probe(**{option: value})
+            assert option in str(refused.value), (option, value)
+            assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_value_at_the_end_of_its_range_is_taken(probe: type[Probe]) -> None:
+    ends = {"every": 1, "responses_per_prompt": 1, "num_folds": 1, "seed": 0, "sequences": 65536, "split_prompts": 0}
+    ends |= {"error_decay": 0.0} | ({"decay": 1} if probe is InterventionsProbe else {})
+    probe(**{name: value for name, value in ends.items() if name in inspect.signature(probe).parameters})

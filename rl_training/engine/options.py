@@ -1,0 +1,40 @@
+"""Options of probes, checked where they are given: a value that means nothing is refused in one line that names it."""
+
+from __future__ import annotations
+
+from rl_training.errors import UserError
+
+
+def check_whole(option: str, value: object, least: int, hint: str = "") -> None:
+    """Raises UserError, with the hint, for what is no whole number from `least` on.
+
+    >>> check_whole("simple: every", 0, least=1)
+    Traceback (most recent call last):
+    rl_training.errors.UserError: simple: every=0 must be a whole number, at least 1
+    """
+    if type(value) is not int or value < least:
+        raise UserError(f"{option}={value!r} must be a whole number, at least {least}{hint}")
+
+
+def check_num_folds(probe: str, value: object) -> None:
+    """Raises UserError for what is no number of folds: None for the default, or a whole number."""
+    if value is not None:
+        check_whole(f"{probe}: num_folds", value, 1)
+
+
+def check_share(option: str, value: object, interval: str, hint: str = "") -> None:
+    """Raises UserError, with the hint, for what is no number in an interval from 0 to 1: [0, 1), (0, 1] or (0, 1).
+
+    >>> check_share("gns: decay", 1.0, "(0, 1)", "; .95 remembers about 40 steps")
+    Traceback (most recent call last):
+    rl_training.errors.UserError: gns: decay=1.0 must lie in (0, 1); .95 remembers about 40 steps
+    """
+    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
+    if not is_share or (value == 0.0 and interval[0] == "(") or (value == 1.0 and interval[-1] == ")"):
+        raise UserError(f"{option}={value!r} must lie in {interval}{hint}")
+
+
+def check_flag(option: str, value: object) -> None:
+    """Raises UserError for what is neither true nor false."""
+    if type(value) is not bool:
+        raise UserError(f"{option}={value!r} must be true or false")
