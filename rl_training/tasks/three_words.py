@@ -1,12 +1,13 @@
 """One sentence that uses three given nouns: a task for a small instruct model, checked by counting.
 
 As CommonGen (Lin et al. 2020, arXiv:1911.03705) asks it, with rules that are checked as IFEval's are (Zhou et al. 2023,
-arXiv:2311.07911). A policy is paid for what is counted and not for what is meant, so each rule is there because
-training found a way around those before it:
+arXiv:2311.07911). A policy is paid for what is counted and not for what is meant, so each rule is there because a
+policy that was trained without it found a way around those before:
 
-    without a least length    the three words alone
-    8 to 20 words             lists: "music (garbage): lamp (chair):"
-    one plain sentence        see `is_sentence`; nothing that was found in 50 steps
+    no rule of length    the three words alone
+    8 to 20 words        lists: "music (garbage): lamp (chair):"
+
+Hence one plain sentence: see `is_sentence`. What passes it is no proof of sense.
 
 The nouns are drawn from 48, which makes 17,296 triples. A fixed eighth of them is held out.
 """
