@@ -35,14 +35,14 @@ class BoundedDriver(StepDriver):
         self._found = as_estimates(info, rates)
         super().gradients_ready(rollout_number)
 
-    def stepped(self) -> None:
+    def stepped(self, made: bool = True) -> None:
         self.bound.restore()
-        super().stepped()
+        super().stepped(made)
 
-    def abandon(self) -> None:
+    def skip_step(self) -> None:
         self.bound.restore()
         self._found = {}
-        super().abandon()
+        super().skip_step()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
         found, self._found = self._found, {}

@@ -3,7 +3,7 @@
     begin(number, …)         before the first microbatch
     microbatch(…)            between the forward pass and the backward of each
     gradients_ready(…)       all gradients are in, averaged over processes; the parameters are still old
-    stepped()                parameters and optimizer states have moved
+    stepped()                parameters and optimizer states have moved, or the loop has left the step out
     finish()                 returns the probes' estimates
 
 Only the driver calls probes and times them. Hooks are set from `microbatch` to the next call; in between, only the
@@ -28,7 +28,7 @@ from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.loss_terms import MadeLoss, TermsCheck
 from rl_training.engine.memory import StepMemory
-from rl_training.engine.open_step import Loop, OpenStep, Shape
+from rl_training.engine.open_step import LearnedPrompts, Loop, OpenStep, Shape
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
@@ -58,7 +58,7 @@ class StepDriver:
         self.probes = tuple(probes)
         self._requirements = Requirements.of(probes)
         self.open_step: OpenStep | None = None  # the step that has begun, if one has
-        self._rollout_number, self._learned = 0, set[int]()  # the latest; prompts of it that a step has learned from
+        self._learned = LearnedPrompts()
         self._rows: GradientRows | None = None  # these two while a training lasts
         self._memory: StepMemory | None = None
         self._memory_state: Mapping[str, Tensor] = {}
@@ -122,12 +122,7 @@ class StepDriver:
 
     def _begin_measuring(self, needs: Need, sizes: Sequence[int] | None) -> Sequence[FoldGroup]:
         """Makes room for what is needed of the step that begins, and returns its folds. A collective."""
-        of_ranks = None
-        if sizes is not None:  # other processes may have others, whose prompts end elsewhere
-            own = torch.tensor(sizes, dtype=torch.float64, device=self._layout.device)
-            of_ranks = self._loop.ranks.gather(own).long().tolist()
-        sizes = self._loop.shape.sizes if sizes is None else sizes
-        folds = self._requirements.folds(self._loop.shape, sizes, of_ranks)
+        folds = self._requirements.folds_of_step(self._loop, sizes)
         refuse_other_parameters(self._loop.shard)
         if self._guard is not None and self._memory is not None:
             self._guard.notice_edits()
@@ -136,7 +131,7 @@ class StepDriver:
             shard, roots = self._loop.shard, None
             if Need.SQ_NORMS in needs:
                 roots = adam_roots(self._layout, shard.weights(), view_optimizer(shard).states)
-            is_sliced = len(folds) > len(sizes)  # norms of slices take their rows
+            is_sliced = len(folds) > len(sizes or self._loop.shape.sizes)  # norms of slices take their rows
             self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
         return folds
 
@@ -173,21 +168,17 @@ class StepDriver:
         step = self.open_step
         assert step is not None
         self.disarm()
-        if rollout_number != self._rollout_number:
-            self._rollout_number, self._learned = rollout_number, set()
+        self._learned.turn_to(rollout_number)
         step.is_ready = True
         if step.probes:
             with self._aside():
                 self._prepare(step)
-        if step.rollouts:  # also where this step is not measured: a later one on them may be
-            self._learned.update(torch.cat([rollout.prompt_index for rollout in step.rollouts]).tolist())
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """A context of the probes' own calculations: a loop may be in one of autocast, and a probe may draw."""
-        device = self._layout.device
-        tables = tables_put_back(self._loop.policy.model)
-        with streams_put_back(device), tables, torch.autocast(device.type, enabled=False):
+        device, model = self._layout.device, self._loop.policy.model
+        with streams_put_back(device), tables_put_back(model), torch.autocast(device.type, enabled=False):
             yield
 
     def measuring(self) -> AbstractContextManager[None]:
@@ -208,9 +199,20 @@ class StepDriver:
                 probe.prepare(view)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
 
-    def stepped(self) -> None:
-        """Runs the probes just after the optimizer's step. A collective where the step is measured."""
+    def about_to_step(self) -> None:
+        """Looks at the weights right before the optimizer's step, where a loop knows when that is."""
+        if self._guard is not None and self.open_step is not None and self.open_step.view is not None:
+            with self.measuring():
+                self._guard.about_to_step()
+
+    def stepped(self, made: bool = True) -> None:
+        """Runs the probes just after the optimizer's step. A collective where the step is measured.
+
+        made  False where the loop has left the step out after `gradients_ready`
+        """
         step = self.open_step
+        if step is not None and made:
+            self._learned.add(step.rollouts)  # also where this step is not measured: a later one on them may be
         if step is None or step.view is None:
             return
         if self._memory is not None:
@@ -222,10 +224,10 @@ class StepDriver:
                     probe.after_step(step.view)
             if self._guard is not None:
                 with self.measuring():
-                    step.check = self._guard.stepped()
+                    step.check = self._guard.stepped(made)
 
-    def abandon(self) -> None:
-        """Discards the step that has begun; called instead of `gradients_ready` when the loop skips the step."""
+    def skip_step(self) -> None:
+        """Discards the step that has begun; called instead of `gradients_ready` when the loop leaves the step out."""
         self.open_step = None
         if self._rows is not None:
             self._rows.release()
@@ -290,7 +292,7 @@ class StepDriver:
         edited = "" if self._guard is None else self._guard.why_edited()
         padded = self._padding.why_it_matters(rollout, loop.policy, loop.ranks.reduce)
         own = loop.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
-        capabilities = step.capabilities(loop, self._learned, own or edited or padded)
+        capabilities = step.capabilities(loop, self._learned.numbers, own or edited or padded)
         assert self._reduction is not None, "call start(loop) first"
         view, needs = step.as_seen(loop, rollout, capabilities, self._reduction, self._terms), needs_of(step.probes)
         if self._rows is None or not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or view.gradients.why_no_rows:

@@ -68,6 +68,24 @@ class Loop:
 
 
 @dataclass
+class LearnedPrompts:
+    """The prompts of a rollout that optimizer steps have learned from, on this process."""
+
+    rollout_number: int = 0  # the latest
+    numbers: set[int] = field(default_factory=set)
+
+    def turn_to(self, rollout_number: int) -> None:
+        """Begins anew where this is another rollout."""
+        if rollout_number != self.rollout_number:
+            self.rollout_number, self.numbers = rollout_number, set()
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Takes what a step has learned from."""
+        if rollouts:
+            self.numbers.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
+
+
+@dataclass
 class OpenStep:
     """The step that is being measured: filled by each microbatch, dropped at its end."""
 

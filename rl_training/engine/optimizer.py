@@ -74,7 +74,8 @@ def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str,
 def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
     """Returns why the step of this optimizer has no formula here, "" if it has one."""
     if type(optimizer) not in supported:
-        names = " and ".join(kind.__name__ for kind in supported)
+        *others, last = (kind.__name__ for kind in supported)
+        names = f"{', '.join(others)} and {last}"
         kind, library = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
         # The name alone may be that of one that has: bitsandbytes has an AdamW with states of 8 bits.
         own = kind if library == "torch" else f"{library}'{'s' * (library[-1] != 's')} {kind}"

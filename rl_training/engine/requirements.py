@@ -88,6 +88,17 @@ class Requirements:
                 raise
         return plan_folds(sizes, group, ranks, None, of_ranks)
 
+    def folds_of_step(self, loop: Loop, sizes: Sequence[int] | None) -> list[FoldGroup]:
+        """Returns the folds of a step. A collective where it has sizes of its own.
+
+        sizes  sequences of each of its microbatches on this process; None: as in the loop's shape
+        """
+        if sizes is None:
+            return self.folds(loop.shape, loop.shape.sizes)
+        own = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
+        # Other processes may have others, whose prompts end elsewhere.
+        return self.folds(loop.shape, sizes, loop.ranks.gather(own).long().tolist())
+
     def num_vectors(self, num_folds: int) -> int:
         """Returns how many fp32 vectors of a process's entries a measured step holds on the device."""
         by_fold = (Need.FOLD_GRADIENTS in self.needs) / (1 if self.rows_dtype is None else 2)

@@ -43,7 +43,10 @@ IN_PARTS = (
     "the gradient differs from that of the microbatches, since parameters got theirs in several parts: call backward "
     "once for each microbatch, and use checkpointing with use_reentrant=False"
 )
-EDITED = "weights were changed after it by something else than the optimizer"
+OTHERS = "something else than the optimizer that probes know of (a second one, an average of weights, an edit)"
+EDITED = f"weights were changed after it by {OTHERS}"
+EDITED_BEFORE = f"weights were changed between the probes' look at it and its optimizer's step by {OTHERS}"
+LEFT_OUT = "this step was left out: the optimizer has not changed the weights"
 EDITED_WITHIN = (
     "weights were changed in this step before the optimizer's, so its responses and gradients are not those of the "
     "policy that is updated: swap or edit weights between steps"
@@ -103,8 +106,9 @@ class StepGuard:
         self._states: list[Mapping[str, Tensor]] = []  # theirs before it
         self._why_unknown = self._rounded = ""
         self._begun: Tensor | None = None  # some weights, when the step begins
-        self._before = torch.empty(0)  # before the optimizer's, and what the formula adds to them
+        self._before = torch.empty(0)  # when the probes look at it, and what the formula adds to them
         self._formula: Tensor | None = None
+        self._at_step: Tensor | None = None  # right before the optimizer's step, where there is no formula
         self._after: Tensor | None = None  # and after it
 
     def notice_edits(self) -> None:
@@ -137,18 +141,33 @@ class StepGuard:
             if change.intended is not None:
                 self._formula = sampled(self._layout, self._layout.by_name(change.intended).values())
 
-    def stepped(self) -> dict[str, Estimate]:
-        """Returns how far the step was from the formula, and what rounding has left of it. A collective."""
+    def about_to_step(self) -> None:
+        """Looks at the weights right before the optimizer's step. With a formula, what comes before is found after."""
+        if self._probes and self._formula is None:
+            self._at_step = self._sampled_weights()
+
+    def stepped(self, made: bool) -> dict[str, Estimate]:
+        """Returns how far the step was from the formula, and what rounding has left of it. A collective.
+
+        made  False: the loop has left it out
+        """
         if not self._probes:
             return {}
         names = ["step/formula_error", SHARE, *(f"{SHARE}/layer/{name}" for name in self._layers)]
-        if self._formula is None:
-            return dict.fromkeys(names, Estimate.missing(self._why_unknown))
         self._after = self._sampled_weights()
+        if self._formula is None:
+            at_step, self._at_step = self._at_step, None
+            if not made:
+                self._memory.forget(LEFT_OUT)
+            elif at_step is not None and self._differ(self._before, at_step):
+                self._memory.forget(EDITED_BEFORE)
+            return dict.fromkeys(names, Estimate.missing(self._why_unknown))
         error, *shares = self._compare(self._after - self._before, self._formula)
-        if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT):
+        if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT) or not made:
             reason = NOT_THE_FORMULA.format(error=error) + (NOT_TO_NEAREST if self._rounded else "")
-            if not self._rounded:  # then δθ is the formula's, and not measured
+            is_made = made and self._differ(self._before, self._after)
+            reason = reason if is_made else LEFT_OUT
+            if not self._rounded or not is_made:  # then δθ is the formula's, and not measured
                 self._memory.forget(reason)
             for probe, state in zip(self._probes, self._states, strict=True):
                 probe.load_state_dict(state)

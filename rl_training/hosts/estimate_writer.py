@@ -61,8 +61,8 @@ class EstimateWriter:
 
         line  what the loop knows of the step
         """
-        assert self._driver.open_step is not None
-        line |= _known(_averages(self._driver.open_step))
+        if self._driver.open_step is not None:  # not left out before its gradients were ready
+            line |= _known(_averages(self._driver.open_step))
         measured = _known(self.finish(number))
         line |= measured | {"step_time": self._step_time}
         if self.records is not None:

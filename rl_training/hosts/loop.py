@@ -10,7 +10,8 @@
                 measured.gradients_ready()                      # before the gradient is clipped
                 …                                               # clip, optimizer.step(), optimizer.zero_grad()
 
-At the end of a step `metrics` has what was measured, and logs/ has a line of it. A whole loop: examples/plain_loop.py.
+At the end of a step `metrics` has what was measured, and logs/ has a line of it. Where a step is left out (its gradient
+is a spike), measured.skip_step() stands in the place of optimizer.step(). A whole loop: examples/plain_loop.py.
 
 `backward` adds up the gradients of a step's microbatches: divide the loss by their number, as for one large batch.
 All microbatches have the same size. GradScaler is not supported: train in bf16 or fp32.
@@ -19,7 +20,7 @@ All microbatches have the same size. GradScaler is not supported: train in bf16 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,33 +30,34 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.engine.batch import Rollout
 from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loss_terms import MadeLoss
 from rl_training.engine.open_step import Loop, OpenStep, Shape
-from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import all_ranks
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard, Shard
-from rl_training.engine.streams import seed_torch, streams_put_back
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
 
-Sample = Callable[[int], Rollout]
-NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample them: measured_loop(..., sample=...)"
+logger = logging.getLogger(__name__)
+
 SAYS_DR_GRPO = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone"
 # The loop's current phase. Calls in the wrong phase are refused.
 OUTSIDE, BETWEEN = "outside `with measured_loop(...)`", "between two steps"
 BATCHES, READY, STEPPED = "in the microbatches", "past gradients_ready()", "past optimizer.step()"
+SKIPPED = "past skip_step()"
+LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: say measured.skip_step() where that is meant"
 
 
 def measured_loop(
@@ -97,6 +99,7 @@ def measured_loop(
     Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
+    loop_refusals.refuse_scaled_optimizer(optimizer)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     shape = Shape(responses_per_prompt, microbatch_size, microbatches, all_ranks().count)
     loop_refusals.refuse_impossible_settings(shape, temperature, max_grad_norm)
@@ -132,6 +135,7 @@ class MeasuredLoop:
         self._learned: int | None = None  # the rollout that it learned from
         self._rollout_number = 0  # of the step that is open
         self._scores_checked = False
+        self._left_out: int | None = None  # the latest step, where it was left out without a word
         self._metrics: dict[str, Any] = {}
 
     @property
@@ -183,9 +187,14 @@ class MeasuredLoop:
         try:
             self._driver.begin(number)
             yield self._metrics
-            self._expect(STEPPED, f"optimizer.step() was not called in step {number}")
+            self._left_out = number if self._place in (BATCHES, READY) else None
+            if self._left_out is not None:
+                logger.warning(LEFT_OUT.format(number=number))
+                self.skip_step()
+            if self._place == STEPPED:
+                self._learned = self._rollout_number
             self._writer.finish_line(number, self._metrics)
-            self._number, self._learned = number, self._rollout_number
+            self._number = number
         finally:
             self._driver.disarm()
             self._place = BETWEEN
@@ -231,9 +240,25 @@ class MeasuredLoop:
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
         self._place = READY
 
+    def skip_step(self) -> None:
+        """Says that the optimizer makes no step from these microbatches: call it anywhere in a step, instead of it.
+
+        The step keeps its number and what was measured of its responses; it has no predictions.
+        """
+        if self._place == READY:
+            self._driver.stepped(made=False)
+        else:
+            self._expect(BATCHES, "call skip_step() inside `with measured.step(number):`, instead of optimizer.step()")
+            self._driver.skip_step()
+        self._place = SKIPPED
+
     def _before_optimizer(self, *args: Any) -> None:
-        if self._place != BETWEEN:
-            self._expect(READY, "call optimizer.step() once in a step, after gradients_ready()")
+        if self._place == BETWEEN and self._left_out is None:
+            return
+        what = "call optimizer.step() once in a step, after gradients_ready() and before the step's context ends"
+        self._expect(READY, what)
+        loop_refusals.refuse_grad_scaler()
+        self._driver.about_to_step()
 
     def _after_optimizer(self, *args: Any) -> None:
         if self._place == READY:
@@ -266,32 +291,3 @@ class MeasuredLoop:
     def _expect(self, place: str, what: str) -> None:
         if self._place != place:
             raise UserError(f"{what}: the loop is {self._place}")
-
-
-class LoopPolicy(Policy):
-    """The policy of a loop that supplies its own functions to sample and decode.
-
-    sample  sample(n) returns n fresh responses to random prompts, drawn with torch's random numbers alone; None: none
-    """
-
-    def __init__(
-        self, model: nn.Module, scorer: Scorer, batch_size: int, sample: Sample | None, decode: Callable[[Tensor], str]
-    ) -> None:
-        super().__init__(model, scorer, batch_size)
-        self._sample, self._decode = sample, decode
-
-    def sample(self, num_sequences: int, seed: int) -> Rollout:
-        assert self._sample is not None, NO_SAMPLE
-        device = next(self.model.parameters()).device
-        ranks = all_ranks()
-        mine = torch.arange(ranks.number, num_sequences, ranks.count)
-        parts = []
-        with torch.no_grad(), streams_put_back(device), self.measuring():
-            for number, rows in enumerate(mine.split(self._batch_size)):
-                # One seed per batch: how many random numbers a batch uses depends on its longest response.
-                seed_torch(seed, ranks.number, number, device=device)
-                parts.append(self._sample(len(rows)))
-        return dataclasses.replace(join_rollouts(parts), prompt_index=mine.to(device), on_policy=True)
-
-    def decode(self, ids: Tensor) -> str:
-        return self._decode(ids)

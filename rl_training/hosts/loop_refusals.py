@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import traceback
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import grad_scaler
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.open_step import OpenStep, Shape
@@ -18,6 +20,11 @@ from rl_training.errors import UserError
 
 FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
 FARTHEST_ENTROPY = 0.2  # of their mean: that of entropies, of which bits are .44 more
+
+SCALED = (
+    "a GradScaler scales the loss, and with it the gradients that probes read: train in bf16 or fp32, with "
+    "GradScaler(enabled=False) or without one"
+)
 
 
 def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Module, optimizer: Any) -> None:
@@ -80,6 +87,25 @@ def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
         raise UserError(
             "the optimizer has no parameter of the model that requires a gradient: make it of model.parameters()"
         )
+
+
+def refuse_scaled_optimizer(optimizer: Any) -> None:
+    """Raises UserError for accelerate's optimizer where it steps with a GradScaler."""
+    if getattr(optimizer, "scaler", None) is not None:
+        raise UserError(SCALED)
+
+
+def refuse_grad_scaler() -> None:
+    """Raises UserError where a GradScaler steps the optimizer that is about to step.
+
+    It tells the optimizer nothing of itself, and a scaled gradient that is unscaled and clipped is the clipped one of a
+    plain loop: nothing but who calls tells them apart.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code.co_filename == grad_scaler.__file__:
+            scaler = frame.f_locals.get("self")
+            if isinstance(scaler, grad_scaler.GradScaler) and scaler.is_enabled():
+                raise UserError(SCALED)
 
 
 def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | None, size: int) -> None:

@@ -22,16 +22,22 @@ SIZE, COUNT = 2 * G, 4
 
 
 def estimates(
-    after: Action = nothing, dtype: torch.dtype = torch.float32, rate: float = 3e-4, probes: Any = None, **wrong: Any
+    after: Action = nothing,
+    dtype: torch.dtype = torch.float32,
+    rate: float = 3e-4,
+    probes: Any = None,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **wrong: Any,
 ) -> list[dict[str, Estimate]]:
     """Returns the estimates of the two steps of a plain loop that promises max_grad_norm=CLIP.
 
     after        what happens behind the optimizer's step, before it has ended
     dtype, rate  of the weights, of learning; all else as plain_loop.train takes it
     probes       None for those that predict
+    kind         of the optimizer
     """
     model = model_of(OPTIONS | {"dtype": dtype})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5)
+    optimizer = kind(model.parameters(), lr=rate, eps=1e-5)
     probes = probes or [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1)]
     measured = measured_loop(
         model, optimizer, probes, responses_per_prompt=G, microbatch_size=SIZE, microbatches=COUNT, max_grad_norm=CLIP,
@@ -200,6 +206,32 @@ def test_a_right_loop_is_the_formula_to_rounding() -> None:
 def test_weights_that_change_between_steps_are_no_step_of_the_optimizer(change: Any) -> None:
     last = estimates(after=each_weight(change))[-1]
     assert "step 1: weights were changed" in last["delta_h/backward"].reason
+
+
+def other_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """As a second optimizer, told to nobody, moves the weights of the norms."""
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    torch.optim.SGD(norms, lr=1.0).step()
+
+
+# Of an optimizer that has no formula: what is done, when, and what is said of it.
+WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, ""),
+    "a second optimizer behind it": ({"after": other_weights}, r"weights were changed after it by .* \(a second one"),
+    "a second optimizer before it": ({"late": other_weights}, r"weights were changed between .* \(a second one"),
+    "edited behind it": ({"after": each_weight(lambda weight: 1.01 * weight)}, "weights were changed after it"),
+    "edited before it": ({"late": each_weight(lambda weight: 1.01 * weight)}, "weights were changed between"),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_FORMULA)
+def test_without_a_formula_a_step_is_looked_back_on_where_nothing_else_has_moved_the_weights(what: str) -> None:
+    """X · (θ_after − θ_before) of the optimizer's own step; else the sum of two, or a part of one."""
+    actions, said = WITHOUT_FORMULA[what]
+    _, last = estimates(kind=torch.optim.Adagrad, probes=[SimpleEntropyProbe()], **actions)
+    backward = last["delta_h/backward"]
+    assert re.match(f"step 1: {said}" if said else "^$", backward.reason)
+    assert math.isnan(backward.value) == bool(said)
 
 
 def test_a_learning_rate_that_is_set_within_the_step_is_that_of_the_step() -> None:

@@ -518,30 +518,12 @@ def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPat
     drawn = []
     for process in (0, 1, 1):
         ranks = SimpleNamespace(count=2, number=process)
-        monkeypatch.setattr("rl_training.hosts.loop.all_ranks", lambda ranks=ranks: ranks)
+        monkeypatch.setattr("rl_training.hosts.loop_policy.all_ranks", lambda ranks=ranks: ranks)
         drawn.append(policy.sample(8, seed=3))
     first, second, again = (rollout.completion_ids for rollout in drawn)
     assert not torch.equal(first, second)
     assert torch.equal(second, again)
     assert [rollout.prompt_index.tolist() for rollout in drawn[:2]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
-def test_a_step_that_never_steps_or_skips_a_number_is_refused_and_may_be_made_again() -> None:
-    model, optimizer, measured = new_loop([], microbatches=1)
-    with measured:
-        with pytest.raises(ValueError, match=r"optimizer.step\(\) was not called in step 5"), measured.step(5):
-            pass
-        with pytest.raises(ValueError, match="once in a step, after gradients_ready"), measured.step(5):
-            optimizer.step()
-        with measured.step(5):
-            part = microbatches(1)[0]
-            logps, _ = scores_of(model, part)
-            measured.microbatch(part, logps)
-            loss_of(logps, part, 1).backward()
-            measured.gradients_ready()
-            optimizer.step()
-        with pytest.raises(ValueError, match="step 7 follows step 5: number"), measured.step(7):
-            pass
 
 
 def test_what_the_loop_cannot_sample_is_nan_and_says_so(tmp_path: Path) -> None:

@@ -207,10 +207,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """Tells the driver where parameters and optimizer are: some launches place them only now."""
         trainer, its_fixes = self._trainer, batches.fixes(self.loss_settings)
         shuffled = not self._rollouts.whole_prompts and trainer.args.steps_per_generation > 1
+        shard = shard_of(trainer)
         self.driver.start(
             Loop(
                 shape=self._shape(),
-                shard=shard_of(trainer),
+                shard=shard,
                 policy=self._policy,
                 ranks=all_ranks(),
                 dr_grpo=self.loss_settings.is_dr_grpo,
@@ -224,6 +225,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         )
         if trainer.is_deepspeed_enabled:
             wrap(trainer.model_wrapped, "step", self._on_engine_step, self._undo_engine)
+        else:
+            steps = shard.optimizer.register_step_pre_hook(lambda *args: self.driver.about_to_step())
+            self._undo_engine.callback(steps.remove)
 
     def _shape(self) -> Shape:
         group, args = self._trainer.num_generations, self._trainer.args

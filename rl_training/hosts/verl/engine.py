@@ -31,7 +31,7 @@ from rl_training.engine.ranks import all_ranks
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.loop import LoopPolicy
+from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
@@ -219,7 +219,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             if torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
                 return self._open.step(super().optimizer_step)
-            self._open.driver.abandon()  # verl skips such a step: parameters and states stay
+            self._open.driver.skip_step()  # verl skips such a step: parameters and states stay
         return super().optimizer_step()
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,47 @@
+"""The policy of a loop that supplies its own functions to sample and decode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.engine.policy import Policy
+from rl_training.engine.ranks import all_ranks
+from rl_training.engine.scorer import Scorer
+from rl_training.engine.streams import seed_torch, streams_put_back
+
+Sample = Callable[[int], Rollout]
+NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample them: measured_loop(..., sample=...)"
+
+
+class LoopPolicy(Policy):
+    """See the module's docstring.
+
+    sample  sample(n) returns n fresh responses to random prompts, drawn with torch's random numbers alone; None: none
+    """
+
+    def __init__(
+        self, model: nn.Module, scorer: Scorer, batch_size: int, sample: Sample | None, decode: Callable[[Tensor], str]
+    ) -> None:
+        super().__init__(model, scorer, batch_size)
+        self._sample, self._decode = sample, decode
+
+    def sample(self, num_sequences: int, seed: int) -> Rollout:
+        assert self._sample is not None, NO_SAMPLE
+        device = next(self.model.parameters()).device
+        ranks = all_ranks()
+        mine = torch.arange(ranks.number, num_sequences, ranks.count)
+        parts = []
+        with torch.no_grad(), streams_put_back(device), self.measuring():
+            for number, rows in enumerate(mine.split(self._batch_size)):
+                # One seed per batch: how many random numbers a batch uses depends on its longest response.
+                seed_torch(seed, ranks.number, number, device=device)
+                parts.append(self._sample(len(rows)))
+        return dataclasses.replace(join_rollouts(parts), prompt_index=mine.to(device), on_policy=True)
+
+    def decode(self, ids: Tensor) -> str:
+        return self._decode(ids)

@@ -1,0 +1,170 @@
+"""Steps of a plain loop that are left out, made again, or made by something that scales gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from plain_loop import CLIP, loss_of, microbatches, scores_of
+from shared_rollouts import MICROBATCH, G
+from test_loop import MICROBATCHES, new_loop
+from torch.nn.utils import clip_grad_norm_
+
+from rl_training import measured_loop
+from rl_training.hosts.loop import MeasuredLoop
+from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
+from rl_training.records.jsonl import Records, read_estimates
+
+
+def one_step(model: Any, measured: MeasuredLoop, number: int) -> None:
+    """Makes all of a step but what comes after its gradients."""
+    for part in microbatches(number):
+        logps, entropies = scores_of(model, part)
+        measured.microbatch(part, logps, entropies.detach())
+        loss_of(logps, part, MICROBATCHES).backward()
+
+
+def test_a_step_that_is_refused_may_be_made_again_and_none_may_be_missing() -> None:
+    model, optimizer, measured = new_loop([])
+    with measured:
+        with pytest.raises(ValueError, match="once in a step, after gradients_ready"), measured.step(5):
+            optimizer.step()
+        with measured.step(5):
+            one_step(model, measured, 1)
+            measured.gradients_ready()
+            optimizer.step()
+        with pytest.raises(ValueError, match="step 7 follows step 5: number"), measured.step(7):
+            pass
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_step_that_is_left_out_has_no_predictions_and_the_next_one_does_not_look_back_on_it(
+    said: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Its sequences are measured, its running sums are those before it, and it may be said or be noticed."""
+    probes = [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1), GradientNoiseScaleProbe()]
+    model, optimizer, measured = new_loop(probes, records=Records(tmp_path))
+    found = []
+    with measured:
+        for number in (1, 2, 3):
+            with measured.step(number):
+                one_step(model, measured, number)
+                measured.gradients_ready()
+                clip_grad_norm_(model.parameters(), CLIP)
+                if number != 2:
+                    optimizer.step()
+                elif said:
+                    measured.skip_step()
+                optimizer.zero_grad()
+            found.append(dict(measured.latest))
+    first, out, last = found
+    for name in ("delta_h/forward", "delta_h/reuse", "intervention/lr:0.5/delta_h"):
+        assert out[name].reason == "this step was left out: the optimizer has not changed the weights", name
+    assert math.isfinite(out["delta_h/backward"].value)  # of step 1
+    assert math.isfinite(out["entropy/token"].value)
+    assert out["gns/trace_step"].value > 0.0
+    assert last["delta_h/backward"].reason.startswith("step 2: this step was left out")
+    assert math.isfinite(last["delta_h/forward"].value)
+    mean = last["intervention/lr:0.5/mean_delta_h"].value
+    assert first["intervention/lr:0.5/delta_h"].value != pytest.approx(mean, rel=1e-6)  # of steps 1 and 3
+    assert last["intervention/lr:0.5/mean_delta_h"].detail["measured_steps"] == 2
+    noticed = [line.partition(":")[0] for line in caplog.messages if "say measured.skip_step()" in line]
+    assert noticed == ([] if said else ["step 2 has no optimizer.step(), so it is left out"])
+    assert [row["step"] for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines())] == [
+        1, 2, 3,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_step_that_is_left_out_before_its_gradients_are_ready_has_a_line_and_no_estimates(
+    said: bool, tmp_path: Path
+) -> None:
+    model, optimizer, measured = new_loop([SimpleEntropyProbe()], records=Records(tmp_path))
+    with measured:
+        for number in (1, 2, 3):
+            with measured.step(number) as metrics:
+                if number == 2:
+                    part = microbatches(number)[0]
+                    measured.microbatch(part, *scores_of(model, part))
+                    metrics["loss"] = math.inf
+                    if said:
+                        measured.skip_step()
+                        with pytest.raises(ValueError, match=r"before gradients_ready\(\): the loop is past skip_step"):
+                            measured.microbatch(part, *scores_of(model, part))
+                    continue
+                one_step(model, measured, number)
+                measured.gradients_ready()
+                clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert {row["step"] for row in read_estimates(tmp_path)} == {1, 3}
+    assert "step 2 was not measured" in measured.latest["delta_h/backward"].reason
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert [("reward" in row, row["step"]) for row in rows] == [(True, 1), (False, 2), (True, 3)]
+
+
+def test_responses_of_a_step_that_was_left_out_have_not_been_learned_from() -> None:
+    """Tried again they are a fresh sample; a third time they are not."""
+    model, optimizer, measured = new_loop([SimpleEntropyProbe()])
+    reasons = []
+    with measured:
+        for number in (1, 2):
+            with measured.step(number, rollout_number=1):
+                one_step(model, measured, 1)
+                measured.gradients_ready()
+                clip_grad_norm_(model.parameters(), CLIP)
+                if number == 2:
+                    optimizer.step()
+                optimizer.zero_grad()
+            reasons.append(measured.latest["delta_h/forward"].reason)
+        with pytest.raises(ValueError, match="an earlier step has trained on this rollout"), measured.step(3, 1):
+            one_step(model, measured, 1)
+    assert reasons == ["this step was left out: the optimizer has not changed the weights", ""]
+
+
+def test_an_optimizer_that_steps_behind_the_end_of_its_step_is_refused() -> None:
+    """Otherwise each step would be noticed as left out, and all weights as edited."""
+    model, optimizer, measured = new_loop([])
+    with measured:
+        with measured.step(1):
+            one_step(model, measured, 1)
+            measured.gradients_ready()
+        with pytest.raises(ValueError, match=r"before the step's context ends: the loop is between two steps"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_grad_scaler_is_an_error_unless_it_is_switched_off(enabled: bool) -> None:
+    """Unscaled and clipped, its gradient is that of a loop without one; the norms of microbatches are not."""
+    model, optimizer, measured = new_loop([GradientNoiseScaleProbe()])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    with measured, contextlib.ExitStack() as refused:
+        if enabled:
+            refused.enter_context(pytest.raises(ValueError, match=r"a GradScaler scales .*: train in bf16 or fp32"))
+        with measured.step(1):
+            for part in microbatches(1):
+                logps, entropies = scores_of(model, part)
+                measured.microbatch(part, logps, entropies.detach())
+                scaler.scale(loss_of(logps, part, MICROBATCHES)).backward()
+            measured.gradients_ready()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), CLIP)
+            scaler.step(optimizer)
+            scaler.update()
+    assert ("gns/trace_step" in measured.latest) != enabled
+
+
+def test_an_optimizer_of_accelerates_that_scales_is_refused() -> None:
+    Accelerator(cpu=True)
+    model, optimizer, _ = new_loop([])
+    outer = AcceleratedOptimizer(optimizer, scaler=torch.amp.GradScaler("cpu"))
+    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
+    with pytest.raises(ValueError, match="a GradScaler scales the loss"):
+        measured_loop(model, outer, [], **shape)
