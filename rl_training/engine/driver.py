@@ -71,8 +71,7 @@ class StepDriver:
     def reset(self) -> None:
         """Forget earlier trainings, also in the probes: call it before a training that does not go on from a state."""
         self.close()
-        self._memory_state = {}
-        self._rollout_number, self._learned = 0, set()
+        self._memory_state, self._learned = {}, LearnedPrompts()
         for probe in self.probes:
             probe.reset()
 
@@ -202,8 +201,7 @@ class StepDriver:
     def about_to_step(self) -> None:
         """Looks at the weights right before the optimizer's step, where a loop knows when that is."""
         if self._guard is not None and self.open_step is not None and self.open_step.view is not None:
-            with self.measuring():
-                self._guard.about_to_step()
+            self._guard.about_to_step()
 
     def stepped(self, made: bool = True) -> None:
         """Runs the probes just after the optimizer's step. A collective where the step is measured.
