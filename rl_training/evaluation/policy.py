@@ -31,9 +31,8 @@ from rl_training.engine.scorer import Scorer
 from rl_training.errors import UserError
 from rl_training.mathematics.next_token import divergences
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
-from rl_training.tasks.models import load_causal_lm
+from rl_training.tasks.models import ADAPTER_CONFIG, load_causal_lm, refuse_code_in_adapter
 
-ADAPTER_CONFIG = "adapter_config.json"
 LOGITS = 2**26  # entries of logits on a CPU at most, where more at once is not faster
 BYTES = 16  # of memory per entry at the peak: the model's logits, the same in fp32, and the reference's
 SHARE = 1 / 8  # of a GPU's memory, for logits
@@ -180,7 +179,10 @@ def load_policy(
 
         base, tokenizer = load_first() if load_first is not None else load_causal_lm(_base_of(checkpoint), dtype)
         try:
+            refuse_code_in_adapter(checkpoint)
             model = PeftModel.from_pretrained(base, str(checkpoint))
+        except UserError:
+            raise
         except Exception as error:  # each damaged file raises an error of its own library's
             raise UserError(f"its adapter cannot be loaded: {type(error).__name__}: {error}") from error
         reference = model if with_reference else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -18,11 +21,14 @@ from transformers.utils import is_bitsandbytes_available, logging
 from rl_training.errors import UserError
 from rl_training.tasks.tiny import TINY_PATH
 
+ADAPTER_CONFIG = "adapter_config.json"
+KERNEL = re.compile(r'"\w+_implementation": "[^"]*/[^"]*"')  # in a model's config.json: one of the Hub
+
 
 def load_causal_lm(
     name: str | Path, dtype: str = "float32", quantization: str | None = None, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns (model, tokenizer) of a folder or of a name on the Hugging Face Hub.
+    """Returns (model, tokenizer) of a folder or of a name on the Hugging Face Hub; code that lies there is not run.
 
     dtype         of the weights, "float32", "bfloat16" or "auto". Weights that are trained want fp32, with bf16
                   autocast; those that an adapter leaves frozen may be what the checkpoint is
@@ -38,9 +44,23 @@ def load_causal_lm(
     if quantization is not None:
         options["quantization_config"] = _four_bits(quantization, dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        kernel = KERNEL.search(json.dumps(PreTrainedConfig.get_config_dict(name)[0]))
+        if kernel and attn_implementation is None:
+            raise UserError(
+                f"the config.json of model.name={name} would fetch and run compiled code: {kernel.group()}; give "
+                "model.attn_implementation=sdpa"
+            )
+        refuse_code_in_adapter(Path(name))
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as error:  # each missing or damaged file raises an error of its own library's
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"model.name={name} needs code that comes with it (auto_map), which is never run here: choose a model "
+                "that transformers has itself"
+            ) from error
         if str(name).startswith(("/", ".", "~")) and not Path(name).is_dir():
             raise UserError(f"model.name={name}: there is no such folder") from error
         raise UserError(
@@ -58,6 +78,13 @@ def load_causal_lm(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
+
+
+def refuse_code_in_adapter(folder: Path) -> None:
+    """Raises UserError where the adapter in a folder names a module that PEFT would import."""
+    file = folder / ADAPTER_CONFIG
+    if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("megatron_config"):
+        raise UserError(f"{file} names modules to be imported (megatron_config), which no run writes: remove them")
 
 
 def load_tiny(

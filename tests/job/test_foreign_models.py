@@ -1,0 +1,105 @@
+"""A model or adapter that somebody else made: code that lies in its folder is not run, whatever names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+import torch
+from foreign_runs import TOUCH, Canary
+
+from rl_training.evaluation.policy import load_policy
+from rl_training.tasks.models import load_causal_lm, load_tiny
+from rl_training.tasks.tiny import TINY_PATH
+
+ESCAPE = "{{ cycler.__init__.__globals__.os.system('touch ' ~ canary) }}{{ ''.__class__.__mro__[1].__subclasses__() }}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the embedded model, with code beside that would leave a canary."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_PATH, folder)
+    code = TOUCH.format(canary=tmp_path / "canary")
+    (folder / "custom_generate").mkdir()
+    for name in ("mine.py", "custom_generate/generate.py"):
+        (folder / name).write_text(f"{code}\nclass Mine: ...\ndef generate(model, **_): ...\n")
+    return folder
+
+
+def write(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def model_of_its_own(folder: Path) -> None:
+    maps = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}
+    write(folder / "config.json", model_type="mine", auto_map=maps)
+
+
+def model_of_a_known_kind(folder: Path) -> None:
+    write(folder / "config.json", auto_map={"AutoModelForCausalLM": "mine.Mine"})
+
+
+def tokenizer_of_its_own(folder: Path) -> None:
+    write(folder / "tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["mine.Mine", None]})
+
+
+def kernel_of_the_hub(folder: Path) -> None:
+    write(folder / "config.json", attn_implementation="somebody/kernel")
+
+
+def pickled_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"w": Canary(folder.parent / "canary")}, folder / "pytorch_model.bin")
+
+
+def adapter_with_a_module(folder: Path) -> None:
+    lora = {"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"], "base_model_name_or_path": str(TINY_PATH)}
+    (folder / "adapter_config.json").write_text(
+        json.dumps(lora | {"megatron_config": {"a": 1}, "megatron_core": "mine"})
+    )
+
+
+REFUSED: dict[Callable[[Path], None], str] = {
+    model_of_its_own: "needs code that comes with it",
+    kernel_of_the_hub: "would fetch and run compiled code.*model.attn_implementation=sdpa",
+    pickled_weights: "no model could be loaded",
+    adapter_with_a_module: "names modules to be imported",
+}
+
+
+@pytest.mark.parametrize(
+    "make", [*REFUSED, model_of_a_known_kind, tokenizer_of_its_own], ids=lambda make: make.__name__
+)
+def test_no_code_of_a_model_folder_is_run(folder: Path, make: Callable[[Path], None], monkeypatch) -> None:
+    """What is known without its code is loaded without it."""
+    monkeypatch.syspath_prepend(folder)
+    make(folder)
+    if make in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[make]):
+            load_causal_lm(folder)
+    else:
+        model, tokenizer = load_causal_lm(folder)
+        model.generate(**tokenizer("1+1=", return_tensors="pt"), max_new_tokens=2)
+    assert not (folder.parent / "canary").exists()
+
+
+def test_no_module_that_an_adapter_names_is_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    adapter_with_a_module(folder)
+    with pytest.raises(ValueError, match="names modules to be imported"):
+        load_policy(folder, load_tiny, with_reference=False, temperature=1.0, max_completion_length=4)
+    assert not (folder.parent / "canary").exists()
+
+
+def test_a_chat_template_reaches_nothing_of_python(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(ESCAPE)
+    _, tokenizer = load_causal_lm(folder)
+    with pytest.raises(jinja2.exceptions.SecurityError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "1"}], canary=str(folder.parent / "canary"))
+    assert not (folder.parent / "canary").exists()
