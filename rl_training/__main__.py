@@ -7,9 +7,9 @@ In a checkout `train.py`, `offline.py` (analyze) and `evaluate.py` are the same.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
-from rl_training.job.command_line import run_command
 from rl_training.version import VERSION
 
 # By name: the module and the function that do the work, imported when the command runs, and what it does.
@@ -27,8 +27,22 @@ COMMANDS = {
 
 def command(name: str) -> None:
     """Runs a command, whose arguments are sys.argv, and ends the process as job/command_line.py says."""
+    _leave_out_working_folder()
+    from rl_training.job.command_line import run_command  # after that, since it imports
+
     module, function, _ = COMMANDS[name]
     run_command(lambda: getattr(importlib.import_module(module), function)())
+
+
+def _leave_out_working_folder() -> None:
+    """Takes the working folder off the path of Python, here and in processes that are started: see job/own_code.py."""
+    here, home = os.getcwd(), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if here == home:  # a checkout: what it starts needs to find the package
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    else:
+        first = sys.path[0] in ("", here)  # python -m put it there
+        sys.path[:] = [folder for folder in sys.path[first:] if folder]
+    os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_training.errors import UserError
 from rl_training.job.command_line import importing
 from rl_training.job.explain import explain, load_plain
+from rl_training.job.own_code import find_own_code
 from rl_training.job.run_settings import branched, key_of, parsed, settable, words_of_the_run
 from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
@@ -55,14 +56,13 @@ def _composed(name: str, task: Callable[[DictConfig, list[str]], None], is_liste
             if not failures:
                 words = list(HydraConfig.get().overrides.task)
                 _hide_secrets()
+                find_own_code(cfg)
                 task(cfg, words)
         except (HydraException, OmegaConfBaseException) as error:
             failures.append(UserError(explain(error)).with_traceback(error.__traceback__))
         except Exception as error:
             failures.append(error)
 
-    sys.path.insert(0, os.getcwd())  # where a probe, task or metric of the user's own lies
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, instead of printing them
     sys.argv[1:] = [word if is_listed(word) else settable(word) for word in sys.argv[1:]]
     try:

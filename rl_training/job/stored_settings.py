@@ -59,7 +59,7 @@ def load_settings(path: Path) -> DictConfig:
     if not isinstance(settings, DictConfig):
         raise UserError(f"{path} holds no settings: mend or delete it")
     plain = without_masks(OmegaConf.to_container(settings))
-    for keys, value in _leaves(plain):
+    for keys, value in leaves(plain):
         if isinstance(value, str) and INTERPOLATION.search(value):
             raise UserError(f"{path}: {_dotted(keys)}={value} refers to something else: write the value itself")
     return OmegaConf.create(_marked(plain, (), path))
@@ -85,7 +85,7 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
     names  of the settings that will be used, each with all that lies in it
     """
     plain: Any = OmegaConf.to_container(settings) if OmegaConf.is_config(settings) else settings
-    for keys, value in _leaves({name: plain.get(name) for name in names}):
+    for keys, value in leaves({name: plain.get(name) for name in names}):
         if isinstance(value, str) and value.startswith(MARK):
             named = value.removeprefix(MARK)
             typed = f"{_dotted(keys)}={named}"
@@ -123,7 +123,7 @@ def refuse_code_in(words: Iterable[str], path: Path) -> None:
     """Raises ValueError for a word KEY=VALUE of a file that counts only on a command line."""
     for change in OverridesParser.create().parse_overrides(list(words)):
         keys = tuple(re.split(r"[.@]", change.key_or_group))
-        for inner, value in _leaves(change.value(), keys):
+        for inner, value in leaves(change.value(), keys):
             if must_be_named(inner, value):
                 raise UserError(
                     f"{path}: {_dotted(inner)}={value} would run code or send something away, and a file is not your "
@@ -176,7 +176,7 @@ def _shipped_targets(place: Keys) -> frozenset[str]:
 @functools.cache
 def _targets_of(folders: tuple[Path, ...]) -> frozenset[str]:
     files = [path for folder in folders for path in folder.glob("*.yaml")]
-    found = [leaf for path in files for leaf in _leaves(load_plain(path))]
+    found = [leaf for path in files for leaf in leaves(load_plain(path))]
     return frozenset(str(value) for keys, value in found if keys[-1] == "_target_")
 
 
@@ -204,11 +204,11 @@ def _with_texts(settings: Any, change: Callable[[str], str]) -> Any:
     return change(settings) if isinstance(settings, str) else settings
 
 
-def _leaves(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def leaves(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Yields the values of nested settings, each with its keys."""
     if isinstance(node, Mapping | list):
         for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _leaves(value, (*keys, name))
+            yield from leaves(value, (*keys, name))
     else:
         yield keys, node
 

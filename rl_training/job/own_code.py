@@ -1,0 +1,47 @@
+"""Code of the user's own: imported from the folder that a command is started in, and only where this command asks.
+
+That folder may be somebody else's, and a peft.py in it would be imported in the place of the library. So Python's path
+has it, at the end, only while a word of the command line, or a file of --config-dir, names code that lies there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl_training.errors import UserError
+from rl_training.job.stored_settings import leaves, must_be_named, names_code
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
+
+
+def find_own_code(cfg: DictConfig) -> None:
+    """Puts the working folder on Python's path where composed settings name code in it.
+
+    Raises UserError where that folder is a run, or where another module has the same name.
+    """
+    here = Path.cwd()
+    for named, module in _named_modules(cfg):
+        name = module.partition(".")[0]
+        if str(here) in sys.path or not ((here / name).is_dir() or (here / f"{name}.py").is_file()):
+            continue
+        if (here / CONFIG_FILE).is_file() and ((here / LOGS_FOLDER).is_dir() or (here / TRAINING_STATE).is_dir()):
+            raise UserError(f"{named}: nothing is imported from a run, as {here} is: start in the folder of your code")
+        if other := importlib.util.find_spec(name):
+            raise UserError(f"{named}: {name} is also the name of {other.origin}: rename yours in {here}")
+        sys.path.append(str(here))
+        importlib.invalidate_caches()
+
+
+def _named_modules(cfg: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yields what names code that conf/ does not ship, and the module in which that lies."""
+    for keys, value in leaves(OmegaConf.to_container(cfg)):
+        is_intervention = keys[0] == "intervention" or "which" in keys[2:3]
+        if isinstance(value, str) and keys[-1] == "_target_" and must_be_named(keys, value):
+            yield value, value
+        elif isinstance(value, str) and is_intervention and names_code(value):
+            place = value.partition(":")[0]
+            yield value, Path(place).stem if place.endswith(".py") else place

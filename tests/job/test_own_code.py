@@ -1,0 +1,77 @@
+"""Code in the folder that a command is started in: imported where the command names it, and nothing else of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from configs import composed
+from foreign_runs import TOUCH
+
+from rl_training.job.own_code import find_own_code
+
+PLANTED = ("hydra", "omegaconf", "yaml", "shlex", "json", "peft", "torch", "rich", "hydra_plugins/evil/__init__")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with modules that would leave a canary in the place of libraries."""
+    folder = tmp_path / "here"
+    for name in PLANTED:
+        file = folder / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(TOUCH.format(canary=tmp_path / "canary"))
+    (folder / "a_task_of_mine.py").write_text("")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    return folder
+
+
+@pytest.mark.parametrize("words", [["train", "seed=x"], ["report", "nowhere"]])
+def test_no_module_of_the_working_folder_takes_a_librarys_place(folder: Path, words: list[str]) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "rl_training", *words], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert not (folder.parent / "canary").exists()
+
+
+def test_processes_that_a_command_starts_leave_it_out_too(folder: Path) -> None:
+    """Such as those that evaluate a checkpoint."""
+    program = (
+        "import os, sys; sys.argv = ['rl-training', '--version']\n"
+        "from rl_training.__main__ import _leave_out_working_folder\n"
+        "_leave_out_working_folder()\n"
+        "import subprocess; subprocess.run([sys.executable, '-c', 'import json, shlex'], check=True)\n"
+        "import multiprocessing; multiprocessing.get_context('forkserver').Process(target=print).start()\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, cwd=folder)
+    assert not (folder.parent / "canary").exists()
+
+
+@pytest.mark.parametrize("words", [
+    ["data._target_=a_task_of_mine.task"], ["+probes.mine._target_=a_task_of_mine.Probe"],
+    ["intervention=a_task_of_mine:f"], ["intervention=a_task_of_mine.py:f:0.5"],
+    ["intervention=[psr,a_task_of_mine:f]"], ["probe=interventions", "probes.interventions.which=[a_task_of_mine:f]"],
+])  # fmt: skip
+def test_what_is_named_on_the_command_line_is_found_there(folder: Path, words: list[str]) -> None:
+    """Behind what is installed."""
+    find_own_code(composed("train", *words))
+    assert sys.path[-1] == str(folder)
+
+
+def test_a_target_that_conf_ships_is_never_looked_for_there(folder: Path) -> None:
+    find_own_code(composed("train", "adapter=lora", "probe=all", "intervention=psr"))
+    assert str(folder) not in sys.path
+
+
+def test_nothing_is_imported_from_a_run_nor_in_the_place_of_a_library(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"peft\.IA3Config: peft is also the name of .*rename yours in"):
+        find_own_code(composed("train", "adapter=lora", "adapter._target_=peft.IA3Config"))
+    (folder / "config.yaml").touch()
+    (folder / "logs").mkdir()
+    with pytest.raises(ValueError, match=r"a_task_of_mine\.task: nothing is imported from a run, as .* is"):
+        find_own_code(composed("train", "data._target_=a_task_of_mine.task"))
+    assert str(folder) not in sys.path
