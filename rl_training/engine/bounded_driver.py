@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rl_training.engine.batch import join_rollouts
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.kl_bound import KLBound, as_estimates
+from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.open_step import Loop
 from rl_training.engine.probe import Probe
 from rl_training.mathematics.estimate import Estimate
@@ -30,18 +30,19 @@ class BoundedDriver(StepDriver):
         self.disarm()
         rollout = join_rollouts(step.rollouts)
         with self._aside(), self._clock.timed(self.bound.name):
-            info = self.bound.set_rate(rollout, step.join_scores(rollout))
-        rates = [group["lr"] for group in self._loop.shard.optimizer.param_groups]
-        self._found = as_estimates(info, rates)
+            self.bound.before_step(rollout, step.join_scores(rollout))
         super().gradients_ready(rollout_number)
 
     def stepped(self, made: bool = True) -> None:
-        self.bound.restore()
+        if made:
+            with self._aside(), self._clock.timed(self.bound.name):
+                self._found = self.bound.after_step()
+        else:
+            self.bound.restore()
         super().stepped(made)
 
     def skip_step(self) -> None:
         self.bound.restore()
-        self._found = {}
         super().skip_step()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:

@@ -12,6 +12,8 @@ measurement gives the factor, and after the first few steps one pass is all that
 SGD are linear in the learning rate, weight decay included, so a factor on the rate is a factor on the step, moments are
 what they would be, and whatever predicts the step with that rate predicts the step that is made.
 
+Any other optimizer steps first, with the first factor on its rate. Then the weights go back along the line of the step.
+
 The schedule keeps its meaning. Its factor on the rate, s, is s² on the target, warm-up included.
 
 Relatives: the trust region of TRPO (Schulman et al. 2015, arXiv:1502.05477), which searches along a line; ACKTR's and
@@ -57,6 +59,13 @@ class BoundState:
     factor: float = 1.0  # on the learning rate that the schedule says
     kl_over_target: float = math.nan  # of the step that was made; nan before the first
 
+    @property
+    def next_factor(self) -> float:
+        """The first factor to try: what would have made the KL of the last step its target."""
+        if math.isnan(self.kl_over_target) or self.kl_over_target <= 0.0:
+            return self.factor  # nothing was measured, or no weight moved
+        return self.factor * min(LARGEST_GROWTH, max(LARGEST_CUT, 1.0 / math.sqrt(self.kl_over_target)))
+
 
 @dataclass(frozen=True)
 class BoundInfo:
@@ -90,8 +99,7 @@ def search_factor(kl_of: Callable[[float], float], target: float, state: BoundSt
     >>> info.tries, round(info.factor, 6), round(info.kl, 6)
     (1, 0.5, 0.01)
     """
-    factor = state.factor * _growth(state.kl_over_target)
-    first_factor = factor
+    factor = first_factor = state.next_factor
     kl = first_kl = kl_of(factor)
     tries = 0
     while not kl <= EXCESS * target and tries < MAX_TRIES:
@@ -100,13 +108,6 @@ def search_factor(kl_of: Callable[[float], float], target: float, state: BoundSt
         tries += 1
     over = kl / target if target > 0.0 else math.nan
     return BoundState(factor, over), BoundInfo(target, first_kl, kl, tries, first_factor, factor)
-
-
-def _growth(kl_over_target: float) -> float:
-    """Return by what the factor changes after a step with this KL: what would make the next one's KL the target."""
-    if math.isnan(kl_over_target) or kl_over_target <= 0.0:
-        return 1.0  # nothing was measured, or no weight moved
-    return min(LARGEST_GROWTH, max(LARGEST_CUT, 1.0 / math.sqrt(kl_over_target)))
 
 
 class KLBound:
@@ -119,7 +120,7 @@ class KLBound:
         responses_per_prompt: responses of every prompt that KL is measured on, the first ones.
 
     Raises:
-        ValueError: the share is not a positive number, or there are no responses to measure on.
+        UserError: the share is not a positive number, or there are no responses to measure on.
     """
 
     name = "kl_bound"  # of its state in a checkpoint
@@ -134,48 +135,67 @@ class KLBound:
         self.share_of_entropy, self.responses_per_prompt = float(share_of_entropy), responses_per_prompt
         self.state = BoundState()
         self._rates: list[float] = []  # of the optimizer's groups, while others are set
-        self._is_checked = False
+        self._weights: Mapping[str, Tensor] = {}  # before the step, while it is made
 
     def start(self, shard: Shard, policy: Policy, ranks: Ranks) -> None:
         """Learn where weights and optimizer lie. Call it when training begins.
 
         Raises:
-            ValueError: the optimizer's step has no formula, or forward passes round what a step changes.
+            UserError: the step has no formula, and its weights lie where they cannot be written.
         """
         self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
-        reason = view_optimizer(shard).reason
-        if reason:
-            raise UserError(f"target_kl_share: {reason.partition(':')[0]}, and the rate follows from the formula")
+        self._has_formula = not (reason := view_optimizer(shard).reason)
+        if reason and shard.optimized is not shard.trained:
+            raise UserError(f"target_kl_share: {reason.partition(':')[0]}, which DeepSpeed needs: use AdamW or Adam")
 
-    def set_rate(self, rollout: Rollout, scores: Scores) -> BoundInfo:
-        """Set the optimizer's learning rates for the step that its gradients are ready for, until `restore`.
+    def before_step(self, rollout: Rollout, scores: Scores) -> None:
+        """Set the optimizer's learning rates for the step that its gradients are ready for, until `after_step`.
 
         Args:
             rollout: the sequences of the step.
             scores: of training's forward pass, (B, T) each.
         """
         rows = (response_number(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
-        before = self._scores_before(rollout, scores, rows)
-        step, groups = self._scheduled_step(), self._shard.optimizer.param_groups
-        chosen = take_rows(rollout, rows)
-        held = self._shard.held()
-
-        def kl_of(factor: float) -> float:
-            moved = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in held.items()}
-            with self._policy.with_weights(moved):
-                after = self._policy.score_rollout(chosen)
-            return self._mean_over_tokens(kl_of_tokens(before, after), before.mask)
-
+        self._before, self._rollout = self._scores_before(rollout, scores, rows), take_rows(rollout, rows)
+        self._weights, groups = self._shard.held(), self._shard.optimizer.param_groups
         entropy = self._mean_over_tokens(scores.entropies, scores.mask)
-        target = self.share_of_entropy * entropy * schedule_factor(groups) ** 2
-        self.state, info = search_factor(kl_of, target, self.state)
-        if not self._is_checked and info.kl > 0.0:
-            refuse_what_is_not_quadratic(kl_of, info)
-            self._is_checked = True
+        self._target = self.share_of_entropy * entropy * schedule_factor(groups) ** 2
+        factor = self.state.next_factor
+        if self._has_formula:
+            step = self._scheduled_step()
+            factor = self._search(lambda factor: self._kl_at(step, factor))
+            self._weights = {}  # not needed any more
         self._rates = [group["lr"] for group in groups]
         for group in groups:
-            group["lr"] = group["lr"] * info.factor
-        return info
+            group["lr"] = group["lr"] * factor
+
+    def after_step(self) -> dict[str, Estimate]:
+        """Shorten a step that had no formula, restore the rates, and return how the step was bounded as metrics."""
+        if not self._has_formula:
+            first = self.state.next_factor
+            moved = {name: weight - self._weights[name] for name, weight in self._shard.held().items()}
+            factor = self._search(lambda factor: self._kl_at(moved, factor / first))
+            if factor != first:
+                self._shard.put({name: w + factor / first * moved[name] for name, w in self._weights.items()})
+        rate = max(self._rates) * self._info.factor
+        self.restore()
+        self._weights = {}
+        return as_estimates(self._info, rate)
+
+    def _search(self, kl_of: Callable[[float], float]) -> float:
+        """Return the factor of the step, and keep how it was found."""
+        self.state, self._info = search_factor(kl_of, self._target, self.state)
+        if not self._is_checked and self._info.kl > 0.0:
+            refuse_what_is_not_quadratic(kl_of, self._info)
+            self._is_checked = True
+        return self._info.factor
+
+    def _kl_at(self, step: Mapping[str, Tensor], factor: float) -> float:
+        """Return KL(policy before ‖ policy with so much of a step), nats per token."""
+        moved = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in self._weights.items()}
+        with self._policy.with_weights(moved):
+            after = self._policy.score_rollout(self._rollout)
+        return self._mean_over_tokens(kl_of_tokens(self._before, after), self._before.mask)
 
     def restore(self) -> None:
         """Give the optimizer the schedule's learning rates again, once it has stepped."""
@@ -241,7 +261,7 @@ def refuse_what_is_not_quadratic(kl_of: Callable[[float], float], info: BoundInf
     """Check that half of a step has about four times the KL of a quarter.
 
     Raises:
-        ValueError: rounding is of the size of the target, so steps would be cut to nothing without a word.
+        UserError: rounding is of the size of the target, so steps would be cut to nothing without a word.
     """
     quarter, half = kl_of(info.factor / 4.0), kl_of(info.factor / 2.0)
     if half < LEAST_RATIO * quarter:
@@ -252,12 +272,8 @@ def refuse_what_is_not_quadratic(kl_of: Callable[[float], float], info: BoundInf
         )
 
 
-def as_estimates(info: BoundInfo, rates: Sequence[float]) -> dict[str, Estimate]:
-    """Return how the step was bounded as metrics.
-
-    Args:
-        rates: of the optimizer's groups, as the step was made with.
-    """
+def as_estimates(info: BoundInfo, rate: float) -> dict[str, Estimate]:
+    """Return how a step was bounded as metrics, with the largest learning rate of the optimizer's groups."""
     numbers = {
         "target_kl": info.target,
         "kl": info.kl,
@@ -265,6 +281,6 @@ def as_estimates(info: BoundInfo, rates: Sequence[float]) -> dict[str, Estimate]
         "kept_share": info.share,
         "tries": float(info.tries),
         "rate_factor": info.factor,
-        "learning_rate": max(rates, default=math.nan),
+        "learning_rate": rate,
     }
     return {f"bound/{name}": Estimate(value, reason=NO_BAR) for name, value in numbers.items()}

@@ -201,10 +201,23 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(make_trainer: Calla
     assert numbers_of(whole)[2:] == numbers_of(resumed)[-2:]
 
 
-def test_an_optimizer_without_a_formula_is_refused_in_one_line(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(target_kl_share=SHARE, **FEW | {"optim": "adafactor"})
-    with pytest.raises(ValueError, match=r"target_kl_share: the step of .*Adafactor has no formula here"):
+@pytest.mark.parametrize("optim", ["adafactor", "rmsprop"])
+def test_a_step_without_a_formula_goes_back_along_its_line(make_trainer: Callable[..., Any], optim: str) -> None:
+    """To the length that its KL asks for; the weights are then a mix of those before and those after the first try."""
+    settings = SHAPE | {"max_steps": 1, "learning_rate": 1e-2, "optim": optim, "weight_decay": 0.0}
+    moves = []
+    for share in (None, SHARE):
+        trainer = make_trainer(Onlooker, target_kl_share=share, **settings)
+        before = trained_weights(trainer)
         trainer.train()
+        moves.append(trained_weights(trainer) - before)
+    (said,) = numbers_of(trainer)
+    assert said["bound/tries"] > 0
+    assert said["bound/learning_rate"] == pytest.approx(1e-2 * said["bound/kept_share"])
+    torch.testing.assert_close(moves[1], said["bound/kept_share"] * moves[0], rtol=1e-3, atol=1.2e-7)
+    after = trained_weights(trainer).float()
+    found = kl_by_hand(trainer.model.eval(), trainer.seen, after - moves[1].float(), after, responses=2)
+    assert found == pytest.approx(said["bound/kl"], rel=1e-2)
 
 
 def test_rounding_that_hides_small_steps_is_said_and_refused(make_trainer: Callable[..., Any]) -> None:
