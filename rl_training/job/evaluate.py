@@ -52,7 +52,7 @@ COLUMNS = {
     "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
     "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
 }  # fmt: skip
-ELSEWHERE = "an evaluation is written here: give output=FOLDER"
+ELSEWHERE = "give another folder with output=FOLDER"
 PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
 
 

@@ -107,10 +107,8 @@ def _lock(run: Path) -> None:
         try:
             lock.enter_context(locked(run, ELSEWHERE))
             _locks[run.resolve()] = lock
-        except ValueError as error:
+        except UserError as error:
             refusal = str(error)
-        except OSError as error:
-            refusal = f"run_dir={run} cannot be written to ({error.__cause__}): {ELSEWHERE}"
     refusal = broadcast_object_list([refusal])[0]
     if refusal:
         raise UserError(refusal)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl_training.errors import UserError
 
-MAKE_ROOM = "the results cannot be written: make room"
+MAKE_ROOM = "make room"
 
 
 def write_atomically(files: Mapping[Path, bytes], fix: str = MAKE_ROOM) -> None:
@@ -40,4 +40,4 @@ def write_atomically(files: Mapping[Path, bytes], fix: str = MAKE_ROOM) -> None:
 
 def cannot_write(path: Path, error: OSError, fix: str) -> UserError:
     """Returns the error of a file that cannot be written, with the fix."""
-    return UserError(f"{error.strerror}; {fix}: {path}")
+    return UserError(f"{path} cannot be written ({error.strerror}): {fix}")

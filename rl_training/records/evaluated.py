@@ -30,7 +30,7 @@ METRICS = "metrics.json"
 RESPONSES = "responses.jsonl"
 SETTINGS = "settings.json"
 COLUMNS = ["step", "metric", "value", "stderr", "num_prompts", "low", "high"]  # the last two: Estimate.interval
-MAKE_ROOM = "nothing that was finished is lost: make room, and run the same command again"
+MAKE_ROOM = "make room, and run the same command again; nothing that was finished is lost"
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

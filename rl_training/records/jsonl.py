@@ -38,7 +38,7 @@ ROLLOUTS_FILE = "rollouts.jsonl.gz"
 NEEDED = {"step": int, "about_step": int, "name": str, "value": object, "stderr": object, "num_samples": int,
           "reason": object}  # fmt: skip
 MOST_DIGITS = 300  # of a whole number: with more it is no float
-MAKE_ROOM = "the run's records cannot be written: make room, then go on with resume=latest"
+MAKE_ROOM = "make room, then go on with resume=latest"
 
 
 class Records:

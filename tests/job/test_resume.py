@@ -243,7 +243,7 @@ def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(ru
 
 def test_a_full_disk_is_named_with_the_file_and_the_fix(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
-    fix = r"No space left on device; .*make room, then go on with resume=latest: .*metrics\.jsonl"
+    fix = r"metrics\.jsonl cannot be written \(No space left on device\): make room, then go on with resume=latest$"
     with pytest.raises(UserError, match=fix):
         Records(tmp_path).write_metrics(1, {"loss": 0.5})
 
