@@ -111,6 +111,13 @@ class Probe:
         """
         return 0
 
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to be a trainer's callback: transformers calls this of each when a trainer is made."""
+        made = f"{type(self).__name__}(...)"
+        raise UserError(f"{type(self).__name__} is a probe, no callback: attach(trainer, [{made}]), not callbacks=")
+
+    on_train_begin = on_init_end  # of one that is added later
+
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what a resumed run needs to go on as if never stopped, the same on every rank."""
         return {} if self.running is None else self.running.state_dict()

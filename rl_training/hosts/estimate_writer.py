@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from rl_training.engine.batch import join_rollouts
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.ranks import all_ranks
+from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.jsonl import Records
+from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.jsonl import METRICS_FILE, Records
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +30,11 @@ NAMED = 3  # of the missing estimates, in a warning: the report has them all
 class EstimateWriter:
     """Writes the estimates of each measured step to the records, by rank 0, and warns of those that are missing."""
 
-    def __init__(self, driver: StepDriver, records: Records | None, decode: Callable[[Tensor], str]) -> None:
+    def __init__(
+        self, driver: StepDriver, records: Records | str | Path | None, decode: Callable[[Tensor], str]
+    ) -> None:
         self._driver, self._decode = driver, decode
+        records = _as_records(records)
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self._times_missing: Counter[str] = Counter()  # by reason
@@ -70,6 +76,19 @@ class EstimateWriter:
             self.records.write_metrics(number, row)
         return measured
 
+    def note_interrupt(self, error: BaseException | None) -> None:
+        """Add to an interrupt (Ctrl-C), below whose traceback it is shown, where what was measured is."""
+        if not isinstance(error, KeyboardInterrupt) or self.records is None:
+            return
+        folder = self.records.folder
+        if not (folder / METRICS_FILE).is_file():
+            error.add_note(f"interrupted before a step was logged: {folder} holds no numbers")
+            return
+        note = f"what was measured until then is in {folder}"
+        if folder.name == LOGS_FOLDER:
+            note += f"; the report of it: rl-training report {folder.parent}, or write_report({str(folder.parent)!r})"
+        error.add_note(note)
+
     def write(self, number: int, estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
         """Takes the estimates of one step, by probe and name; returns all values and errors."""
         numbers: dict[str, float] = {}
@@ -93,6 +112,15 @@ class EstimateWriter:
             if self._times_missing[reason] == 2 and all_ranks().number == 0:
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 logger.warning(f"not measured: {', '.join(names[:NAMED])}{more}: {reason}")
+
+
+def _as_records(given: Any) -> Records | None:
+    """Return the records that were given, or those of the folder that was. UserError for anything else."""
+    if given is None or isinstance(given, Records):
+        return given
+    if isinstance(given, str | Path):
+        return Records(given)
+    raise UserError(f"records={given!r}: give a folder, such as 'my_run/logs', or Records(FOLDER)")
 
 
 def _known(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -23,6 +23,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,13 +64,13 @@ LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: say measur
 def measured_loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    probes: Sequence[Probe],
+    probes: Sequence[Probe] | Probe,
     *,
     responses_per_prompt: int,
     microbatch_size: int,
     microbatches: int,
     max_grad_norm: float | None = None,
-    records: Records | None = None,
+    records: Records | str | Path | None = None,
     temperature: float = 1.0,
     dr_grpo: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] | None = None,
@@ -84,7 +85,7 @@ def measured_loop(
     optimizer             torch's, or accelerate's around it
     microbatch_size       sequences of one forward and backward on this process, `microbatches` of them to a step
     max_grad_norm         where the loop clips the gradient with clip_grad_norm_; None where it does not
-    records               where metrics.jsonl and probes.jsonl are written, by rank 0
+    records               where metrics.jsonl and probes.jsonl are written, by rank 0: Records, or a folder
     temperature           of sampling, by which the loop divides logits
     dr_grpo               the loss is meant to be Dr-GRPO's: −A log π summed over all tokens, divided by a constant. Its
                           weights say what it is; where they differ, the reason names this setting
@@ -121,9 +122,8 @@ def measured_loop(
 class MeasuredLoop:
     """Probes on a plain loop, until the end of its context. Made by `measured_loop`."""
 
-    def __init__(
-        self, probes: Sequence[Probe], loop: Loop, records: Records | None, bound: KLBound | None = None
-    ) -> None:
+    def __init__(self, probes: Any, loop: Loop, records: Any, bound: KLBound | None = None) -> None:
+        probes = loop_refusals.probes_in(probes)
         self._driver, self._bound = BoundedDriver(probes, bound) if bound else StepDriver(probes), bound
         self._loop, self._policy = loop, loop.policy
         self._driver.refuse_impossible_folds(loop.shape)
@@ -161,9 +161,10 @@ class MeasuredLoop:
         self._writer.begin()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._place = OUTSIDE
-        if exc_info[0] is None:  # else perhaps on this process alone
+        self._writer.note_interrupt(error)
+        if error is None:  # else perhaps on this process alone
             self._driver.end()
         self._undo.close()
 

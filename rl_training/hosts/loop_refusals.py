@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
 
     module  the model less DDP
     """
-    refuse_what_is_no_probe(probes)
+    probes_in(probes)
     refuse_what_is_no_language_model(module)
     refuse_what_is_not_trained(module, optimizer)
     if getattr(model, "static_graph", False):
@@ -44,12 +45,18 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
         )
 
 
-def refuse_what_is_no_probe(probes: Any) -> None:
-    """Raises ValueError where these are not objects of Probe in a list, or have no possible number of folds."""
+def probes_in(given: Any) -> tuple[Probe, ...]:
+    """Return the probes that were given: several, or one by itself.
+
+    Raises:
+        UserError: for what is no object of Probe, and for a number of folds that no step can have.
+    """
+    probes = (given,) if isinstance(given, Probe | type | str) or not isinstance(given, Iterable) else tuple(given)
     for probe in probes:
         if not isinstance(probe, Probe):
             raise UserError(f"{probe!r} is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()")
         check_num_folds(probe.name, probe.num_folds)
+    return probes
 
 
 def refuse_what_is_no_language_model(module: nn.Module) -> None:

@@ -142,23 +142,18 @@ def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
 def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:
     """Writes config.yaml, which makes the folder this run's own. ValueError when another run has written it meanwhile.
 
-    On every process: the main one creates the file exclusively, and all of them learn the outcome.
+    On every process: the main one writes the file, whole or not at all, and all of them learn the outcome.
     """
     refusal, path = "", run_dir / CONFIG_FILE
     if PartialState().is_main_process:
         text = OmegaConf.to_yaml(OmegaConf.create(literal(config)))
-        try:
-            if is_its_own:
-                write_atomically({path: text.encode()})
-            else:
-                with open(path, "x", encoding="utf-8") as file:
-                    file.write(text)
-        except FileExistsError:
+        if path.exists() and not is_its_own:  # nobody writes it after this: the folder is locked
             refusal = ANOTHERS.format(run_dir)
-        except OSError as error:
-            refusal = f"{path} cannot be written ({error}): make room, or choose another run_dir"
-            if not is_its_own:
-                path.unlink(missing_ok=True)  # what is there of it
+        else:
+            try:
+                write_atomically({path: text.encode()}, "make room, or choose another run_dir")
+            except UserError as error:
+                refusal = str(error)
     refusal = broadcast_object_list([refusal])[0]
     if refusal:
         raise UserError(refusal)

@@ -56,7 +56,7 @@ def load_settings(path: Path) -> DictConfig:
         settings = OmegaConf.load(io.StringIO(plain_yaml(path)))
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
-    if not isinstance(settings, DictConfig):
+    if not isinstance(settings, DictConfig) or not settings:
         raise UserError(f"{path} holds no settings: mend or delete it")
     plain = without_masks(OmegaConf.to_container(settings))
     for keys, value in leaves(plain):

@@ -311,21 +311,24 @@ def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: 
     assert read_metrics(tmp_path / "run" / "logs")[0]["mine/five"] == 5
 
 
-def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_again(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("moment", [(OmegaConf, "to_yaml"), (os, "fsync")], ids=["before", "in the middle"])
+def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_again(
+    tmp_path, monkeypatch, moment: tuple[object, str]
+) -> None:
     def interrupted(*arguments: object) -> str:
         raise Interrupted(signal.SIGINT)
 
-    monkeypatch.setattr(OmegaConf, "to_yaml", interrupted)
+    monkeypatch.setattr(*moment, interrupted)
     with pytest.raises(Interrupted):
         save_config({"seed": 1}, tmp_path, is_its_own=False)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("[!.]*")) == []
     monkeypatch.undo()
     save_config({"seed": 1}, tmp_path, is_its_own=False)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["seed: 1\n"]
+    assert [path.read_text() for path in tmp_path.glob("[!.]*")] == ["seed: 1\n"]
     with pytest.raises(ValueError, match="already holds a run"):
         save_config({"seed": 2}, tmp_path, is_its_own=False)
     save_config({"seed": 2}, tmp_path, is_its_own=True)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["seed: 2\n"]
+    assert [path.read_text() for path in tmp_path.glob("[!.]*")] == ["seed: 2\n"]
 
 
 def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:

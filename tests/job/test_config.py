@@ -164,7 +164,9 @@ def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) ->
         )
 
 
-@pytest.mark.parametrize("content", [b"seed: [1", b"\xff\xfe", b"- 1"], ids=["no yaml", "no text", "a list"])
+@pytest.mark.parametrize(
+    "content", [b"seed: [1", b"\xff\xfe", b"- 1", b""], ids=["no yaml", "no text", "a list", "empty"]
+)
 def test_a_config_that_is_broken_is_named_when_its_run_goes_on(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*mend or delete it"):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trl import GRPOTrainer
 
     from rl_training.engine.probe import Probe
@@ -15,14 +17,15 @@ if TYPE_CHECKING:
 
 def attach(
     trainer: GRPOTrainer,
-    probes: Sequence[Probe] = (),
-    records: Records | None = None,
+    probes: Sequence[Probe] | Probe = (),
+    records: Records | str | Path | None = None,
     whole_prompts: bool = False,
     target_kl_share: float | None = None,
 ) -> Attachment:
     """Returns the attachment of these probes to a trainer: call `.remove()`, or use it as a context manager.
 
-    records          where metrics.jsonl and probes.jsonl are written; without it estimates go to the trainer's log only
+    records          where metrics.jsonl and probes.jsonl are written: Records, or a folder; without it estimates go to
+                     the trainer's log only. Ctrl-C within `with attach(...)` says where they are
     whole_prompts    keep the responses of a prompt side by side (another order of summation, the same mathematics):
                      without it what needs folds of whole prompts is nan, with that reason
     target_kl_share  the learning rate of each step follows from its measured KL, so that it is this share of the

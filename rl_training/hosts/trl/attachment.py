@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import all_ranks
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.loop_refusals import refuse_what_is_no_probe
+from rl_training.hosts.loop_refusals import probes_in
 from rl_training.hosts.trl import batches, patches
 from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
@@ -57,15 +58,15 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def __init__(
         self,
         trainer: GRPOTrainer,
-        probes: Sequence[Probe],
-        records: Records | None,
+        probes: Sequence[Probe] | Probe,
+        records: Records | str | Path | None,
         whole_prompts: bool,
         interventions: Sequence[Intervention] = (),
         target_kl_share: float | None = None,
     ) -> None:
         if not isinstance(trainer, GRPOTrainer):
             raise UserError(patches.another_trainer(trainer))
-        refuse_what_is_no_probe(probes)
+        probes = probes_in(probes)
         patches.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
@@ -133,8 +134,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._undo_engine.close()
         self._undo.close()
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
+        self._writer.note_interrupt(error)
 
     # --- the wrapped methods, in the order of a step ------------------------------------------------------------------
 

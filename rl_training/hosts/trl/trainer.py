@@ -130,7 +130,7 @@ class DrGRPOTrainer(GRPOTrainer):
     """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and measures `probes` at every step.
 
     probes   what to measure; training is bitwise the same with any of them and with none
-    records  where metrics.jsonl and probes.jsonl go; optional
+    records  where metrics.jsonl and probes.jsonl go, Records or a folder; optional
     interventions  what to train with, by name, one after another: ["psr", "bonus:0.02"], see interventions/named.py
     buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those with zero advantage
     Everything else as in trl.GRPOTrainer. `.attachment.remove()` removes the probes.
@@ -141,8 +141,8 @@ class DrGRPOTrainer(GRPOTrainer):
     def __init__(
         self,
         *args: Any,
-        probes: Sequence[Probe] = (),
-        records: Records | None = None,
+        probes: Sequence[Probe] | Probe = (),
+        records: Records | str | Path | None = None,
         interventions: Sequence[str] = (),
         buffer: FilteredBuffer | None = None,
         **kwargs: Any,

@@ -5,7 +5,9 @@ It shows only what the records of any run hold, finished, killed or still going;
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +30,9 @@ PAGE_FILE = "report.html"
 
 
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
-    """Returns the path of the HTML page it wrote.
+    """Write the HTML page of a run, and return its path. Of the processes of a training, the first one writes it.
+
+    No process waits for another, so that the first one may also call it alone.
 
     run_dir   the folder of a run, or what `read_run` made of it
     pictures  "png" or "svg": the page's charts lie beside it as such files, for papers and dashboards
@@ -36,6 +40,8 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
 
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
+    if not _is_first_process():
+        return (run_dir.folder if isinstance(run_dir, Run) else Path(run_dir)) / REPORT_FOLDER / PAGE_FILE
     run = _read(run_dir)
     charts, analyses = draw_figures(run), analyses_of(run)
     interventions = interventions_of_run(run, branch_commands(run))
@@ -49,7 +55,9 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
 
 
 def print_summary(run_dir: str | Path | Run) -> None:
-    """Prints the table of the run's first and last numbers, and what a step does. Raises as `write_report` does."""
+    """Print the table of the run's first and last numbers, and what a step does, as `write_report` writes its page."""
+    if not _is_first_process():
+        return
     run = _read(run_dir)
     table = Table(title=Text(run.name, style="bold"), title_justify="left", show_header=False, box=None)
     for row in summarize(run):  # as Text: what a record says is never read as markup
@@ -66,6 +74,13 @@ def print_summary(run_dir: str | Path | Run) -> None:
         console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
     console.print(Text(f" {where}"), soft_wrap=True)  # a path broken into lines cannot be copied
+
+
+def _is_first_process() -> bool:
+    """Return whether this is rank 0, or alone. The report needs no torch: what has not been imported has no ranks."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    has_ranks = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return not has_ranks or distributed.get_rank() == 0
 
 
 def _read(run: str | Path | Run) -> Run:

@@ -1,0 +1,102 @@
+"""A script around `attach`: what it may hand over, Ctrl-C, and several processes that run its last line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import torch.distributed as dist
+from trainers import FEW, trainer_maker
+from trl import GRPOTrainer
+
+from rl_training import EffectiveSampleSizeProbe, Records, SimpleEntropyProbe, attach, print_summary, write_report
+from rl_training.records.jsonl import read_estimates
+
+PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
+
+
+def test_one_probe_and_a_folder_are_taken_as_a_list_and_records(make_trainer, tmp_path: Path) -> None:
+    trainer = make_trainer(**PLAIN, max_steps=1)
+    with attach(trainer, EffectiveSampleSizeProbe(), records=str(tmp_path / "logs"), whole_prompts=True):
+        trainer.train()
+    assert {row["probe"] for row in read_estimates(tmp_path / "logs")} >= {"ess"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"probes": SimpleEntropyProbe},
+            "is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()",
+        ),
+        ({"probes": "simple"}, "'simple' is no probe: give objects of rl_training.Probe"),
+        ({"probes": None}, "None is no probe"),
+        ({"records": True}, "records=True: give a folder, such as 'my_run/logs', or Records(FOLDER)"),
+    ],
+)
+def test_what_is_neither_probe_nor_records_is_said_in_a_line(make_trainer, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        attach(make_trainer(**PLAIN), **given)
+
+
+def test_a_probe_among_callbacks_is_told_its_place_when_the_trainer_is_made(make_trainer) -> None:
+    place = re.escape("SimpleEntropyProbe is a probe, no callback: attach(trainer, [SimpleEntropyProbe(...)])")
+    with pytest.raises(ValueError, match=place):
+        make_trainer(**PLAIN, beside={"callbacks": [SimpleEntropyProbe()]})
+    trainer = make_trainer(**PLAIN)
+    trainer.add_callback(SimpleEntropyProbe)
+    with pytest.raises(ValueError, match=place):
+        trainer.train()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_ctrl_c_ends_the_block_and_says_where_what_was_measured_is(make_trainer, tmp_path: Path, steps: int) -> None:
+    trainer, logs = make_trainer(**PLAIN, max_steps=2), tmp_path / "my_run" / "logs"
+    forward = trainer.model.forward
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step == steps:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = interrupted
+    with (
+        pytest.raises(KeyboardInterrupt) as ended,
+        attach(trainer, [EffectiveSampleSizeProbe()], records=Records(logs), whole_prompts=True),
+    ):
+        trainer.train()
+    (note,) = ended.value.__notes__
+    if steps:
+        assert note == (
+            f"what was measured until then is in {logs}; the report of it: rl-training report {logs.parent}, or "
+            f"write_report('{logs.parent}')"
+        )
+        assert {row["step"] for row in read_estimates(logs)} == {1}
+        assert write_report(logs.parent).is_file()
+    else:
+        assert note == f"interrupted before a step was logged: {logs} holds no numbers"
+    trainer.model.forward = forward
+    trainer.train()  # as one that was never measured
+
+
+def quickstart(rank: int, folder: Path) -> None:
+    """The README's lines, as each process of a launch runs them; the second one reaches their end first."""
+    trainer = trainer_maker(folder / str(rank))(**PLAIN, max_steps=1)
+    with attach(trainer, [EffectiveSampleSizeProbe()], records=Records(folder / "run/logs"), whole_prompts=True):
+        trainer.train()
+    page = folder / "run/report/report.html"
+    if rank == 0:
+        dist.barrier()
+        assert not page.exists()
+    assert write_report(folder / "run") == page
+    print_summary(folder / "run")
+    if rank == 1:
+        dist.barrier()
+
+
+def test_of_two_processes_that_run_the_quickstart_one_writes_the_report(tmp_path: Path) -> None:
+    forks.start_ranks(quickstart, (tmp_path,), 2)
+    assert sorted(path.name for path in (tmp_path / "run/report").iterdir()) == ["report.html"]
