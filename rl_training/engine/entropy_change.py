@@ -155,7 +155,8 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFold
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for own in (piece.of(mean) for piece in pieces):
         square += dots(own, own)
-    intended = whole_update(layout, pieces, mean, float(clipping(reduce(square), max_grad_norm)))
+    clip = float(clipping(reduce(square), max_grad_norm))
+    intended = whole_update(layout, pieces, mean, clip)
     update = intended
     if step.optimizer.rounded:
         by_name = layout.by_name(intended)
@@ -163,7 +164,7 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFold
     if gradients.rows is None or _why_no_forward(step):
         return intended, update, None
     folds = fold_means(mean, gradients.rows, step.fold_sizes)
-    return intended, update, StepsWithoutFolds(pieces, folds, max_grad_norm, reduce)
+    return intended, update, StepsWithoutFolds(pieces, folds, max_grad_norm, reduce, clip)
 
 
 def _with_quantities(
@@ -177,14 +178,15 @@ def _with_quantities(
     per_sequence = change.settings.per_sequence
     names = ("entropy", *PRODUCTS, *change.labels, *[LENGTH_AND_REWARD] * per_sequence)
     multiplied, lost = products.over_processes(step.ranks.reduce)
-    table = torch.cat([levels, multiplied.flatten(1), lost], dim=1).cpu()
+    table = torch.cat([levels, multiplied.flatten(1), lost.flatten(1)], dim=1).cpu()
     factor = None
     if per_sequence:
         gradient = reward_gradient(step)
         factor, change = gradient.factor, dataclasses.replace(change, why_no_reward=gradient.why_no_factor)
     reward, lost_reward = reward_products(step, change.steps_without, factor).split(1, dim=1)
-    by_fold = torch.cat([table[:, :-2], torch.full_like(reward, torch.nan), reward], dim=1)
-    lost = torch.cat([table[:, -2:], lost_reward], dim=1)
+    products_by_fold, lost = table.split([LEVELS + multiplied[0].numel(), lost[0].numel()], dim=1)
+    by_fold = torch.cat([products_by_fold, torch.full_like(reward, torch.nan), reward], dim=1)
+    lost = torch.cat([lost, torch.zeros_like(reward), lost_reward], dim=1).unflatten(1, (-1, 2))
     total = by_fold.sum(dim=0)
     level = float(total[1] / total[2]) if per_sequence else 0.0  # without any entropy none to vary
     without = sums_without(total, by_fold, lost, level or None)
@@ -232,13 +234,12 @@ def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | No
 
     total    (columns,), over all folds
     by_fold  (F, columns), what each fold adds
-    lost     (F, 3), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) per token and per sequence, and so of the reward
+    lost     (F, products, 2), what the other folds lose with each: Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of `forward`
     level    the H_tok in X, which row l replaces by that of the other folds; None: it is taken as given
     """
     without = total - by_fold
     pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
-    pairs[:, [FORWARD, UNCLIPPED]] += lost[:, :2].unsqueeze(1)
-    pairs[:, -1, 1] += lost[:, 2]
+    pairs += lost
     if level is not None:  # ∂E[T] is what ∂H_seq and ∂H_seq − H_tok ∂E[T] differ by, over H_tok
         token, sequence = pairs.unbind(-1)
         token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)

@@ -59,25 +59,40 @@ class FoldProducts:
     def over_processes(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Returns n_k X_k · δθ of PRODUCTS and of forward's splits, and what the others lose with a fold. A collective.
 
-        Both fp64, a pair for each: (F, products, 2), and Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, (F, 2).
+        Both fp64, a pair for each: (F, products, 2). The second is Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, of
+        what is made of steps without a fold: forward, with clipping and without, and its parts by cause.
         """
         by_fold = torch.stack(self._products)
         own, split = by_fold[:, : len(PRODUCTS)], self.attribution.sum(by_fold[:, len(PRODUCTS) :])
         sizes, (forward, _, reuse, _) = self.sizes.to(own), own.unbind(dim=1)
-        lost = self._lost_with_a_fold(sizes.unsqueeze(1) * (forward - reuse))
-        parts = torch.cat([own, split, lost.unsqueeze(1)], dim=1)
-        *products, lost = as_pairs(reduce(parts)).unbind(dim=1)
-        return sizes.view(-1, 1, 1) * torch.stack(products, dim=1), lost
+        whole, by_cause = self._lost_with_a_fold(sizes.unsqueeze(1) * (forward - reuse))
+        lost = torch.zeros_like(torch.cat([own, split], dim=1))
+        lost[:, [PRODUCTS.index("forward"), PRODUCTS.index("forward_unclipped")]] = whole.unsqueeze(1)
+        lost[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
+        parts = as_pairs(reduce(torch.stack([torch.cat([own, split], dim=1), lost])))
+        return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
-    def _lost_with_a_fold(self, own: Tensor) -> Tensor:
-        """Returns S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), (F, targets)."""
+    def _lost_with_a_fold(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the others lose with each fold l, (F, targets), and of that each cause, (F, causes, targets).
+
+        In all S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), which is given. Momentum and decay
+        depend on a fold's gradient through the preconditioner alone, or not at all: of theirs the share n_l / N is left
+        out, as if each fold's own were that of any other. The gradient has the rest.
+        """
+        by_cause = own.new_full((len(own), len(CAUSES), len(self.sums)), torch.nan)
         if self.steps is None:
-            return torch.full_like(own, torch.nan)
-        lost = -self._dots(self.update, self.sums) - own
+            return by_cause[:, 0], by_cause
+        by_cause.zero_()
         for piece in self.steps.pieces:
-            products = [dots(moved, piece.of(x)) for moved in self.steps.totals(piece) for x in self.sums]
-            lost += torch.stack(products).view_as(lost)
-        return lost
+            xs = [piece.of(x) for x in self.sums]
+            for number, change in enumerate(self.steps.changes(piece)):
+                by_cause[number] += torch.stack([dots(change, x) for x in xs], dim=1)
+        whole = by_cause.sum(dim=1) - own
+        by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(own).view(-1, 1, 1)
+        gradient = CAUSES.index("gradient")
+        by_cause[:, gradient] = 0.0
+        by_cause[:, gradient] = whole - by_cause.sum(dim=1)
+        return whole, by_cause
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""

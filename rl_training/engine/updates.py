@@ -249,12 +249,18 @@ class StepsWithoutFolds:
     Making it is a collective, of one pass over all entries.
 
     gradient  not clipped
+    clip      the factor by which that of all folds is clipped
     """
 
     def __init__(
-        self, pieces: OptimizerPieces, gradient: FoldMeans, max_grad_norm: float, reduce: Callable[[Tensor], Tensor]
+        self,
+        pieces: OptimizerPieces,
+        gradient: FoldMeans,
+        max_grad_norm: float,
+        reduce: Callable[[Tensor], Tensor],
+        clip: float = 1.0,
     ) -> None:
-        self.pieces, self.gradient, self.max_grad_norm = pieces, gradient, max_grad_norm
+        self.pieces, self.gradient, self.max_grad_norm, self.clip = pieces, gradient, max_grad_norm, clip
         squares = torch.zeros_like(gradient.share_of_mean[:, 0], dtype=torch.float64)
         for piece in pieces:
             # Of the vectors themselves: from products of g and g_k it would cancel where one fold is nearly all of g.
@@ -262,11 +268,12 @@ class StepsWithoutFolds:
         # (F,) fp64 in host memory, the factor by which the gradient without each fold is clipped.
         self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
 
-    def totals(self, piece: Piece) -> Iterator[Tensor]:
-        """Yields the steps without one fold after another in this piece, (n,)."""
+    def changes(self, piece: Piece) -> Iterator[Tensor]:
+        """Yields by how much the parts of the step change without one fold after another in this piece, (causes, n)."""
         mean = piece.of(self.gradient.mean)
+        whole = torch.stack(piece.delta(self.clip * mean))
         for fold, clip in enumerate(self.clips.tolist()):
-            yield piece.total(self.gradient.without(fold, piece, mean).mul_(clip))
+            yield torch.stack(piece.delta(self.gradient.without(fold, piece, mean).mul_(clip))).sub_(whole)
 
     def parts(self, fold: int) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the step without a fold in it."""

@@ -213,7 +213,9 @@ def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_hav
         return torch.stack([sequence - 0.3 * length, sequence], dim=-1)
 
     by_fold = torch.cat([levels, pairs(of_sequence, of_length).repeat(1, len(PRODUCTS) + 1)], dim=1)  # and the reward's
-    lost = torch.cat([pairs(lost_sequence, lost_length), lost_length.unsqueeze(1)], dim=1).flip(0)  # of the other fold
+    lost = torch.zeros(2, len(PRODUCTS) + 1, 2, dtype=torch.float64)
+    # Of the other fold.
+    lost[:, FORWARD], lost[:, -1, 1] = pairs(lost_sequence, lost_length).flip(0), lost_length.flip(0)
     without = sums_without(by_fold.sum(dim=0), by_fold, lost, level=0.3)
     # Fold 1 is left at its own level, with a step that has lost fold 0: 5 − 1 − (1 + 0.4)/6; and the reverse.
     expected = torch.tensor([[4.0 - 1.4 / 6, 4.0], [3.5 - 0.5 * 2.2, 3.5]], dtype=torch.float64)

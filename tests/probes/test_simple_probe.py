@@ -139,6 +139,23 @@ def test_causes_equal_the_plain_twin(causes) -> None:
             assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(expected, **same), name
         stderr = twin.stderr(unclipped, statistic)
         assert answer[f"delta_h/forward_unclipped{suffix}"].stderr == pytest.approx(stderr, rel=1e-3)
+        whole, without = (twin.parts(twin.clipped(g)) for g in (twin.mean(twin.gradients), twin.without))
+        # A fold's own noise in momentum's P is taken for any fold's: that is worst where v is young, as it is here.
+        for cause, part in whole.items():
+            moved = without[cause].expand_as(twin.without)
+            stderr = twin.stderr(moved, statistic, whole=part, moved=moved)
+            assert answer[f"delta_h/part/{cause}{suffix}"].stderr == pytest.approx(stderr, rel=0.1), cause
+
+
+@pytest.mark.parametrize("settings", [{"weight_decay": 0.0}, {"optim": "sgd", "weight_decay": 0.0, "max_steps": 2}])
+def test_a_part_that_is_all_of_the_step_has_the_steps_own_error_bar(make_trainer, settings: dict[str, Any]) -> None:
+    """Adam's first step has no momentum, and SGD's without momentum never does."""
+    probe = Answers(num_folds=K)
+    make_trainer(probes=[probe], **{"max_steps": 1} | settings, **EIGHT_FOLDS).train()
+    for answer in probe.all:
+        forward, part = answer["delta_h/forward"], answer["delta_h/part/gradient"]
+        assert (part.value, part.stderr) == pytest.approx((forward.value, forward.stderr), rel=1e-6)
+        assert answer["delta_h/part/momentum"].stderr == answer["delta_h/part/decay"].stderr == 0.0
 
 
 def test_each_split_of_forward_adds_up_to_forward(causes) -> None:

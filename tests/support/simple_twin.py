@@ -244,15 +244,23 @@ class Twin:
     def change(self, updates: Tensor, statistic: Any) -> float:
         return statistic([sum(column) for column in zip(*self.rows(self.products(updates)), strict=True)])
 
-    def stderr(self, without: Tensor, statistic: Any, previous: Tensor | None = None) -> float:
+    def stderr(
+        self,
+        without: Tensor,
+        statistic: Any,
+        previous: Tensor | None = None,
+        whole: Tensor | None = None,
+        moved: Tensor | None = None,
+    ) -> float:
         """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ.
 
         without   by fold k: the step δθ_(−k) that X_k is multiplied with
         previous  the update of the step before: then it is that of ½(forward + backward)
+        whole     δθ, and `moved` δθ_(−l) by fold: of a part of the step; None: the step's own
         """
         values = []
-        base = self.products(without) - self.products(self.update)
-        for out, update in enumerate(self.update_without):
+        base = self.products(without) - self.products(self.update if whole is None else whole)
+        for out, update in enumerate(self.update_without if moved is None else moved):
             products = base + self.products(update)
             if previous is not None:
                 products = 0.5 * (products + self.products(previous))
