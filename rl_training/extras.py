@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from rl_training.errors import UserError
+from rl_training.shadowing import what_shadows
+
 LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
     "report": "pandas vl_convert jinja2 rich yaml",
     "train": "hydra omegaconf peft datasets tensorboard tqdm",
@@ -35,10 +38,12 @@ def what_is_missing(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def of_an_extra() -> Iterator[None]:
-    """A context in which the error of a library that is missing names the extra."""
+    """A context of imports: the error of a library that is missing names the extra, that of a shadowed one the file."""
     try:
         yield
-    except ModuleNotFoundError as error:
+    except Exception as error:
         if line := what_is_missing(error):
-            raise ModuleNotFoundError(line, name=error.name) from error
+            raise ModuleNotFoundError(line, name=getattr(error, "name", None)) from error
+        if line := what_shadows(error):
+            raise UserError(line) from error
         raise

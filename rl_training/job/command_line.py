@@ -30,6 +30,7 @@ import rl_training.job.silence  # noqa: F401
 from rl_training.errors import UserError
 from rl_training.extras import what_is_missing
 from rl_training.records.masking import mask_line, secrets_in
+from rl_training.shadowing import what_shadows
 
 PACKAGE = Path(__file__).parents[1]
 DEBUG_VARIABLE = "RL_TRAINING_DEBUG"
@@ -70,8 +71,8 @@ def run_command(main: Callable[[], object]) -> None:
 
 
 def is_the_users(error: BaseException) -> bool:
-    """Returns whether an error is the user's mistake, or comes from an extra that is not installed."""
-    return isinstance(error, UserError) or bool(what_is_missing(error))
+    """Returns whether an error is the user's mistake, a missing extra's, or that of a file in a package's place."""
+    return isinstance(error, UserError) or bool(what_is_missing(error) or what_shadows(error))
 
 
 def is_the_programs(error: BaseException) -> bool:
@@ -82,7 +83,7 @@ def is_the_programs(error: BaseException) -> bool:
 
 def in_one_line(error: BaseException) -> str:
     """Returns the message of an error and its notes, without line breaks; of any but the user's, its type in front."""
-    text = what_is_missing(error) or str(error)
+    text = what_is_missing(error) or what_shadows(error) or str(error)
     message = "; ".join(" ".join(part.split()) for part in (text, *getattr(error, "__notes__", ())))
     return message if is_the_users(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
 

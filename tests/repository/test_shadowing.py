@@ -1,0 +1,46 @@
+"""A file of the user's that stands in the place of a package is named in one line, and nothing else is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_training.shadowing import what_shadows
+
+OTHERS = {"six.py": "six", "dateutil/__init__.py": "dateutil", "random.py": "random"}
+
+
+@pytest.mark.parametrize("file", OTHERS)
+def test_a_script_beside_a_file_that_shadows_a_package_ends_in_a_line_that_names_it(tmp_path: Path, file: str) -> None:
+    shadow = tmp_path / file
+    shadow.parent.mkdir(exist_ok=True)
+    shadow.write_text("# mine\n", encoding="utf-8")
+    script = tmp_path / "mine.py"
+    script.write_text("from rl_training.records import metrics\nmetrics('nowhere')\n", encoding="utf-8")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd="/", timeout=120)
+    said = (
+        f"UserError: {shadow} was imported in the place of the module {OTHERS[file]} that others need: rename this file"
+    )
+    assert ended.stderr.strip().splitlines()[-1].endswith(said), ended.stderr
+
+
+def test_an_error_of_a_file_of_ones_own_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_mine.py").write_text("raise ImportError('no six in of_mine')\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError) as caught:
+        __import__("of_mine")
+    assert what_shadows(caught.value) == ""
+
+
+def test_an_error_that_is_raised_in_an_installed_package_that_lies_there_itself_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of the package in its own checkout, which is on the path twice."""
+    checkout = str(Path(__file__).parents[2])
+    monkeypatch.setattr(sys, "path", [checkout, *sys.path, checkout])
+    assert what_shadows(AttributeError("module 'rl_training' has no attribute 'x'")) == ""
+    monkeypatch.setattr(sys, "path", [str(Path(subprocess.__file__).parent), *sys.path])
+    assert what_shadows(AttributeError("module 'random' has no attribute 'x'")) == ""
