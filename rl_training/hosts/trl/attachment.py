@@ -34,7 +34,7 @@ from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.scoring_calls import ScoringCalls
-from rl_training.hosts.trl.sharding import shard_of
+from rl_training.hosts.trl.sharding import has_sharded_weights, shard_of
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.estimate import Estimate
@@ -45,6 +45,11 @@ from rl_training.records.workspace import CORE
 NO_SCORES_TO_CHANGE = (
     "{trainer}.compute_loss is not made of what " + patches.FORWARD_PASS + " says of its batch, which an intervention "
     "changes: build on super().compute_loss, or train without interventions"
+)
+NO_SCORES_OF_SHARDS = (
+    "{trainer}.compute_loss has no log-probabilities and entropies of its batch from " + patches.FORWARD_PASS + ", and "
+    "while a loss is made FSDP2 and ZeRO-3 allow no further forward pass: build on super().compute_loss, use ZeRO-2 "
+    "(launch/zero2.yaml), or train without probes and records"
 )
 
 
@@ -180,6 +185,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         is_kept = bool(step.probes or self._bound or self._records is not None)
         if self._loss.on_loss and (found is None or not found[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
+        is_incomplete = found is None or found[1] is None
+        if is_kept and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
+            raise UserError(NO_SCORES_OF_SHARDS.format(trainer=type(trainer).__name__))
         scores = self._policy.completed(found, rollout, is_kept)
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and is_kept:

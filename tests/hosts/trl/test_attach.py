@@ -521,3 +521,16 @@ def test_a_second_optimizer_is_noticed_beside_one_that_has_no_formula(make_train
     trainer.train()
     assert f"step 1: weights were changed {said}" in trainer.attachment.latest["delta_h/backward"].reason
     assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks  # nothing is left
+
+
+def test_a_step_that_the_optimizer_does_not_make_is_noticed_as_left_out(make_trainer) -> None:
+    def no_step(trainer: Any) -> None:
+        trainer.optimizer.optimizer.step = lambda *args, **kwargs: None
+
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], **FEW)
+    trainer.add_callback(Acting(trainer, "on_train_begin", no_step))
+    trainer.train()
+    latest = trainer.attachment.latest
+    assert latest["delta_h/forward"].reason == "this step was left out: the optimizer has not changed the weights"
+    assert latest["delta_h/backward"].reason.startswith("step 1: this step was left out")
+    assert math.isfinite(latest["entropy/token"].value)

@@ -12,6 +12,7 @@ from trainers import FEW, differing, ending, graded
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
+from rl_training.hosts.trl import attachment as attachment_module
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 
 FORWARD_PASS = "_get_per_token_logps_and_entropies"
@@ -158,3 +159,14 @@ def test_a_loss_that_is_not_made_of_scores_is_not_trained_with_an_intervention(m
     trainer = make_trainer(Own, interventions=["bonus"], **SETTINGS)
     with pytest.raises(ValueError, match=r"Own.compute_loss is not made of .* build on super\(\).compute_loss"):
         trainer.train()
+
+
+@pytest.mark.parametrize("trainer_class", [OwnLoss, WithoutEntropies])
+def test_a_loss_without_scores_is_refused_where_no_further_pass_is_possible(
+    make_trainer: Any, monkeypatch: pytest.MonkeyPatch, trainer_class: type[GRPOTrainer]
+) -> None:
+    trainer = trainer_of(make_trainer, trainer_class)
+    with attach(trainer, [SimpleEntropyProbe()], whole_prompts=True):
+        monkeypatch.setattr(attachment_module, "has_sharded_weights", lambda trainer: True)
+        with pytest.raises(ValueError, match=r"FSDP2 and ZeRO-3 allow no further .* build on super\(\).compute_loss"):
+            trainer.train()
