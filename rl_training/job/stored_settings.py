@@ -41,6 +41,7 @@ PLACES = {"trainer": "trainer", "model": "model", "adapter": "adapter", "data": 
           "probe": "probes"}  # fmt: skip
 SPECIAL = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys with which hydra calls a target otherwise
 INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is a text
+PROVENANCE = "provenance"  # nothing is made of it: the command line there may hold any text
 
 Keys = tuple[Any, ...]  # from the outermost inwards
 
@@ -60,7 +61,9 @@ def load_settings(path: Path) -> DictConfig:
         raise UserError(f"{path} holds no settings: mend or delete it")
     plain = without_masks(OmegaConf.to_container(settings))
     for keys, value in leaves(plain):
-        if isinstance(value, str) and INTERPOLATION.search(value):
+        # Hydra resolves what it makes twice, so that a text with \${ would be a reference the second time.
+        is_made = keys[0] != PROVENANCE
+        if isinstance(value, str) and ("${" in value if is_made else INTERPOLATION.search(value)):
             raise UserError(f"{path}: {_dotted(keys)}={value} refers to something else: write the value itself")
     return OmegaConf.create(_marked(plain, (), path))
 
@@ -148,6 +151,8 @@ NAMED: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("model", "attn_implementation"): lambda value: "/" in str(value),  # a kernel of the Hub: compiled code
     ("adapter", "megatron_config"): lambda value: value is not None,
     ("adapter", "megatron_core"): lambda value: value is not None,  # a module that PEFT imports
+    ("trainer", "trust_remote_code"): bool,  # of a reference model, which TRL loads itself
+    ("trainer", "model_init_kwargs"): lambda value: value is not None,
     ("trainer", "push_to_hub"): bool,
     ("trainer", "log_completions_hub_repo"): bool,
     ("trainer", "vllm_server_base_url"): bool,

@@ -72,9 +72,16 @@ GADGETS: dict[str, dict[str, Any] | str] = {
     "the token of the reader": {"data.path": "${oc.env:HF_TOKEN}"},
     "the token within a text": {"trainer.run_name": "a ${oc.env:HF_TOKEN} b"},
     "the token behind a backslash": {"trainer.run_name": r"\\${oc.env:HF_TOKEN}"},
+    "the token of the reader, as a text that is resolved twice": {"trainer.run_name": r"\${oc.env:HF_TOKEN}"},
+    "the token of the reader, as a text that is resolved thrice": {"data.path": r"\\\${oc.env:HF_TOKEN}"},
+    "the token of the reader, as a number of an evaluation": {"trainer.temperature": r"\${oc.env:HF_TOKEN}"},
     "another setting": {"data": "${model}"},
     "a text that is decoded": {"data.path": "${oc.decode:'{_target_: os.system}'}"},
     "a kernel of the Hub": {"model.attn_implementation": "somebody/kernel"},
+    "code of a reference model's own": {"trainer.beta": 0.1, "trainer.trust_remote_code": True},
+    "code of a reference model's own, as an argument": {
+        "trainer.beta": 0.1, "trainer.model_init_kwargs": {"trust_remote_code": True}
+    },
     "a module for PEFT": {
         "adapter": {"_target_": "peft.LoraConfig", "megatron_config": {"a": 1}, "megatron_core": "own"}
     },
@@ -171,11 +178,11 @@ def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
 
 
 def test_settings_are_read_as_they_were_written(run: Path) -> None:
-    """A text with a reference in it stays that text; what is marked is resumed with the same settings."""
+    """A text with a reference in it stays that text in the provenance; what is marked is resumed with the same settings."""
     strange = {"a": ["${oc.env:HF_TOKEN}", r"\${x}", "$HOME", "plain"]}
-    text = OmegaConf.to_yaml(OmegaConf.create(literal({"data": strange, "x": "${now:}"})))
-    (run / "config.yaml").write_text(text)
-    assert OmegaConf.to_container(load_settings(run / "config.yaml"), resolve=True) == {"data": strange, "x": "${now:}"}
+    settings = {"provenance": {**strange, "command": "echo ${HOME}"}, "data": {"path": "$HOME"}}
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(literal(settings))))
+    assert OmegaConf.to_container(load_settings(run / "config.yaml"), resolve=True) == settings
     write_config(run, {"data._target_": "a_task_of_mine.task"})
     assert load_settings(run / "config.yaml").data._target_ == f"{MARK}a_task_of_mine.task"
     refuse_other_settings(composed("train", "data._target_=a_task_of_mine.task", "trainer.max_steps=2"), run)
