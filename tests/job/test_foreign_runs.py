@@ -80,7 +80,8 @@ GADGETS: dict[str, dict[str, Any] | str] = {
     "a kernel of the Hub": {"model.attn_implementation": "somebody/kernel"},
     "code of a reference model's own": {"trainer.beta": 0.1, "trainer.trust_remote_code": True},
     "code of a reference model's own, as an argument": {
-        "trainer.beta": 0.1, "trainer.model_init_kwargs": {"trust_remote_code": True}
+        "trainer.beta": 0.1,
+        "trainer.model_init_kwargs": {"trust_remote_code": True},
     },
     "a module for PEFT": {
         "adapter": {"_target_": "peft.LoraConfig", "megatron_config": {"a": 1}, "megatron_core": "own"}
@@ -178,7 +179,7 @@ def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
 
 
 def test_settings_are_read_as_they_were_written(run: Path) -> None:
-    """A text with a reference in it stays that text in the provenance; what is marked is resumed with the same settings."""
+    """A text with a reference in it stays that text in provenance; what is marked is resumed with the same settings."""
     strange = {"a": ["${oc.env:HF_TOKEN}", r"\${x}", "$HOME", "plain"]}
     settings = {"provenance": {**strange, "command": "echo ${HOME}"}, "data": {"path": "$HOME"}}
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(literal(settings))))
