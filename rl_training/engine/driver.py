@@ -92,8 +92,7 @@ class StepDriver:
         self._rows = GradientRows(self._reduction, offload, self._requirements.rows_dtype)
         if loop.ranks.number == 0:
             plan, missing = announcement(loop, self._requirements)
-            logger.info(plan)
-            for line in missing:
+            for line in (plan, *missing):  # a level at which it is seen
                 logger.warning(line)
         if Need.ENTROPY_GRADIENT in needs:
             self._memory = StepMemory(loop.shard, self._requirements.entropy, offload)

@@ -63,7 +63,7 @@ TOO_FAR = (
     "Fewer stale steps, sampling in fp32 or shorter responses help"
 )
 NO_TOKENS = "no response of this step has a token of the policy"
-ONE_FOLD = "there is only one fold, so none can be left out: use smaller microbatches, or a larger num_folds"
+ONE_FOLD = "there is only one fold, so none can be left out: use {more_folds}"
 
 
 def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> EntropyChange:
@@ -140,7 +140,7 @@ def _why_no_entropy_gradient(step: Step) -> str:
 
 def _why_no_forward(step: Step) -> str:
     """Returns why no fold can be left out of the step, "" if one can."""
-    one_fold = ONE_FOLD if step.num_folds < 2 else ""
+    one_fold = ONE_FOLD.format(more_folds=step.capabilities.more_folds) if step.num_folds < 2 else ""
     return step.optimizer.reason or step.gradients.why_no_rows or one_fold or step.capabilities.reused
 
 

@@ -115,7 +115,7 @@ class TermsCheck:
         if len(folds) <= len(batch.microbatch_rows):
             return ""
         other_terms = capabilities.other_terms or ("" if self.is_due else self.reason)
-        return f"{other_terms}: use at most one fold per microbatch" if other_terms else ""
+        return f"{other_terms}: leave num_folds out, so that no microbatch is cut" if other_terms else ""
 
     def checked(self, step: Step, squares: Tensor, asked: bool) -> Step:
         """Return the step with what the comparison says of its loss. A collective.

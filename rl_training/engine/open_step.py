@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,14 @@ class Loop:
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
     no_fresh_responses: str = ""  # why `policy.sample` may not be asked
     fixes: Fixes = field(default_factory=Fixes)
+
+    def more_folds(self, probes: Sequence[Probe]) -> str:
+        """Return what to type so that a step that these probes measure has enough folds."""
+        shape = self.shape
+        cutting = (probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters)
+        return self.fixes.more_folds(
+            shape.responses_per_prompt, shape.microbatch_size, shape.microbatches, shape.num_ranks, next(cutting, None)
+        )
 
 
 @dataclass
@@ -154,6 +163,7 @@ class OpenStep:
             mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "",
             other_terms=OTHER_TERMS if other_terms else "",
             hooked=HOOKED if hooked else "",
+            more_folds=loop.more_folds(self.probes) if sum(len(group.folds) for group in self.folds) < 2 else "",
             another_loss=fixes.dr_grpo,
         )
 

@@ -132,7 +132,7 @@ def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]
     )
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    missing = _few(loop, needs, count)
+    missing = _few(loop, requirements, count)
     if loop.mixed_prompts:
         missing = [f"no prediction, and no noise scale: {loop.mixed_prompts}"]
     missing += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
@@ -146,16 +146,11 @@ def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]
     return plan, missing
 
 
-def _few(loop: Loop, needs: Need, count: int) -> list[str]:
+def _few(loop: Loop, requirements: Requirements, count: int) -> list[str]:
     """Returns what so many folds are too few for."""
-    shape, at_once = loop.shape, loop.shape.num_ranks * loop.shape.microbatches
-    group, own = shape.responses_per_prompt, shape.microbatch_size * shape.microbatches
-    prompts = own // group * shape.num_ranks
-    more = f"steps of at least {ENOUGH} prompts: these have {prompts}"
-    if prompts >= ENOUGH:
-        slices = f", or num_folds={at_once * -(-ENOUGH // at_once)} of a probe, whose folds cost a further pass each"
-        more = "smaller microbatches" + slices * (shape.microbatch_size % group == 0)
-    missing = []
+    if count >= ENOUGH:
+        return []
+    needs, more, missing = requirements.needs, loop.more_folds(requirements.probes), []
     if Need.SQ_NORMS in needs and count < 2:
         missing.append(f"no noise scale: a step is one fold, and has no scatter; use {more}")
     if Need.ENTROPY_GRADIENT in needs and count < ENOUGH:

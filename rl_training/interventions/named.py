@@ -34,8 +34,8 @@ NEEDS = {
     "known",
     "unit": "the loss is not divided by Dr-GRPO's constant: set loss_type='dr_grpo'",
     "rewards": "the rewards of these responses are not known",
-    "whole_prompts": "it needs all responses to a prompt in one microbatch, and these lie in several: use microbatches "
-    "of a multiple of the responses per prompt",
+    "whole_prompts": "it needs all responses to a prompt in one microbatch, and these lie in several: give "
+    "microbatches (per_device_train_batch_size, or microbatch_size of measured_loop) a multiple of its responses",
     "truncated": "which responses are truncated is not known here",
     "reference": "it needs the log-probabilities of a reference model, and there is none: full fine-tuning keeps one "
     "only with beta above 0; with an adapter it is the base model",

@@ -65,6 +65,7 @@ def _build(cfg: DictConfig) -> TrainingRun:
     if trainer.branches_off and (changed := lost_place(cfg)):
         trainer.has_own_random_numbers = "seed=" in changed
         logger.warning(f"{changed}: this branch takes its prompts in another order than its run")
+    trainer.attachment.is_typed = True
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
     stop = StopAtStepEnd()

@@ -132,7 +132,8 @@ def _parts_and_slices(
         fitting = max(number for number in possible if number <= num_folds)
         raise UserError(
             f"num_folds={num_folds} cannot cut {microbatches} microbatches of {prompts} prompts on each of {num_ranks} "
-            f"processes into folds of whole prompts: use num_folds={fitting}"
+            f"processes into folds of whole prompts: "
+            + (f"use num_folds={fitting}" if fitting > 1 else "leave num_folds out, and put more prompts into a step")
         )
     return possible[num_folds]
 

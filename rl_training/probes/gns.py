@@ -37,7 +37,7 @@ from rl_training.mathematics.vectors import dot
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
-ONE_BLOCK = "there is only one block: use smaller microbatches, or more processes, so that a step has at least two"
+ONE_BLOCK = "there is only one block, which has no scatter: use {more_folds}"
 NOT_DR_GRPO = "the trace can be split only for Dr-GRPO's loss: {why}"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
@@ -77,7 +77,8 @@ class GradientNoiseScaleProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         blocks, group = step.num_folds, step.batch.responses_per_prompt
-        reason = step.gradients.why_no_rows or step.capabilities.reused or (ONE_BLOCK if blocks < 2 else "")
+        one_block = ONE_BLOCK.format(more_folds=step.capabilities.more_folds) if blocks < 2 else ""
+        reason = step.gradients.why_no_rows or step.capabilities.reused or one_block
         if reason:
             self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return

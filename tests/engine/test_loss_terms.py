@@ -74,7 +74,7 @@ def test_a_term_that_a_loop_does_not_tell_keeps_slices_of_microbatches_from_bein
         assert math.isfinite(plain[name].value)
         assert math.isnan(other[name].value)
         assert NUMBERS in other[name].reason
-        assert other[name].reason.endswith("use at most one fold per microbatch")
+        assert other[name].reason.endswith("leave num_folds out, so that no microbatch is cut")
 
 
 def test_under_dropout_no_comparison_accuses_the_loss() -> None:

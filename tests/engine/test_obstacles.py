@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
+from rl_training.engine.batch import LossSettings
 from rl_training.engine.capabilities import ONE_RESPONSE, Fixes
 from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.memory import StepMemory
@@ -31,9 +33,10 @@ from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings, OptimizerView, Step
 from rl_training.engine.step_by_folds import why_no_folds
+from rl_training.hosts.trl import batches
 from rl_training.mathematics import adamw as adamw_module
 from rl_training.mathematics.estimate import Estimate, why_no_stderr
-from rl_training.mathematics.folds import plan_folds
+from rl_training.mathematics.folds import ENOUGH, plan_folds
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
@@ -161,16 +164,25 @@ def test_a_parameter_that_the_loss_does_not_reach_does_not_hide_adams_metric_of_
 SAID: dict[tuple[int, int], tuple[str, str]] = {
     (8, 1): (
         "1 fold of whole prompts a step, from 1 microbatch of 8",
-        "no prediction.* steps of at least 8 prompts: .* 1$",
+        r"no prediction.* steps of at least 8 prompts, .* 1: measured_loop\(microbatch_size=8, microbatches=8\)$",
     ),
     (4, 16): ("8 folds of whole prompts a step, from 16 microbatches of 4", ""),
-    (16, 4): ("4 folds of whole prompts", "uncertain error bars: .* smaller microbatches, or num_folds=8 of a probe"),
+    (16, 4): (
+        "4 folds of whole prompts",
+        r"uncertain error bars: .*\(microbatch_size=8, microbatches=8\), or SimpleEntropyProbe\(num_folds=8\), whose",
+    ),
     (2, 32): ("8 folds of whole prompts a step, from 32 microbatches of 2", ""),
-    (64, 1): ("1 fold of whole prompts", "no prediction.* smaller microbatches, or num_folds=8 of a probe"),
-    (24, 3): ("3 folds of whole prompts", "no error bars, no interventions .* num_folds=9 of a probe"),
+    (64, 1): (
+        "1 fold of whole prompts",
+        r"no prediction.*\(microbatch_size=8, microbatches=8\), or SimpleEntropyProbe\(num_folds=8\)",
+    ),
+    (24, 3): (
+        "3 folds of whole prompts",
+        r"no error bars, no interventions .*\(microbatch_size=8, microbatches=9\), .*num_folds=9\)",
+    ),
     (12, 6): (
         "3 folds of whole prompts",
-        "no error bars, no interventions .*: 3 folds are too few; use smaller microbatches$",
+        r"no error bars, no .*: 3 folds are too few; use smaller .*\(microbatch_size=8, microbatches=9\)$",
     ),
 }
 
@@ -183,23 +195,71 @@ def test_what_a_batch_will_measure_and_what_would_change_that_is_said_when_train
     plan, missing = SAID[batch]
     model = load_tiny()[0]
     probes = [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"])]
-    with (
-        caplog.at_level("INFO"),
-        measured_loop(
-            model, torch.optim.AdamW(model.parameters()), probes, responses_per_prompt=8, microbatch_size=size,
-            microbatches=count, dr_grpo=True,
-        ),
+    with measured_loop(
+        model, torch.optim.AdamW(model.parameters()), probes, responses_per_prompt=8, microbatch_size=size,
+        microbatches=count, dr_grpo=True,
     ):  # fmt: skip
-        first, *others = caplog.messages
+        first, *others = caplog.messages  # at the level that is shown without any setting
     assert re.match(f"probes measure {plan}", first)
     assert [bool(re.match(missing, line)) for line in others] == [True] * bool(missing)
-    advised = re.search(r"num_folds=(\d+)", missing)
-    if advised:  # it can be had
-        assert plan_folds([size] * count, 8, num_folds=int(advised[1]))[-1].folds.stop == int(advised[1])
+
+
+PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)
+# By host: what is typed of a microbatch and of folds, with an example of each.
+TYPED = {
+    "loop": (Fixes(), r"microbatch_size=(\d+), microbatches=(\d+)", r"SimpleEntropyProbe\(num_folds=(\d+)\)"),
+    "attach": (
+        batches.fixes(PLAIN_LOSS), r"per_device_train_batch_size=(\d+), gradient_accumulation_steps=(\d+)",
+        r"SimpleEntropyProbe\(num_folds=(\d+)\)",
+    ),
+    "train": (
+        batches.fixes(PLAIN_LOSS, is_typed=True), r"batch\.microbatch_size=(\d+) batch\.sequences_per_step=(\d+)",
+        r"probes\.simple\.num_folds=(\d+)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("host", TYPED)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_advice_names_what_is_typed_and_whoever_follows_it_has_enough_folds(host: str, ranks: int) -> None:
+    fixes, of_batch, of_folds = TYPED[host]
+    kinds = set()
+    for group, size, count in itertools.product((1, 2, 3, 8), (1, 2, 6, 8, 12, 16, 24, 64), (1, 2, 3, 6, 16)):
+        if size * count % group or plan_folds([size] * count, group, ranks)[-1].folds.stop >= ENOUGH:
+            continue
+        said = fixes.more_folds(group, size, count, ranks, SimpleEntropyProbe())
+        asked, cut = re.search(of_batch, said), re.search(of_folds, said)
+        assert asked or cut, said
+        if asked:
+            new, other = map(int, asked.groups())
+            steps = other // (new * ranks) if host == "train" else other
+            assert plan_folds([new] * steps, group, ranks)[-1].folds.stop >= ENOUGH, said
+            kinds.add("larger" if new * steps > size * count else "smaller")
+            assert new * steps >= size * count
+        if cut:
+            assert plan_folds([size] * count, group, ranks, int(cut[1]))[-1].folds.stop >= ENOUGH, said
+            kinds.add("cut")
+    assert kinds == {"larger", "smaller", "cut"}
+
+
+def test_a_step_that_is_one_fold_says_at_each_estimate_what_to_type(make_trainer: Callable[..., Any]) -> None:
+    one_fold = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4, "max_steps": 1}
+    trainer = make_trainer(
+        probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe()], max_completion_length=8, **one_fold
+    )
+    trainer.train()
+    for name in ("delta_h/forward", "gns/trace"):
+        reason = trainer.attachment.latest[name].reason
+        assert reason.endswith(": per_device_train_batch_size=4, gradient_accumulation_steps=8")
+
+
+def test_no_number_of_folds_is_advised_that_predicts_nothing() -> None:
+    with pytest.raises(ValueError, match="leave num_folds out, and put more prompts into a step"):
+        plan_folds([8], 8, num_folds=4)
 
 
 def test_a_noise_scale_that_one_fold_does_not_have_is_said_when_training_begins(caplog) -> None:
     model = load_tiny()[0]
     shape = {"responses_per_prompt": 8, "microbatch_size": 64, "microbatches": 1}
     with measured_loop(model, torch.optim.AdamW(model.parameters()), [GradientNoiseScaleProbe()], **shape):
-        assert caplog.messages[0].startswith("no noise scale: a step is one fold, and has no scatter; use smaller")
+        assert caplog.messages[1].startswith("no noise scale: a step is one fold, and has no scatter; use smaller")

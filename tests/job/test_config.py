@@ -201,3 +201,11 @@ def test_the_config_in_the_run_folder_is_resolved(tmp_path: Path) -> None:
     assert saved.trainer.output_dir == os.fspath(tmp_path / "run" / "training_state")
     assert "${" not in (tmp_path / "run" / "config.yaml").read_text()
     assert json.dumps(OmegaConf.to_container(saved))
+
+
+def test_what_a_run_will_not_measure_is_said_with_the_settings_that_are_typed(tmp_path: Path, caplog) -> None:
+    batch = ("batch.sequences_per_step=64", "batch.microbatch_size=64", "trainer.max_completion_length=8")
+    built(tmp_path, *batch, "trainer.max_steps=1").train()
+    plan, missing, *_ = (line for line in caplog.messages if "fold" in line)
+    assert plan.startswith("probes measure 1 fold of whole prompts a step, from 1 microbatch of 64 sequences")
+    assert "batch.microbatch_size=8 batch.sequences_per_step=64, or probes.simple.num_folds=8, whose" in missing

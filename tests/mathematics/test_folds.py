@@ -96,7 +96,7 @@ def test_as_many_folds_as_are_asked_for(layout: tuple[int, int], num_ranks: int,
 
 @pytest.mark.parametrize(
     ("layout", "num_ranks", "num_folds", "fitting"),
-    [((8, 1), 1, 2, 1), ((64, 1), 2, 9, 8), ((64, 1), 2, 17, 16), ((16, 4), 1, 6, 4), ((2, 32), 1, 9, 8)],
+    [((16, 1), 1, 3, 2), ((64, 1), 2, 9, 8), ((64, 1), 2, 17, 16), ((16, 4), 1, 6, 4), ((2, 32), 1, 9, 8)],
 )
 def test_folds_that_are_impossible_are_refused_with_a_number_that_is_not(
     layout: tuple[int, int], num_ranks: int, num_folds: int, fitting: int

@@ -91,6 +91,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._loss = TrainedLoss(trainer, self._policy, interventions)
         self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
         self._trained = self._resumed = False
+        self.is_typed = False  # what is advised is typed on a command line
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
         for name, method in self._wrappers().items():
@@ -217,7 +218,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _begin_training(self) -> None:
         """Tells the driver where parameters and optimizer are: some launches place them only now."""
-        trainer, its_fixes = self._trainer, batches.fixes(self.loss_settings)
+        trainer, its_fixes = self._trainer, batches.fixes(self.loss_settings, is_typed=self.is_typed)
         shuffled = not self._rollouts.whole_prompts and trainer.args.steps_per_generation > 1
         shard = shard_of(trainer)
         self.driver.start(

@@ -48,6 +48,12 @@ DR_GRPO: dict[str, Any] = {
 }
 
 
+WHOLE_PROMPTS = (
+    "use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences in an "
+    "optimizer step of each process"
+)
+
+
 def loss_settings(trainer: GRPOTrainer) -> LossSettings:
     """Returns what the loss is set to, TRL's own: interventions on it are not in this."""
     return LossSettings(
@@ -60,17 +66,30 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
     )
 
 
-def fixes(settings: LossSettings) -> Fixes:
-    """Returns what to do so that more can be measured of a training whose loss is set so."""
-    others = [f"{name}={value!r}" for name, value in DR_GRPO.items() if name in settings.differs]
-    others += ["mask_truncated_completions=False"] * settings.hides_truncated
-    others += ["vllm_importance_sampling_correction=False"] * (settings.correction is not None)
-    others += ["no intervention"] * ("intervention" in settings.differs)
+def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
+    """Returns what to do so that more can be measured of a training whose loss is set so.
+
+    is_typed  settings are those of a command, typed as trainer.NAME=VALUE, and not of a script
+    """
+    others = {name: value for name, value in DR_GRPO.items() if name in settings.differs}
+    others |= {"mask_truncated_completions": False} if settings.hides_truncated else {}
+    others |= {"vllm_importance_sampling_correction": False} if settings.correction is not None else {}
+    if is_typed:
+        words = [f"trainer.{name}={_as_typed(value)}" for name, value in others.items()]
+        words += ["intervention=null"] * ("intervention" in settings.differs)
+        typed = "batch.microbatch_size={size} batch.sequences_per_step={sequences}", "probes.{name}.num_folds={folds}"
+        return Fixes(WHOLE_PROMPTS, f"set {' '.join(words)}" if words else "", *typed)
+    words = [f"{name}={value!r}" for name, value in others.items()]
+    words += ["no intervention"] * ("intervention" in settings.differs)
     return Fixes(
-        "use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences in an "
-        "optimizer step of each process",
-        f"set {', '.join(others)}" if others else "",
+        WHOLE_PROMPTS,
+        f"set {', '.join(words)}" if words else "",
+        "per_device_train_batch_size={size}, gradient_accumulation_steps={count}",
     )
+
+
+def _as_typed(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _correction(trainer: GRPOTrainer) -> Correction | None:

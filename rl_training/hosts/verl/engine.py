@@ -39,6 +39,7 @@ from rl_training.records.jsonl import Records
 
 SETTINGS = "rl_training"  # the key of a batch under which the trainer says what is to be measured
 ENTROPIES = "entropies of probes"  # the key of a model's output where verl has none
+BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size} with {sequences} sequences in an optimizer step"
 DR_GRPO = (
     "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
     "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff"
@@ -153,7 +154,7 @@ def _describe_loop(
         loss_settings=loss,
         sampling_mismatch=settings["sampling_mismatch"],
         no_fresh_responses=NO_SAMPLE,
-        fixes=Fixes(settings["keep_prompts_whole"], DR_GRPO),
+        fixes=Fixes(settings["keep_prompts_whole"], DR_GRPO, BATCH, "probes.{name}.num_folds={folds}"),
     )
 
 
