@@ -6,6 +6,7 @@ listed anywhere: what happens is held against what was calculated, and a step th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -36,6 +37,7 @@ NOT_THE_FORMULA = (
 )
 NOT_TO_NEAREST = "; if all of that is so, it rounds otherwise than to nearest, and its steps are not predicted"
 SHARE = "update/surviving_share"
+LEAST = f"{SHARE}/least"  # of a layer, which its detail names; outside of layers, of a kind of module
 NO_STEP = "the formula moves no weight here"
 NO_BAR = "no error bar: it describes this step"
 LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
@@ -153,7 +155,7 @@ class StepGuard:
         """
         if not self._probes:
             return {}
-        names = ["step/formula_error", SHARE, *(f"{SHARE}/layer/{name}" for name in self._layers)]
+        names = ["step/formula_error", SHARE, LEAST]
         self._after = self._sampled_weights()
         if self._formula is None:
             at_step, self._at_step = self._at_step, None
@@ -162,7 +164,7 @@ class StepGuard:
             elif at_step is not None and self._differ(self._before, at_step):
                 self._memory.forget(EDITED_BEFORE)
             return dict.fromkeys(names, Estimate.missing(self._why_unknown))
-        error, *shares = self._compare(self._after - self._before, self._formula)
+        error, share, *of_layers = self._compare(self._after - self._before, self._formula)
         if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT) or not made:
             reason = NOT_THE_FORMULA.format(error=error) + (NOT_TO_NEAREST if self._rounded else "")
             is_made = made and self._differ(self._before, self._after)
@@ -172,8 +174,13 @@ class StepGuard:
             for probe, state in zip(self._probes, self._states, strict=True):
                 probe.load_state_dict(state)
                 probe.discard(reason)
-        found = {name: _remaining(share) for name, share in zip(names[1:], shares, strict=True)}
-        return {names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR)} | found
+        moved = [(own, name) for own, name in zip(of_layers, self._layers, strict=True) if not math.isnan(own)]
+        least, layer_name = min(moved, default=(math.nan, ""))
+        return {
+            names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR),
+            SHARE: _remaining(share),
+            LEAST: dataclasses.replace(_remaining(least), detail={"layer": layer_name}),
+        }
 
     def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
         """Returns the error beyond rounding, and (δ_actual · δ) / δ² of all weights and of each layer.

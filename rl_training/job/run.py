@@ -50,8 +50,9 @@ SHOWN = {
     "entropy": (("entropy/token", "entropy"), ".3f"),
     "δH": (("delta_h/forward", "measured/delta_h"), "+.4f"),
 }
+Z_95 = 1.96  # standard errors, of the number that has one
 # Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
-FORMAT = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class StopAtStepEnd(TrainerCallback):
@@ -118,9 +119,13 @@ class StepProgress(ProgressCallback):
             self.training_bar.initial = self.training_bar.n = state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        found = {label: next((logs[key] for key in keys if logs.get(key) is not None), None)
-                 for label, (keys, _) in SHOWN.items()}  # fmt: skip
-        shown = {label: format(value, SHOWN[label][1]) for label, value in found.items() if value is not None}
+        shown = {}
+        for label, (keys, form) in SHOWN.items():
+            key = next((key for key in keys if logs.get(key) is not None), None)
+            if key is not None:
+                stderr = logs.get(f"{key}_se")
+                bar = "" if stderr is None else f"±{Z_95 * stderr:{form.lstrip('+')}}"
+                shown[label] = f"{logs[key]:{form}}{bar}"
         if shown and self.training_bar is not None:
             self.training_bar.set_postfix(shown)
 

@@ -14,6 +14,7 @@ Source: McCandlish et al. 2018, "An empirical model of large-batch training", ap
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,8 +151,11 @@ def means(averages: Averages) -> list[Estimate]:
 
 
 def signal_to_noise(averages: Averages) -> Estimate:
-    """Returns |G|² / tr Σ."""
-    return _averaged(averages, averages.signal_to_noise, averages.signal_to_noise_stderr)
+    """Returns |G|² / tr Σ, with a remark where it is below 0: no ratio is, but its unbiased estimate may be."""
+    ratio = _averaged(averages, averages.signal_to_noise, averages.signal_to_noise_stderr)
+    if not ratio.value < 0:
+        return ratio
+    return dataclasses.replace(ratio, reason="; ".join(filter(None, [f"below 0: {LOST}", ratio.reason])))
 
 
 def bound(averages: Averages, end: float) -> Estimate:

@@ -391,6 +391,9 @@ def test_a_gradient_that_is_lost_in_its_noise_has_no_scale() -> None:
     for name in ("gns/noise_scale_prompts", "gns/noise_scale_sequences"):
         assert math.isnan(answers[name].value)
         assert "lost in its noise" in answers[name].reason
+    assert answers["gns/batch_ratio"].value < 0  # not clamped, and not without a word
+    for name in ("gns/batch_ratio", "gns/signal_to_noise"):
+        assert answers[name].reason.startswith("below 0: ")
     # tr Σ = 4 · 2 DIM from two blocks of 4, at ±1 each entry; 8 prompts in the batch
     assert answers["gns/signal_to_noise"].value == pytest.approx(-1 / 8)
     assert answers["gns/batch_ratio"].value == pytest.approx(-1.0)

@@ -32,7 +32,7 @@ from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
 from rl_training.records.report.series import read_run, why_it_ends
 from rl_training.records.report.summary import step_numbers, summarize
-from rl_training.records.report.writing import MISSING
+from rl_training.records.report.writing import MISSING, in_words, milli, normal_milli
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"
@@ -604,3 +604,12 @@ def test_a_step_that_rounding_loses_is_said_first_of_all(tmp_path: Path, share: 
     records.write_estimates(1, 1, "simple", {"update/surviving_share": Estimate(share)})
     said = [sentence.partition(":")[0] for sentence in opening(read_run(tmp_path)) if "rounding" in sentence]
     assert said == lost
+
+
+def test_what_rounding_makes_is_not_written_as_a_result() -> None:
+    """As the KL of a step that has moved nothing, whose own error bar calls it significant."""
+    noise = Estimate(9.3e-9, stderr=1.7e-9, num_samples=8)
+    assert in_words(noise, signed=True) == "0, to within 1e-6"
+    assert milli(noise) == normal_milli(9.3e-9, 1.7e-9) == "0, to within 0.001"
+    assert in_words(Estimate(9.3e-6, stderr=1.7e-6, num_samples=8)) == "0.0000093 ± 0.0000040"
+    assert in_words(Estimate(0.0), signed=True) == "+0"

@@ -9,6 +9,7 @@ from rl_training.mathematics.estimate import Estimate
 
 MISSING = "–"
 MILLI, Z_95 = 1e3, 1.96  # changes of a step are shown in thousandths
+ROUNDING = 1e-6  # of a number and its interval together: nobody acts on less, and what makes it is rounding
 
 
 def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0) -> str:
@@ -20,6 +21,8 @@ def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0
         return MISSING
     sign, (value, *ends) = "+" * signed, (times * number for number in (estimate.value, *estimate.ends()))
     half = max((abs(end - value) for end in ends if math.isfinite(end)), default=math.nan)
+    if _is_rounding(value / times, half / times):
+        return _near_0(times)
     if estimate.interval and half > 0:
         written, low, high = (f"{number + 0.0:{sign}.{_decimals(half)}f}" for number in (value, *ends))
         return f"{written} ({low} … {high})".replace("inf", "∞")
@@ -50,7 +53,18 @@ def normal_milli(value: float, stderr: float) -> str:
     >>> normal_milli(-1.5e-3, 1e-4)
     '-1.50 ± 0.20'
     """
+    if _is_rounding(value, Z_95 * stderr):
+        return _near_0(MILLI)
     return MISSING if math.isnan(value) else plus_minus(MILLI * value, MILLI * Z_95 * stderr, "+")
+
+
+def _is_rounding(value: float, half: float) -> bool:
+    """Return whether all of value ± half is within ROUNDING of 0, but not 0 itself."""
+    return value != 0 and half > 0 and abs(value) + half < ROUNDING
+
+
+def _near_0(times: float) -> str:
+    return f"0, to within {ROUNDING * times:g}".replace("e-0", "e-")
 
 
 def short(value: Any) -> str:
