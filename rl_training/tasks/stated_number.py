@@ -31,14 +31,15 @@ _PLAIN_NUMBER = re.compile(
 )
 # Words that make another number of the one before them: `18 thousand` is not 18 of some unit.
 _NOT_A_UNIT = re.compile(
-    r"\b(?:M|(?i:hundreds?|thousands?|[mbtr]+illions?|k|bn|mn|b|dozens?|score|hal(?:f|ves)|thirds?|quarters?"
+    r"\b(?:M|(?i:hundreds?|thousands?|[a-z]+illions?|k|bn|mn|b|dozens?|score|gross|grand|lakhs?|crores?"
+    r"|hal(?:f|ves)|thirds?|quarters?"
     r"|(?:four|fif|six|seven|eigh|nin|ten|twentie|hundred|thousand|million)ths?"
     r"|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|sixty|seventy"
     r"|eighty|ninety|[a-z]+teen|plus|minus|times|divided|multiplied|over|squared|cubed|mod|power"
-    r"|and|or|to|not|no|but|[xyznei]|pi))\b"
+    r"|and|or|nor|to|not|no|but|never|neither|[a-z]+n['’]t|negative|below|[xyznei]|pi))\b"
 )
 _LONE_SYMBOL = re.compile(
-    r"(?:[A-Za-z]|[A-Za-z]{3,})(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?"
+    r"(?!not\b)(?:[A-Za-z]|[A-Za-z]{3,})(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?"
 )  # before `=`: x, x_1, Total
 _MARKS = [  # around a whole formula
     re.compile(rf"{before}(.*){after}", re.DOTALL)
