@@ -152,11 +152,11 @@ def what_is_wrong_with(checkpoint: Path, sharded_by: str = "") -> str:
         flaw = _flaw_of_zip(checkpoint / name)
         if flaw:
             return f"{name} is {flaw}"
-    return _flaw_of_pickles([checkpoint / name for name in optimizer]) if written == "DeepSpeed" else ""
+    return _flaw_of_pickles([checkpoint / name for name in (*optimizer, "scheduler.pt")])
 
 
 def _flaw_of_pickles(paths: Iterable[Path]) -> str:
-    """Returns why these files hold more than tensors: DeepSpeed reads them itself, and would run what they name."""
+    """Returns why these files hold more than tensors: DeepSpeed reads its own itself, and would run what they name."""
     try:
         for path in paths:
             load_tensors(path, "meta")

@@ -119,8 +119,10 @@ def permute_moments(folder: Path) -> None:
         (permute_moments, "moments of .* have the shape of another parameter"),
         (lambda f: (f / "optimizer.pt").unlink(), "has no optimizer.pt"),
         (lambda f: (f / "model.safetensors").write_bytes(b"half"), "model.safetensors is damaged"),
+        (lambda f: torch.save(print, f / "optimizer.pt"), r"/optimizer.pt holds objects that could run code"),
+        (lambda f: torch.save(print, f / "scheduler.pt"), r"/scheduler.pt holds objects that could run code"),
     ],
-    ids=["moments", "no optimizer", "damaged"],
+    ids=["moments", "no optimizer", "damaged", "code in the optimizer", "code in the schedule"],
 )
 def test_an_incomplete_checkpoint_is_refused(run: Path, tmp_path: Path, alter: Any, says: str) -> None:
     copy = altered(run, tmp_path, alter)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign_runs import Canary
+from foreign_runs import Canary, foreign_run
 from safetensors.torch import save_file
 
 from rl_training.records.checkpoints import what_is_wrong_with
@@ -60,6 +60,16 @@ def test_nothing_of_a_shard_is_run(tmp_path: Path, inside: type) -> None:
     (tmp_path / "latest").write_text("global_step1")
     assert shard.name in what_is_wrong_with(tmp_path, "DeepSpeed")
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_whose_optimizer_would_run_code_says_which_file_it_is(tmp_path: Path, name: str) -> None:
+    run = foreign_run(tmp_path)
+    checkpoint = run / "training_state" / "checkpoint-1"
+    assert not what_is_wrong_with(checkpoint)
+    torch.save({"a": Canary(tmp_path / "canary")}, checkpoint / name)
+    assert what_is_wrong_with(checkpoint).startswith(f"{checkpoint / name} holds objects that could run code")
+    assert not (tmp_path / "canary").exists()
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", "..", "", "a/b", "a" * 2**21])

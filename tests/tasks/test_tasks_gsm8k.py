@@ -46,7 +46,7 @@ UNEQUAL = {
     "words that change the number": r"18 thousand | 18 dozen | 18k | 18M | 18x | 18 hundredths | 18 minus five"
     r" | 18\text{ million} | 18\text{k} | 18\text{ hundred} | 18\text{ (not 17)} | \text{not }18 | \text{not } x = 18"
     r" | 18 \text{ dollars and 50 cents} | She makes 18 dollars | 18 grand | 18 lakh | 18 crores | 18 gross"
-    r" | 18 quadrillion | 18 degrees below zero | 18 negative | 18 isn't right | 18 never | 18\text{ nor }17 | not = 18",
+    r" | 18 quadrillion | 18 degrees below zero | 18 negative | 18 isn't right | 18 never | 18 nor 17 | not = 18",
     "an equation that does not hold": r"1 = 18 | 2+2 = 18 | x = 17 = 18 | x = 18 = 17 | 17 = 18 = 18 | 18/17 = 18",
     "an equation of something else": r"x^{99}+x^{98} = 18 | 18 = x | x = y = 18 | x = | = 18 | x+1 = 18"
     r" | 2x = 18 | 0x = 18 | xy = 18 | f(x) = 18 | \pi = 18 | \infty = 18 | x == 18",
