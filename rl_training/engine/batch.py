@@ -29,6 +29,15 @@ from rl_training.mathematics.scores import Scores
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Why sequences are not what a rollout is taken for: the latest policy's own, the same number to each prompt."""
+
+    why_no_sample: str = ""  # why they are a sample of no policy whose log-probabilities are known
+    why_uneven: str = ""  # why it is not known which of them answer one prompt, or not all prompts have as many
+    learned: bool = False  # an optimizer step has learned from some of them, in an earlier rollout
+
+
+@dataclass(frozen=True)
 class Rollout:
     """Sequences sampled from the policy, or from a sampler whose log-probabilities are known. All is detached."""
 
@@ -46,6 +55,7 @@ class Rollout:
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
     old_logps: Tensor | None = None  # (B, T), that the loss's ratios are relative to; None: those of the sampler
     sampling_mismatch: str | None = None  # why they are no samples of the policy that is scored; None: as the loop says
+    origin: Origin = Origin()
 
     @property
     def token_mask(self) -> Tensor:
@@ -73,6 +83,15 @@ def as_rollout(
     )
 
 
+def join_origins(parts: Sequence[Origin]) -> Origin:
+    """Returns what is to be said of several rollouts together."""
+    return Origin(
+        next((part.why_no_sample for part in parts if part.why_no_sample), ""),
+        next((part.why_uneven for part in parts if part.why_uneven), ""),
+        any(part.learned for part in parts),
+    )
+
+
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """Returns the sequences of several rollouts as one, padded to one width."""
 
@@ -93,6 +112,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         },
         **{name: joined(name) for name in ("advantages", "rewards", "prompt_index", "truncated")},
         on_policy=all(part.on_policy for part in parts),
+        origin=join_origins([part.origin for part in parts]),
         environment_mask=written,
         images=_join_images(parts),
         sampling_mismatch=max(mismatches, key=len, default=None),  # a reason, where there is one

@@ -9,13 +9,14 @@ from rl_training.errors import UserError
 from rl_training.mathematics.folds import ENOUGH, plan_folds
 
 REUSED = (
-    "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1): they are not a fresh "
-    "sample, and the optimizer's momentum holds their noise. Learn from each response once"
+    "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1; a replay buffer): "
+    "they are not a fresh sample, and the optimizer's momentum holds their noise. Learn from each response once"
 )
 MISMATCHED = "on another process, the responses are no samples of the policy that is scored"
 SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
 ONE_RESPONSE = "a prompt has one response, and no others that it could be held against: sample at least two"
 MIXED_PROMPTS = "the microbatches mix prompts, so their gradients cannot be split into folds of whole prompts"
+OTHER_SIZES = "the step's microbatches have other sizes than its folds were made for when the first one came"
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts, a loss on "
     "other sequences), whose share per response is not known"

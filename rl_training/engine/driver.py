@@ -1,6 +1,7 @@
-"""The driver: a training loop reports each optimizer step to it in five calls, and it runs the probes.
+"""The driver: a training loop reports each optimizer step to it in six calls, and it runs the probes.
 
-    begin(number, …)         before the first microbatch
+    begin(number)            before the first microbatch
+    plan(…)                  once the sizes of the step's microbatches are known
     microbatch(…)            between the forward pass and the backward of each
     gradients_ready(…)       all gradients are in, averaged over processes; the parameters are still old
     stepped()                parameters and optimizer states have moved, or the loop has left the step out
@@ -21,7 +22,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.engine.batch import Rollout
 from rl_training.engine.clock import SHARED, Clock
 from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.fold_reduction import FoldReduction
@@ -29,7 +30,6 @@ from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.loss_terms import MadeLoss, TermsCheck
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import LearnedPrompts, Loop, OpenStep, Shape
-from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, announcement, needs_of
@@ -38,9 +38,7 @@ from rl_training.engine.shards import reshard
 from rl_training.engine.step import Step
 from rl_training.engine.step_check import StepGuard, predicting, refuse_other_parameters
 from rl_training.engine.streams import streams_put_back
-from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.scores import Scores
 
 logger = logging.getLogger(__name__)
@@ -103,35 +101,33 @@ class StepDriver:
         """Raises ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
         self._requirements.folds(shape, shape.sizes)
 
-    # --- the five calls, in the order of a step -----------------------------------------------------------------------
+    # --- the six calls, in the order of a step -----------------------------------------------------------------------
 
-    def begin(self, number: int, sizes: Sequence[int] | None = None) -> None:
-        """Begins optimizer step `number`, counted from 1. A collective where it is measured and has sizes of its own.
+    def begin(self, number: int) -> None:
+        """Begins optimizer step `number`, counted from 1. A collective where it is measured."""
+        self.open_step = OpenStep(number, [probe for probe in self.probes if probe.measures_at(number)])
+        if self.open_step.probes:
+            with self._clock.timed():
+                refuse_other_parameters(self._loop.shard)
+                if self._guard is not None and self._memory is not None:
+                    self._guard.notice_edits()
+                    self._memory.count_bytes(more=0)
 
-        sizes  sequences of each of its microbatches on this rank; None: as in the loop's `shape`
+    def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
+        """Plans the folds of the step that has begun. A collective where it is measured and has sizes of its own.
+
+        sizes  sequences of each of its microbatches on this rank; None: all of this is as in the loop's `shape`
         """
-        probes = [probe for probe in self.probes if probe.measures_at(number)]
-        if not probes:
-            self.open_step = OpenStep(number, probes)
-            return
-        with self._clock.timed():
-            folds = self._begin_measuring(needs_of(probes), sizes)
-        self.open_step = OpenStep(number, probes, folds, self._requirements.num_folds)
-
-    def _begin_measuring(self, needs: Need, sizes: Sequence[int] | None) -> Sequence[FoldGroup]:
-        """Makes room for what is needed of the step that begins, and returns its folds. A collective."""
-        folds = self._requirements.folds_of_step(self._loop, sizes)
-        refuse_other_parameters(self._loop.shard)
-        if self._guard is not None and self._memory is not None:
-            self._guard.notice_edits()
-            self._memory.count_bytes(more=0)
-        if self._rows is not None:
-            shard, roots = self._loop.shard, None
-            if Need.SQ_NORMS in needs:
-                roots = adam_roots(self._layout, shard.weights(), view_optimizer(shard).states)
-            is_sliced = len(folds) > len(sizes or self._loop.shape.sizes)  # norms of slices take their rows
-            self._rows.start_step(folds, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
-        return folds
+        step = self.open_step
+        assert step is not None, "call begin(number) first"
+        if step.probes:
+            with self._clock.timed():
+                step.sizes = sizes or self._loop.shape.sizes
+                step.num_folds = self._requirements.num_folds
+                step.responses_per_prompt = responses_per_prompt or self._loop.shape.responses_per_prompt
+                step.folds = self._requirements.folds_of_step(self._loop, sizes, step.responses_per_prompt)
+                if self._rows is not None:
+                    self._rows.make_room(step.folds, needs_of(step.probes), is_sliced=len(step.folds) > len(step.sizes))
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: MadeLoss, seen: Scores | None = None) -> None:
         """Takes a microbatch whose forward pass is done, and watches its backward.
@@ -150,7 +146,7 @@ class StepDriver:
                 step.other_terms |= loss.has_other_terms(scores, self._loop.shard.leaves.values())
                 step.watch_loss(scores)
                 if self._rows is not None:
-                    self._rows.arm(step.microbatch_rows[-1].start)
+                    self._rows.arm(step.planned_start)
 
     def disarm(self) -> None:
         """Removes the hooks before the next call: the loop's backward is over."""
@@ -285,7 +281,7 @@ class StepDriver:
 
     def _view(self, step: OpenStep) -> Step:
         """Returns what probes see of a step whose gradients are all in. A collective."""
-        loop, rollout = self._loop, join_rollouts(step.rollouts)
+        loop, rollout = self._loop, step.join_rollouts(self._loop.ranks)
         edited = "" if self._guard is None else self._guard.why_edited()
         padded = self._padding.why_it_matters(rollout, loop.policy, loop.ranks.reduce)
         own = loop.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from rl_training.engine.entropy_gradients import add_gradients
 from rl_training.engine.fold_reduction import FoldReduction
+from rl_training.engine.optimizer import view_optimizer
+from rl_training.engine.probe import Need
 from rl_training.engine.step import Step
 from rl_training.engine.step_check import why_not_the_sum
+from rl_training.engine.updates import adam_roots
 from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.vectors import Vector, add, copy, dot, dots, num_bytes, square_norms
 
@@ -42,6 +45,16 @@ class GradientRows:
         self._group: int | None = None  # whose gradients arrive
         self._passing: Vector | None = None  # its rows, where rows are not kept
         self._sum: Vector | None = None  # and of all that have passed
+
+    def make_room(self, groups: Sequence[FoldGroup], needs: Need, is_sliced: bool) -> None:
+        """Begins a step with what probes need of its folds.
+
+        is_sliced  folds cut microbatches: their norms take rows
+        """
+        shard, roots = self._reduction.shard, None
+        if Need.SQ_NORMS in needs:
+            roots = adam_roots(self.layout, shard.weights(), view_optimizer(shard).states)
+        self.start_step(groups, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
 
     def start_step(self, groups: Sequence[FoldGroup], keep_rows: bool = True, roots: Vector | None = None) -> None:
         """Makes room for the step that begins.

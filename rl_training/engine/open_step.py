@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width
+from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width, join_origins, join_rollouts
 from rl_training.engine.capabilities import (
     HOOKED,
     MISMATCHED,
     MIXED_PROMPTS,
     ONE_RESPONSE,
+    OTHER_SIZES,
     OTHER_TERMS,
     REUSED,
     SPLIT_PROMPTS,
@@ -101,6 +104,8 @@ class OpenStep:
     number: int
     probes: Sequence[Probe]  # that measure it; there may be none
     folds: Sequence[FoldGroup] = ()  # of its microbatches
+    sizes: Sequence[int] = ()  # of these, as it was planned
+    responses_per_prompt: int = 0
     num_folds: int | None = None  # that the probes ask for
     rollouts: list[Rollout] = field(default_factory=list)  # by microbatch
     scores: list[Scores] = field(default_factory=list)
@@ -115,6 +120,12 @@ class OpenStep:
     def microbatch_rows(self) -> tuple[range, ...]:
         """The rows of the step that each microbatch holds."""
         return ranges_of([rollout.num_sequences for rollout in self.rollouts])
+
+    @property
+    def planned_start(self) -> int:
+        """The row at which the latest microbatch was planned to begin: on all ranks that of the same fold."""
+        starts = [rows.start for rows in ranges_of(self.sizes)]
+        return starts[min(len(self.rollouts), len(starts)) - 1]
 
     def watch_loss(self, scores: Scores) -> None:
         """Keeps the gradients that the loop's own backward will give these scores."""
@@ -136,36 +147,70 @@ class OpenStep:
         learned   prompts of this rollout and process that earlier steps have learned from
         mismatch  why the sequences are not samples of the policy that is scored
         """
-        index, group = torch.cat([rollout.prompt_index for rollout in self.rollouts]), loop.shape.responses_per_prompt
+        index, group = torch.cat([rollout.prompt_index for rollout in self.rollouts]), self.responses_per_prompt
         prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
-        groups = [torch.full((len(rows),), number) for number, own in enumerate(self.folds) for rows in own.passes]
-        # The passes of all groups follow one another.
-        num_in_folds = len((place * len(self.folds) + torch.cat(groups).to(place.device)).unique())
-        is_incomplete = (counts != group).any().double()
-        is_mixed = torch.full_like(is_incomplete, num_in_folds > len(prompts))
-        is_reused = torch.full_like(is_incomplete, not learned.isdisjoint(prompts.tolist()))
-        is_hooked = torch.full_like(is_incomplete, any(leaf._backward_hooks for leaf in loop.shard.leaves.values()))
-        has_other_terms = torch.full_like(is_incomplete, self.other_terms)
-        is_mismatched = torch.full_like(is_incomplete, bool(mismatch))
-        facts = torch.stack([is_incomplete, is_mixed, is_reused, is_hooked, has_other_terms, is_mismatched])
-        incomplete, mixed, reused, hooked, other_terms, mismatched = loop.ranks.reduce(facts).tolist()
+        origin, fixes = join_origins([rollout.origin for rollout in self.rollouts]), loop.fixes
+        is_reused = origin.learned or not learned.isdisjoint(prompts.tolist())
+        is_hooked = any(leaf._backward_hooks for leaf in loop.shard.leaves.values())
+        is_misfit = [len(rows) for rows in self.microbatch_rows] != [*self.sizes]
+        is_incomplete, is_mixed = bool((counts != group).any()), self._mixes(place, len(prompts))
+        own = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), is_misfit]
+        facts = index.new_tensor(own, dtype=torch.float64)
+        incomplete, mixed, reused, hooked, other_terms, mismatched, misfit = loop.ranks.reduce(facts).tolist()
         mismatch = mismatch or (MISMATCHED if mismatched else "")
         # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
         mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
-        fixes = loop.fixes
-        split = f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if incomplete else ""
+        split = origin.why_uneven or (f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if incomplete else "")
+        mixed_prompts = origin.why_uneven or (f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "")
         return Capabilities(
-            sampling_mismatch=mismatch,
+            sampling_mismatch=mismatch or origin.why_no_sample,
             no_fresh_responses=mismatch or loop.no_fresh_responses,
             reused=REUSED if reused else "",
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group == 1 else split,
-            mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "",
+            mixed_prompts=OTHER_SIZES if misfit else mixed_prompts,
             other_terms=OTHER_TERMS if other_terms else "",
             hooked=HOOKED if hooked else "",
             more_folds=loop.more_folds(self.probes) if sum(len(group.folds) for group in self.folds) < 2 else "",
             another_loss=fixes.dr_grpo,
         )
+
+    def _mixes(self, place: Tensor, num_prompts: int) -> bool:
+        """Return whether a prompt lies in several of the planned folds.
+
+        Args:
+            place: Which of the prompts each sequence answers, (B,).
+        """
+        # The passes of all groups follow one another.
+        groups = [torch.full((len(rows),), number) for number, own in enumerate(self.folds) for rows in own.passes]
+        group = torch.cat(groups).to(place.device)
+        return len(group) == len(place) and len((place * len(self.folds) + group).unique()) > num_prompts
+
+    def join_rollouts(self, ranks: Ranks) -> Rollout:
+        """Return all microbatches as one, in which what is known of one is known of all. A collective.
+
+        Where one has a sampler's log-probabilities, the policy has sampled those without itself, with a ratio of 1; an
+        off-policy one without leaves those of all unknown. So are rewards, where one has none.
+        """
+        parts = self.rollouts
+        flags = [
+            any(part.sampling_logps is not None for part in parts),
+            any(part.old_logps is not None for part in parts),
+            not all(part.on_policy for part in parts),
+            any(part.sampling_logps is None and not part.on_policy for part in parts),
+            any(part.rewards is None for part in parts),
+        ]
+        facts = torch.tensor(flags, dtype=torch.float64, device=parts[0].prompt_index.device)
+        sampled, old, off_policy, unknown, unrewarded = ranks.reduce(facts).tolist()
+        names = ["sampling_logps"] * bool(sampled) + ["old_logps"] * bool(old)
+        filled = []
+        for part, scores in zip(parts, self.scores, strict=True):
+            own: dict[str, Any] = {name: scores.logps for name in names if getattr(part, name) is None}
+            filled.append(dataclasses.replace(part, **own))
+        joined = dataclasses.replace(join_rollouts(filled), on_policy=not off_policy)
+        if unknown:
+            joined = dataclasses.replace(joined, sampling_logps=None, old_logps=None)
+        return dataclasses.replace(joined, rewards=None) if unrewarded else joined
 
     def as_seen(
         self, loop: Loop, rollout: Rollout, capabilities: Capabilities, reduction: FoldReduction, terms: TermsCheck
@@ -176,7 +221,7 @@ class OpenStep:
             rollout: All microbatches of the step.
         """
         folds, fold = self.place_in_folds(loop, rollout, mixed=bool(capabilities.mixed_prompts))
-        batch = self.join(loop, rollout, fold, folds[-1].folds.stop)
+        batch = self.join(rollout, fold, folds[-1].folds.stop)
         mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
         why_no_rows = capabilities.mixed_prompts or terms.why_no_slices(self.folds, batch, capabilities)
         ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
@@ -219,7 +264,7 @@ class OpenStep:
             mask=rollout.completion_mask,
         )
 
-    def join(self, loop: Loop, rollout: Rollout, fold: Tensor, num_folds: int) -> Batch:
+    def join(self, rollout: Rollout, fold: Tensor, num_folds: int) -> Batch:
         """Returns sequences, scores and loss weights of the whole step, padded to one width.
 
         rollout   all of its microbatches    fold  that each sequence is in, (B,)
@@ -242,6 +287,6 @@ class OpenStep:
             microbatch_rows=self.microbatch_rows,
             fold=fold,
             num_folds=num_folds,
-            responses_per_prompt=loop.shape.responses_per_prompt,
+            responses_per_prompt=self.responses_per_prompt,
             loss_settings=self.loss_settings,
         )

@@ -69,35 +69,41 @@ class Requirements:
         return cls(probes, needs, num_folds, entropy or EntropySettings(), offload, dtype)
 
     def folds(
-        self, shape: Shape, sizes: Sequence[int], sizes_of_ranks: Sequence[Sequence[int]] | None = None
+        self,
+        shape: Shape,
+        sizes: Sequence[int],
+        sizes_of_ranks: Sequence[Sequence[int]] | None = None,
+        responses_per_prompt: int | None = None,
     ) -> list[FoldGroup]:
         """Returns the folds of a step.
 
-        sizes           sequences of each microbatch of this step on this process
-        sizes_of_ranks  on every process; None where they are the same
+        sizes                 sequences of each microbatch of this step on this process
+        sizes_of_ranks        on every process; None where they are the same
+        responses_per_prompt  in this step; None: as in the shape
 
         ValueError, naming a number that would do, where the number that the probes ask for is impossible in a whole
         step. The last step of an epoch may be short, and where tokens are counted, steps differ in size: such a step
         has the default number where that one is impossible.
         """
-        of_ranks, group, ranks = sizes_of_ranks or [sizes], shape.responses_per_prompt, shape.num_ranks
+        of_ranks, ranks = sizes_of_ranks or [sizes], shape.num_ranks
+        group = responses_per_prompt or shape.responses_per_prompt
         try:
             return plan_folds(sizes, group, ranks, self.num_folds, of_ranks)
         except ValueError:
-            if all([*own] == shape.sizes for own in of_ranks):
+            if group == shape.responses_per_prompt and all([*own] == shape.sizes for own in of_ranks):
                 raise
         return plan_folds(sizes, group, ranks, None, of_ranks)
 
-    def folds_of_step(self, loop: Loop, sizes: Sequence[int] | None) -> list[FoldGroup]:
+    def folds_of_step(self, loop: Loop, sizes: Sequence[int] | None, responses_per_prompt: int) -> list[FoldGroup]:
         """Returns the folds of a step. A collective where it has sizes of its own.
 
         sizes  sequences of each of its microbatches on this process; None: as in the loop's shape
         """
         if sizes is None:
-            return self.folds(loop.shape, loop.shape.sizes)
+            return self.folds(loop.shape, loop.shape.sizes, None, responses_per_prompt)
         own = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
         # Other processes may have others, whose prompts end elsewhere.
-        return self.folds(loop.shape, sizes, loop.ranks.gather(own).long().tolist())
+        return self.folds(loop.shape, sizes, loop.ranks.gather(own).long().tolist(), responses_per_prompt)
 
     def num_vectors(self, num_folds: int) -> int:
         """Returns how many fp32 vectors of a process's entries a measured step holds on the device."""

@@ -187,6 +187,7 @@ class MeasuredLoop:
         self._metrics, self._place = {}, BATCHES
         try:
             self._driver.begin(number)
+            self._driver.plan()
             yield self._metrics
             self._left_out = number if self._place in (BATCHES, READY) else None
             if self._left_out is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
-from rl_training.engine.batch import LossSettings
+from rl_training.engine.batch import LossSettings, Origin
 from rl_training.engine.capabilities import ONE_RESPONSE, Fixes
 from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.memory import StepMemory
@@ -74,8 +74,8 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
         loop: Any = SimpleNamespace(
             shape=shape, ranks=ranks, fixes=Fixes(), no_fresh_responses="", dr_grpo=True, shard=shard
         )
-        rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4)
-        step = OpenStep(1, [], plan_folds([4], 2, 2), rollouts=[rollout])
+        rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
+        step = OpenStep(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         why = step.capabilities(loop, learned={1} if rank == 0 else set(), mismatch="")
         return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
 

@@ -28,7 +28,7 @@ from trainers import trainer_maker
 
 from rl_training import Estimate, Probe, Rollout, measured_loop
 from rl_training.engine import length_and_reward, step_by_folds
-from rl_training.engine.batch import Correction, LossSettings, take_rows
+from rl_training.engine.batch import Correction, LossSettings, Origin, take_rows
 from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
@@ -559,8 +559,9 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
         loop: Any = SimpleNamespace(
             fixes=own, dr_grpo=False, no_fresh_responses="", shape=shape, ranks=all_ranks(), shard=shard
         )
-        part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2)
-        why = OpenStep(1, [], plan_folds([2], 4), rollouts=[part]).capabilities(loop, set(), mismatch="")
+        part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
+        step = OpenStep(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
+        why = step.capabilities(loop, set(), mismatch="")
         reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {own.whole_prompts}") for reason in reasons)
         assert why.another_loss == own.dr_grpo

@@ -62,3 +62,95 @@ def above_the_others(rewards: Tensor, group: int) -> Tensor:
         others = [r for j, r in enumerate(rewards.tolist()[first : first + group], first) if j != row and r == r]
         found.append(own - sum(others) / len(others) if own == own and others else 0.0)
     return torch.tensor(found, dtype=torch.float64)
+
+
+class Replay(GRPOTrainer):
+    """Puts good groups of the last rollout in the place of those without spread, and keeps their log-probabilities.
+
+    keeps_logps  it hands the log-probabilities on, as TRL's loss takes them
+    """
+
+    keeps_logps = True
+    kept: dict[str, Tensor] | None = None
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        out = super()._generate_and_score_completions(inputs)
+        self.rewards_of_rows = self._latest.clone()
+        names = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"]
+        if self.keeps_logps:
+            out["old_per_token_logps"] = self.scores_of(out).clone()
+            names.append("old_per_token_logps")
+        fresh = {name: out[name].clone() for name in names} | {"reward": self._latest.clone()}
+        self.true_ess, self.replayed = float(len(out["advantages"])), 0
+        if self.kept is not None:
+            spread = out["advantages"].view(-1, self.num_generations).any(dim=1).repeat_interleave(self.num_generations)
+            rows = torch.arange(self.num_generations) if spread.all() else (~spread).nonzero().squeeze(1)
+            self.replayed = len(rows)
+            for name in names:
+                out[name][rows] = widened(self.kept[name], out[name].shape, name)[rows]
+            self.rewards_of_rows[rows] = self.kept["reward"][rows]
+        if self.keeps_logps:
+            logs = ((self.scores_of(out) - out["old_per_token_logps"]) * out["completion_mask"]).sum(dim=1).double()
+            self.true_ess = float(logs.exp().sum() ** 2 / (2 * logs).exp().sum())
+        self.kept = fresh
+        return out
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._latest = rewards[:, 0]
+        return rewards
+
+    def scores_of(self, out: dict[str, Any]) -> Tensor:
+        ids = torch.cat([out["prompt_ids"], out["completion_ids"]], dim=1)
+        mask = torch.cat([out["prompt_mask"], out["completion_mask"]], dim=1)
+        with torch.no_grad():
+            return self._get_per_token_logps_and_entropies(self.model, ids, mask, out["completion_ids"].shape[1])[0]
+
+
+def widened(rows: Tensor, shape: torch.Size, name: str) -> Tensor:
+    """Returns rows with as many columns as others have: prompts end, and responses begin, where they did."""
+    if rows.ndim == 1:
+        return rows
+    missing = shape[1] - rows.shape[1]
+    if name.startswith("prompt"):
+        return torch.nn.functional.pad(rows, (missing, 0))
+    return torch.nn.functional.pad(rows, (0, missing))
+
+
+class DrawsAgain(GRPOTrainer):
+    """Dynamic sampling: prompts whose responses are all alike give way to those of another rollout of the same size."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        rounds, rewards = [], []
+        for _ in range(2):
+            rounds.append(super()._generate_and_score_completions(inputs))
+            rewards.append(self._latest)
+        first, second = rounds
+        group = self.num_generations
+        alike = (first["advantages"].view(-1, group) == 0).all(dim=1).repeat_interleave(group)
+        self.rewards_of_rows = torch.where(alike, rewards[1], rewards[0])
+        width = max(part["completion_ids"].shape[1] for part in rounds)
+        out = dict(second)
+        for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"):
+            one, other = (part[name] for part in rounds)
+            if name.startswith("completion"):
+                one, other = (widened(part, torch.Size((len(part), width)), name) for part in (one, other))
+            chosen = alike if one.ndim == 1 else alike.unsqueeze(1)
+            out[name] = torch.where(chosen, other, one)
+        return out
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._latest = rewards[:, 0]
+        return rewards
+
+
+class KeepsSome(GRPOTrainer):
+    """Trains on some rows of the rollout alone. `rows` says on which, from how many there are to a prompt."""
+
+    rows: Any = None
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        out = super()._generate_and_score_completions(inputs)
+        rows = self.rows(out)
+        return {k: v[rows] if isinstance(v, Tensor) and v.ndim else v for k, v in out.items()}

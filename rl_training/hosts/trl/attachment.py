@@ -33,6 +33,7 @@ from rl_training.hosts.trl import batches, patches
 from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.reward_functions import named_rewards
+from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.scoring_calls import ScoringCalls
 from rl_training.hosts.trl.sharding import has_sharded_weights, shard_of
 from rl_training.hosts.trl.trained_loss import TrainedLoss
@@ -89,7 +90,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._writer = EstimateWriter(self.driver, records, self._policy.decode)
         self._records = self._writer.records
         self._loss = TrainedLoss(trainer, self._policy, interventions)
-        self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
+        self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
         self._trained = self._resumed = False
         self.is_typed = False  # what is advised is typed on a command line
         self._undo = contextlib.ExitStack()
@@ -151,8 +152,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         trainer = self._trainer
         if self.driver.open_step is None:
-            sizes = [trainer.args.per_device_train_batch_size] * trainer.current_gradient_accumulation_steps
-            self.driver.begin(trainer.state.global_step + 1, sizes)
+            self.driver.begin(trainer.state.global_step + 1)
         try:
             loss = original(*args, **kwargs)
         finally:
@@ -170,7 +170,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training:
-            self._rollouts.begin(output, keep_logps=bool(self.probes or self._bound or self._loss.on_loss))
+            self._rollouts.begin(output, is_measured=bool(self.probes or self._bound or self._loss.on_loss))
             self._loss.begin(self._rollouts.read(output))
         return output
 
@@ -178,6 +178,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         trainer, step = self._trainer, self.driver.open_step
         if not trainer.model.training or step is None:
             return original(model, inputs, *args, **kwargs)
+        if not step.rollouts:
+            self.driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
         calls = ScoringCalls(inputs)
         with contextlib.ExitStack() as undo:
             wrap(trainer, patches.FORWARD_PASS, calls.keep, undo)
@@ -190,6 +192,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         if is_kept and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
             raise UserError(NO_SCORES_OF_SHARDS.format(trainer=type(trainer).__name__))
         scores = self._policy.completed(found, rollout, is_kept)
+        rollout = self._rollouts.with_ratios(rollout, scores, batches.are_hidden(inputs))
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and is_kept:
             with self.driver.measuring():

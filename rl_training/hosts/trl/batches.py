@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from rl_training.engine.batch import Correction, LossSettings, Rollout, in_one_width
+from rl_training.engine.batch import Correction, LossSettings, Rollout
 from rl_training.engine.capabilities import Fixes
 from rl_training.errors import UserError
-from rl_training.hosts.trl.patches import SHUFFLE, wrap
-from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
-from rl_training.mathematics.scores import Scores
+from rl_training.hosts.trl.generated import rows_as_bytes
 
 # Keys that ride along in TRL's batch dictionaries.
-ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
+PROMPT = "rollout_prompt"  # its number within the rollout
 REWARD = "rollout_reward"
 POLICY_MASK = "written_by_policy"  # the mask of tools before truncated responses are taken out of it
 ALL_OLD_LOGPS = "all_old_logps"  # OLD_LOGPS where truncated responses are hidden, theirs included
-RIDING_ALONG = (ROLLOUT_ROW, REWARD, POLICY_MASK, ALL_OLD_LOGPS)
+RIDING_ALONG = (PROMPT, REWARD, POLICY_MASK, ALL_OLD_LOGPS)
 # What TRL hands to the model beside tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", "image_position_ids", "image_sizes", "num_tiles"),
@@ -141,16 +138,14 @@ def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
 def read_rollout(
     inputs: Mapping[str, Any],
     first_prompt: int,
-    responses_per_prompt: int,
     on_policy: bool,
-    begun: int = 0,
     pad_token_id: int | None = None,
     ends: Sequence[int] = (),
     sampling_mismatch: str | None = None,
 ) -> Rollout:
     """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
 
-    begun         how many responses of the first prompt are on the previous process
+    on_policy     no optimizer step has learned from them yet, and they are this very policy's
     pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
     ends          tokens that end a response, and the padding token: a response that ends with none is truncated
     sampling_mismatch  why the responses are no samples of the trainer's policy
@@ -159,11 +154,10 @@ def read_rollout(
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
     if pad_token_id is not None:
         hidden = are_hidden(inputs)
-        tokens = torch.where(hidden.unsqueeze(1), _up_to_last_token(inputs["completion_ids"], pad_token_id), tokens)
+        tokens = tokens_of(inputs, pad_token_id)
         advantages = advantages.masked_fill(hidden, 0.0)
         old_logps = inputs.get(ALL_OLD_LOGPS)  # TRL's are none of hidden responses
     policy = tokens if written_by_policy is None else tokens * written_by_policy
-    old_logps = None if on_policy else old_logps  # else they are of this very policy
     return Rollout(
         prompt_ids=inputs["prompt_ids"],
         prompt_mask=inputs["prompt_mask"],
@@ -171,7 +165,7 @@ def read_rollout(
         completion_mask=policy,
         advantages=advantages,
         rewards=inputs.get(REWARD),
-        prompt_index=first_prompt + (begun + inputs[ROLLOUT_ROW]) // responses_per_prompt,
+        prompt_index=first_prompt + prompt_numbers(inputs),
         sampling_logps=inputs.get(SAMPLING_LOGPS, old_logps),
         on_policy=on_policy,
         old_logps=old_logps,
@@ -180,6 +174,25 @@ def read_rollout(
         truncated=_are_truncated(inputs["completion_ids"], tokens, ends) if ends else None,
         sampling_mismatch=sampling_mismatch,
     )
+
+
+def tokens_of(inputs: Mapping[str, Any], pad_token_id: int) -> Tensor:
+    """Returns 1 on the tokens of all responses, (B, T), those too that the loss does not see."""
+    every = _up_to_last_token(inputs["completion_ids"], pad_token_id)
+    return torch.where(are_hidden(inputs).unsqueeze(1), every, inputs["completion_mask"])
+
+
+def prompt_numbers(inputs: Mapping[str, Any]) -> Tensor:
+    """Returns a number for each row, (B,), the same for the responses of a prompt.
+
+    Where a batch comes without them, made anew by a subclass, a prompt's tokens say it: its number is made of them.
+    """
+    numbers = inputs.get(PROMPT)
+    if isinstance(numbers, Tensor) and len(numbers) == len(inputs["completion_ids"]):
+        return numbers
+    prompts = rows_as_bytes(inputs["prompt_ids"], inputs["prompt_mask"])
+    digests = [hashlib.blake2b(prompt, digest_size=6).digest() for prompt in prompts]
+    return inputs["prompt_ids"].new_tensor([int.from_bytes(digest, "big") for digest in digests])
 
 
 def are_hidden(inputs: Mapping[str, Any]) -> Tensor:
@@ -197,76 +210,3 @@ def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:
     """Returns 1 on the tokens of truncated responses, (B, T): the last one of such a response is no padding token."""
     real = (ids != pad_token_id).long()
     return (real.flip(1).cumsum(dim=1).flip(1) > 0).to(real)
-
-
-def _in_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:
-    """Returns a generation batch in rollout order, where prompts are contiguous; draws the numbers of TRL's shuffle."""
-    shuffle(generation_batch)
-    return generation_batch
-
-
-class Rollouts:
-    """The rollouts of a trainer: adds to TRL's batches what TRL leaves out, and reads it back.
-
-    whole_prompts  the responses of a prompt are put side by side
-    """
-
-    def __init__(self, trainer: GRPOTrainer, policy: TrainerPolicy, whole_prompts: bool) -> None:
-        self._trainer, self._policy, self.whole_prompts = trainer, policy, whole_prompts
-        self._tool_mask: list[list[int]] | None = None  # of the latest rollout, this rank's
-        self._rewards: Tensor | None = None  # of the latest rollout, all ranks
-        self.number = 0  # of the rollout that training learns from at present
-        self._sampled_at = -1  # global_step
-        self._mismatch = ""  # why its responses are no samples of the policy that is scored
-        self._next_mismatch = ""  # and those of the next one, of which some are there
-
-    def on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
-        before = why_sampling_mismatch(self._trainer)
-        generated = original(prompts)
-        self._tool_mask = generated[2]
-        if self._trainer.model.training:
-            self._next_mismatch = self._next_mismatch or before or why_sampling_mismatch(self._trainer)
-        return generated
-
-    def on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        by_function = original(*args, **kwargs)
-        self._rewards = total_rewards(self._trainer, by_function)
-        return by_function
-
-    def begin(self, output: dict, keep_logps: bool) -> None:
-        """Begins with a fresh rollout, TRL's batch of this rank, and adds to it what TRL does not hand on."""
-        trainer, ids = self._trainer, output["completion_ids"]
-        if self._tool_mask is not None and trainer.mask_truncated_completions:
-            rows = [torch.tensor([mask], device=ids.device) for mask in self._tool_mask]
-            output[POLICY_MASK] = in_one_width(rows, at_least=ids.shape[1])
-        output[ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
-        if self._rewards is not None and REWARD not in output:  # a buffer has put its own there
-            first = trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
-            output[REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
-        self.number, self._sampled_at = self.number + 1, trainer.state.global_step
-        self._mismatch, self._next_mismatch = self._next_mismatch, ""
-        if keep_logps and trainer.mask_truncated_completions and steps_per_rollout(trainer.args) > 1:
-            rollout, logps = self.read(output), output[OLD_LOGPS]
-            scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
-            output[ALL_OLD_LOGPS] = self._policy.with_hidden(scores, rollout, are_hidden(output)).logps
-
-    def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
-        with ExitStack() as undo:
-            if self.whole_prompts:
-                wrap(grpo_trainer, SHUFFLE, _in_whole_prompts, undo)
-            return original(generation_batch)
-
-    def read(self, inputs: dict) -> Rollout:
-        """Returns the sequences of one of TRL's batch dictionaries, a microbatch or the whole rollout of this rank."""
-        trainer = self._trainer
-        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-        return read_rollout(
-            inputs,
-            first_prompt=self.number * size,
-            responses_per_prompt=trainer.num_generations,
-            on_policy=self._sampled_at == trainer.state.global_step,
-            begun=trainer.accelerator.process_index * size % trainer.num_generations,
-            pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
-            ends=[*trainer.eos_token_ids, trainer._tokenizer.pad_token_id],
-            sampling_mismatch=self._mismatch,
-        )

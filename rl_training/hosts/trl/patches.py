@@ -55,6 +55,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 # Set by GRPOTrainer.__init__.
 TRAINER_ATTRIBUTES = (
     "_buffered_inputs",  # None until the first rollout, then its microbatches: a list of dictionaries
+    "_step",  # microbatches so far in this training
     "_metrics",  # {"train": {name: [values]}, "eval": …}, whose means go into the log line
     "_tokenizer",
     "_is_vlm",

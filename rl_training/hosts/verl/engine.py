@@ -75,7 +75,8 @@ class Measurement:
         self._metrics: dict[str, Any] = {}
         if settings["rollout"] != self._rollout:
             self._rollout, self._fresh = settings["rollout"], settings["fresh"]
-        self.driver.begin(self._steps + 1, sizes)
+        self.driver.begin(self._steps + 1)
+        self.driver.plan(sizes)
 
     def entropies(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
         """Returns the entropies of a microbatch for which verl calculates none; nothing if no probe asks for them."""

@@ -152,8 +152,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def rollout_of(batch: dict[str, Any], rows: int = 3) -> Rollout:
     ids = torch.ones(rows, 2, dtype=torch.long)
     whole = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids}
-    whole |= {"advantages": torch.zeros(rows), batches.ROLLOUT_ROW: torch.arange(rows), **batch}
-    return batches.read_rollout(whole, 0, rows, True)
+    whole |= {"advantages": torch.zeros(rows), batches.PROMPT: torch.arange(rows), **batch}
+    return batches.read_rollout(whole, 0, on_policy=True)
 
 
 def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:

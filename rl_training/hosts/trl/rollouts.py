@@ -1,0 +1,222 @@
+"""The rollouts of a trainer: what is known of a batch beside what TRL hands on, as far as its rows bear it out.
+
+TRL's settings and the order in which it generates say what to expect: so many rows, a prompt's side by side, sampled by
+this policy, the rewards in the same order. A subclass may make another batch of it. So each row is found again by its
+tokens among the responses that were generated (generated.py), and what the rows contradict is not taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from rl_training.engine.batch import Origin, Rollout, in_one_width
+from rl_training.engine.padding import LIMIT, LIMIT_ROUNDED
+from rl_training.engine.precision import has_dropout
+from rl_training.engine.ranks import all_ranks
+from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
+from rl_training.hosts.trl.patches import SHUFFLE, wrap
+from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
+from rl_training.mathematics.scores import Scores
+
+NOT_GENERATED = (
+    "{count} of the {rows} responses in this batch were not generated for it (a replay buffer, demonstrations), and it "
+    "has no log-probabilities of the policy that they are from (old_per_token_logps)"
+)
+NOT_ALL_KEPT = (
+    "the batch has {kept} of the {generated} responses that are generated to a prompt: those that are left were "
+    "chosen, and are no sample of the policy. Keep or leave out whole prompts"
+)
+UNEVEN = (
+    "which responses answer one prompt is not known: the batch has unlike numbers of them to its prompts, or rows with "
+    "images that do not lie as they were generated. Keep or leave out whole prompts"
+)
+
+
+def _in_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:
+    """Returns a generation batch in rollout order, where prompts are contiguous; draws the numbers of TRL's shuffle."""
+    shuffle(generation_batch)
+    return generation_batch
+
+
+class Rollouts:
+    """Adds to TRL's batches what TRL leaves out, and reads it back.
+
+    whole_prompts  the responses of a prompt are put side by side
+    """
+
+    def __init__(self, trainer: GRPOTrainer, policy: TrainerPolicy, whole_prompts: bool) -> None:
+        self._trainer, self._policy, self.whole_prompts = trainer, policy, whole_prompts
+        self._generated = GeneratedResponses()
+        self.number = 0  # of the rollout that training learns from at present
+        self.responses_per_prompt = trainer.num_generations  # in it
+        self._sampled_at = -1  # global_step
+        self._is_fresh = True  # all of it was generated for it, as far as that is known
+        self._origin = Origin()
+        self._mismatch = ""  # why its responses are no samples of the policy that is scored
+        self._next_mismatch = ""  # and those of the next one, of which some are there
+
+    def on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
+        before = why_sampling_mismatch(self._trainer)
+        generated = original(prompts)
+        if self._trainer.model.training:
+            self._generated.add(*generated[:3])
+            self._next_mismatch = self._next_mismatch or before or why_sampling_mismatch(self._trainer)
+        return generated
+
+    def on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        by_function = original(*args, **kwargs)
+        if self._trainer.model.training:
+            rewards = batches.total_rewards(self._trainer, by_function)  # of all ranks
+            own = len(rewards) // self._trainer.accelerator.num_processes
+            first = self._trainer.accelerator.process_index * own
+            self._generated.reward(rewards[first : first + own].tolist())
+        return by_function
+
+    def begin(self, output: dict, is_measured: bool) -> None:
+        """Begins with a fresh rollout, TRL's batch of this rank, and adds to it what TRL does not hand on.
+
+        A collective where it is measured.
+        """
+        trainer, ids = self._trainer, output["completion_ids"]
+        tokens = batches.tokens_of(output, trainer._tokenizer.pad_token_id)
+        prompts = rows_as_bytes(output["prompt_ids"], output["prompt_mask"])
+        keys = [key_of(*pair) for pair in zip(prompts, rows_as_bytes(ids, tokens), strict=True)]
+        responses, is_fresh = self._generated.find(keys)
+        if trainer.mask_truncated_completions:
+            self._add_tool_masks(output, responses)
+        has_images = any(output.get(name) is not None for name in batches.IMAGE_INPUTS)
+        numbers, group = self._prompts(prompts, self._generated.lie_as(keys), has_images)
+        output[batches.PROMPT] = torch.tensor(numbers, device=ids.device)
+        rewards = [None if response is None else response.reward for response in responses]
+        is_rewarded = batches.REWARD in output or (bool(rewards) and None not in rewards)
+        if is_rewarded and batches.REWARD not in output:  # a buffer has put its own there
+            output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32, device=ids.device)
+        foreign = 0 if not self._generated else is_fresh.count(False)
+        learned = any(r is not None and r.learned for r, own in zip(responses, is_fresh, strict=True) if not own)
+        facts = [len(keys), foreign, learned, not is_rewarded]
+        self._settle(output, facts, group, is_measured)
+        self.number, self._sampled_at = self.number + 1, trainer.state.global_step
+        self._mismatch, self._next_mismatch = self._next_mismatch, ""
+        self._generated.begin_next(keys)
+        keeps_old_logps = batches.steps_per_rollout(trainer.args) > 1 or not self._is_fresh
+        if is_measured and trainer.mask_truncated_completions and keeps_old_logps and batches.OLD_LOGPS in output:
+            rollout, logps = self.read(output), output[batches.OLD_LOGPS]
+            scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
+            all_logps = self._policy.with_hidden(scores, rollout, batches.are_hidden(output)).logps
+            output[batches.ALL_OLD_LOGPS] = all_logps
+
+    def _add_tool_masks(self, output: dict, responses: Sequence[Response | None]) -> None:
+        """Adds the masks of tools before truncated responses are taken out of them."""
+        masks = [None if response is None else response.tool_mask for response in responses]
+        if any(mask is not None for mask in masks):
+            ids = output["completion_ids"]
+            rows = [torch.tensor([mask or [1] * ids.shape[1]], device=ids.device) for mask in masks]
+            output[batches.POLICY_MASK] = in_one_width(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
+
+    def _prompts(self, prompts: Sequence[bytes], in_place: bool, has_images: bool) -> tuple[list[int], int]:
+        """Returns the number of each row's prompt, and how many responses a prompt has; 0 where they have unlike many.
+
+        In TRL's order, `num_generations` side by side, unless the rows contradict it; then by the prompts' tokens.
+
+        in_place  rows lie as they were generated: an environment may have told each response to a prompt something else
+        """
+        trainer, group = self._trainer, self._trainer.num_generations
+        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        begun = trainer.accelerator.process_index * size % group  # responses of the first one on the previous process
+        numbers = [(begun + row) // group for row in range(len(prompts))]
+        first = dict(zip(reversed(numbers), reversed(prompts), strict=True))
+        are_alike = all(first[number] == prompt for number, prompt in zip(numbers, prompts, strict=True))
+        if len(prompts) == size and (in_place or are_alike):
+            return numbers, group
+        if has_images:  # the same tokens may be about other images
+            return [*range(len(prompts))], 0
+        places: dict[bytes, int] = {}
+        numbers = [places.setdefault(prompt, len(places)) for prompt in prompts]
+        counts = {*Counter(numbers).values()}
+        return numbers, counts.pop() if len(counts) == 1 else 0
+
+    def _settle(self, output: dict, facts: Sequence[float], group: int, is_measured: bool) -> None:
+        """Decides, on all ranks alike, what the batch is. A collective where it is measured.
+
+        facts  of this rank: rows, how many of them were not generated for it, whether a step has learned from those,
+               whether rewards are missing
+        """
+        own = torch.tensor([*facts, group], dtype=torch.float64, device=output["completion_ids"].device)
+        table = all_ranks().gather(own) if is_measured else own.unsqueeze(0)
+        rows, foreign, learned, unrewarded, _ = table.sum(dim=0).tolist()
+        groups = {int(number) for number in table[:, -1].tolist()}
+        expected = self._trainer.num_generations
+        is_even = len(groups) == 1 and groups != {0}
+        self.responses_per_prompt = groups.pop() if is_even else expected
+        self._is_fresh = not foreign
+        why = ""
+        if foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
+            why = NOT_GENERATED.format(count=int(foreign), rows=int(rows))
+        elif self.responses_per_prompt < expected:
+            why = NOT_ALL_KEPT.format(kept=self.responses_per_prompt, generated=expected)
+        uneven = "" if is_even else UNEVEN
+        self._origin = Origin(why or uneven, uneven, bool(learned))
+        if unrewarded:
+            output.pop(batches.REWARD, None)
+
+    def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
+        with ExitStack() as undo:
+            if self.whole_prompts:
+                wrap(grpo_trainer, SHUFFLE, _in_whole_prompts, undo)
+            return original(generation_batch)
+
+    def sizes_of_step(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Returns how many sequences each microbatch of the step has on this rank, from its first one on.
+
+        Those that are not sampled yet are expected to be as large as the first.
+        """
+        trainer, size = self._trainer, len(inputs["completion_ids"])
+        count, place = trainer.current_gradient_accumulation_steps, trainer._step % trainer.args.steps_per_generation
+        kept = [len(batch["completion_ids"]) for batch in (trainer._buffered_inputs or [])[place : place + count]]
+        return [size, *(kept + [size] * count)[1:count]]
+
+    def read(self, inputs: Mapping[str, Any]) -> Rollout:
+        """Returns the sequences of one of TRL's batch dictionaries, a microbatch or the whole rollout of this rank.
+
+        With the log-probabilities that the batch has of them, whoever's they are.
+        """
+        trainer = self._trainer
+        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        rollout = batches.read_rollout(
+            inputs,
+            first_prompt=self.number * size,
+            on_policy=self._is_fresh and self._sampled_at == trainer.state.global_step,
+            pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
+            ends=[*trainer.eos_token_ids, trainer._tokenizer.pad_token_id],
+            sampling_mismatch=self._mismatch,
+        )
+        return dataclasses.replace(rollout, origin=self._origin)
+
+    def with_ratios(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
+        """Returns a microbatch whose log-probabilities of before are another policy's: its own are left out.
+
+        At the first step of a rollout they are this policy's up to rounding, unless a subclass has put others there.
+
+        scores  that training has made of it    hidden  (B,), responses that it has not scored
+        """
+        old_logps = rollout.old_logps
+        if not rollout.on_policy or old_logps is None:
+            return rollout
+        there = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
+        apart = (scores.logps.detach() - old_logps)[there].double().abs().mean()
+        limit = LIMIT_ROUNDED if self._policy.scorer.why_training_rounds else LIMIT
+        is_own = not there.any() or float(apart) <= limit or has_dropout(self._policy.model)
+        if not is_own:
+            return dataclasses.replace(rollout, on_policy=False)
+        of_engine = None if rollout.sampling_logps is old_logps else rollout.sampling_logps
+        return dataclasses.replace(rollout, old_logps=None, sampling_logps=of_engine)

@@ -1,0 +1,293 @@
+"""A subclass makes another batch of a rollout: what is measured is that batch's, and what it contradicts is nan."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from own_losses import PLAIN, DrawsAgain, KeepsSome, Replay
+from seen import Seen
+from torch import Tensor
+from trainers import differing, ending, graded
+from trl import GRPOTrainer
+
+from rl_training import attach
+from rl_training.engine.capabilities import NO_REWARDS, OTHER_SIZES, REUSED
+from rl_training.hosts.trl import generated
+from rl_training.hosts.trl.generated import GeneratedResponses
+from rl_training.hosts.trl.rollouts import UNEVEN
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    InterventionsProbe,
+    MeasuredStepProbe,
+    SamplerProbe,
+    SimpleEntropyProbe,
+)
+
+G = 4
+# Eight microbatches of one prompt each.
+STEP: dict[str, Any] = PLAIN | {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 8, "reward": graded,
+    "max_steps": 2, "learning_rate": 3e-3,
+}  # fmt: skip
+
+
+def probes() -> list[Any]:
+    return [
+        SimpleEntropyProbe(per_sequence=True), EffectiveSampleSizeProbe(), SamplerProbe(), MeasuredStepProbe(),
+        GradientNoiseScaleProbe(split_prompts=2), InterventionsProbe(["lr", "psr"], every=1),
+    ]  # fmt: skip
+
+
+class SeenRewards(Seen):
+    """Keeps the rewards of each step beside those that a subclass knows its rows to have."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self.rewards: list[tuple[list[float], list[float]]] = []
+
+    def prepare(self, step: Any) -> None:
+        super().prepare(step)
+        if hasattr(self._trainer, "rewards_of_rows"):
+            self.rewards.append((step.batch.rollout.rewards.tolist(), self._trainer.rewards_of_rows.tolist()))
+
+
+def measured(trainer: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Returns the estimates of the last step, and all steps as probes see them, with the rewards that rows have."""
+    seen = SeenRewards(trainer)
+    with attach(trainer, [*probes(), seen], whole_prompts=True) as attachment:
+        trainer.train()
+    assert all(found == own for found, own in seen.rewards)
+    return dict(attachment.latest), seen.steps
+
+
+def shortest_half(out: dict[str, Any]) -> Tensor:
+    lengths = out["completion_mask"].sum(dim=1).view(-1, G)
+    return (lengths.argsort(dim=1)[:, : G // 2] + G * torch.arange(len(lengths)).unsqueeze(1)).flatten()
+
+
+def half_of_the_prompts(out: dict[str, Any]) -> Tensor:
+    return torch.arange(len(out["advantages"]) // 2)
+
+
+def unlike_numbers(out: dict[str, Any]) -> Tensor:
+    return torch.tensor([row for row in range(len(out["advantages"])) if row % 8 not in (1, 5, 6, 7)])
+
+
+def reversed_rows(out: dict[str, Any]) -> Tensor:
+    return torch.arange(len(out["advantages"])).flip(0)
+
+
+def keeps(make_trainer: Any, rows: Any, **settings: Any) -> Any:
+    trainer = make_trainer(KeepsSome, **STEP | settings)
+    trainer.rows = rows
+    return trainer
+
+
+def test_replayed_responses_have_their_own_rewards_and_are_weighed_by_the_log_probabilities_with_them(
+    make_trainer: Any,
+) -> None:
+    trainer = make_trainer(Replay, **STEP)
+    found, steps = measured(trainer)
+    assert trainer.replayed > 0
+    assert trainer.true_ess < 31.5
+    assert found["ess/importance"].value == pytest.approx(trainer.true_ess, rel=1e-4)
+    assert found["sampler/ess"].value == pytest.approx(trainer.true_ess / 32, rel=1e-4)
+    assert [step.batch.rollout.on_policy for step in steps] == [True, False]
+    assert steps[0].batch.rollout.sampling_logps is None
+    for name in ("delta_h/forward", "delta_h/backward", "intervention/lr/delta_h"):
+        assert found[name].reason == REUSED
+
+
+def test_replayed_responses_without_log_probabilities_are_a_sample_of_no_known_policy(make_trainer: Any) -> None:
+    trainer = make_trainer(Replay, **STEP)
+    trainer.keeps_logps = False
+    found, _ = measured(trainer)
+    assert trainer.replayed > 0
+    for name in ("entropy/token", "delta_h/forward", "ess/importance", "measured/delta_h"):
+        assert f"{trainer.replayed} of the 32 responses in this batch were not generated for it" in found[name].reason
+    assert math.isfinite(found["entropy/visited_prefixes"].value)
+
+
+def test_prompts_that_are_drawn_again_keep_their_own_rewards_and_are_measured(make_trainer: Any) -> None:
+    trainer = make_trainer(
+        DrawsAgain, **STEP | {"reward": lambda completions, **k: [float(len(c) > 4) for c in completions]}
+    )
+    found, steps = measured(trainer)
+    assert all(step.batch.rollout.on_policy for step in steps)
+    for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "gns/trace_between"):
+        assert math.isfinite(found[name].value) or not found[name].reason.startswith("the ")
+
+
+def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(make_trainer: Any) -> None:
+    """What describes the batch and its gradient is measured, from the folds that the smaller batch has."""
+    found, steps = measured(keeps(make_trainer, shortest_half))
+    for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "ess/importance", "measured/delta_h"):
+        assert found[name].reason.startswith("the batch has 2 of the 4 responses")
+    for name in ("entropy/visited_prefixes", "ess/zero_advantage_prompts", "gns/trace_step"):
+        assert math.isfinite(found[name].value)
+    assert steps[-1].fold_sizes.tolist() == [2.0] * 8
+    assert steps[-1].batch.responses_per_prompt == 2
+
+
+def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(make_trainer: Any) -> None:
+    """Microbatches of two responses: a fold takes two of them."""
+    found, steps = measured(keeps(make_trainer, half_of_the_prompts, learning_rate=3e-4))
+    for name in (
+        "entropy/token",
+        "delta_h/forward",
+        "delta_h/backward",
+        "delta_reward/forward",
+        "measured/delta_reward",
+    ):
+        assert math.isfinite(found[name].value), found[name].reason
+    assert steps[-1].fold_sizes.tolist() == [4.0] * 4
+    assert steps[-1].batch.rollout.num_sequences == 16
+
+
+def test_prompts_with_unlike_numbers_of_responses_are_named(make_trainer: Any) -> None:
+    found, _ = measured(keeps(make_trainer, unlike_numbers))
+    for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
+        assert found[name].reason == UNEVEN
+    assert math.isfinite(found["ess/zero_advantage"].value)
+
+
+def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None:
+    """Each with its own reward; the sums over folds are those of the order that they were generated in."""
+    plain, other = (
+        measured(keeps(make_trainer, rows, max_steps=1))[0] for rows in (lambda out: slice(None), reversed_rows)
+    )
+    for name in ("entropy/token", "delta_reward/forward", "ess/advantage", "gns/trace_step"):
+        assert other[name].value == pytest.approx(plain[name].value, rel=1e-3), name
+
+
+def with_logps(make_trainer: Any, change: Any) -> Any:
+    """Returns a trainer whose batch has log-probabilities under TRL's old key: the policy's own, changed."""
+
+    class Handed(Replay):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            out = GRPOTrainer._generate_and_score_completions(self, inputs)
+            own = self.scores_of(out)
+            out["old_per_token_logps"] = change(own)
+            logs = ((own - out["old_per_token_logps"]) * out["completion_mask"]).sum(dim=1).double()
+            self.true_ess = float(logs.exp().sum() ** 2 / (2 * logs).exp().sum())
+            return out
+
+    return make_trainer(Handed, **STEP | {"max_steps": 1})
+
+
+def test_old_log_probabilities_that_are_the_policy_s_own_leave_the_step_on_policy(make_trainer: Any) -> None:
+    found, steps = measured(with_logps(make_trainer, torch.clone))
+    assert steps[0].batch.rollout.on_policy
+    assert steps[0].batch.rollout.sampling_logps is None
+    assert found["ess/importance"].value == 32.0
+    assert math.isfinite(found["intervention/psr/delta_h"].value)
+
+
+def test_old_log_probabilities_of_another_policy_are_kept(make_trainer: Any) -> None:
+    trainer = with_logps(make_trainer, lambda logps: logps + 0.1 * torch.sin(1e4 * logps))
+    found, steps = measured(trainer)
+    assert not steps[0].batch.rollout.on_policy
+    assert 16 < trainer.true_ess < 31.9
+    assert found["ess/importance"].value == pytest.approx(trainer.true_ess, rel=1e-4)
+
+
+def test_a_response_that_was_written_by_somebody_else_is_noticed(make_trainer: Any) -> None:
+    class Shown(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            out = super()._generate_and_score_completions(inputs)
+            out["completion_ids"][0, 0] = 7 if out["completion_ids"][0, 0] != 7 else 8
+            return out
+
+    found, _ = measured(make_trainer(Shown, **STEP))
+    assert found["entropy/token"].reason.startswith("1 of the 32 responses in this batch were not generated")
+    assert found["measured/delta_reward"].reason.startswith("1 of the 32")
+
+
+def test_a_batch_that_a_subclass_makes_anew_keeps_its_prompts_and_knows_no_rewards(make_trainer: Any) -> None:
+    class Anew(GRPOTrainer):
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            inputs = super()._prepare_inputs(generation_batch)
+            return {key: value for key, value in inputs.items() if not key.startswith("rollout_")}
+
+    plain, other = (measured(make_trainer(kind, **STEP | {"max_steps": 1}))[0] for kind in (GRPOTrainer, Anew))
+    for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
+        assert other[name].value == pytest.approx(plain[name].value, rel=1e-6)
+    assert other["delta_reward/forward"].reason == NO_REWARDS
+
+
+def test_microbatches_of_sizes_that_nobody_foretold_have_no_folds_and_training_goes_on(make_trainer: Any) -> None:
+    class Shrinks(GRPOTrainer):
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            inputs = super()._prepare_inputs(generation_batch)
+            rows = 4 if self._step % 4 == 3 else 8
+            return {key: value[:rows] if value.ndim else value for key, value in inputs.items()}
+
+    settings = STEP | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+    found, steps = measured(make_trainer(Shrinks, **settings))
+    assert steps[-1].batch.rollout.num_sequences == 28
+    for name in ("delta_h/forward", "gns/trace_step"):
+        assert found[name].reason == OTHER_SIZES
+    assert math.isfinite(found["entropy/token"].value)
+
+
+@pytest.mark.parametrize("kind", ["replay", "drawn again", "unlike numbers"])
+def test_training_on_another_batch_is_bitwise_the_training_without_probes(make_trainer: Any, kind: str) -> None:
+    def trainer() -> Any:
+        if kind == "unlike numbers":
+            return keeps(make_trainer, unlike_numbers)
+        return make_trainer({"replay": Replay, "drawn again": DrawsAgain}[kind], **STEP)
+
+    bare = ending(trainer())
+    with attach(probed := trainer(), probes()):
+        assert differing(ending(probed), bare) == []
+
+
+# --- responses by their tokens ----------------------------------------------------------------------------------------
+
+
+def keys_of(responses: GeneratedResponses, rows: list[tuple[list[int], list[int]]]) -> list[bytes]:
+    responses.add([prompt for prompt, _ in rows], [completion for _, completion in rows], None)
+    return [*responses._order]
+
+
+def test_of_rows_with_the_same_tokens_and_unlike_rewards_those_out_of_place_have_none() -> None:
+    responses = GeneratedResponses()
+    keys = keys_of(responses, [([1], [2, 3]), ([1], [2, 3]), ([1, 2], [3])])
+    responses.reward([0.0, 1.0, 5.0])
+    in_place, _ = responses.find(keys)
+    assert [response.reward for response in in_place] == [0.0, 1.0, 5.0]
+    moved, fresh = responses.find(keys[::-1])
+    assert [response.reward for response in moved] == [5.0, None, None]
+    assert fresh == [True] * 3
+
+
+def test_responses_of_earlier_rollouts_are_told_from_new_ones_and_forgotten_at_last(monkeypatch: Any) -> None:
+    monkeypatch.setattr(generated, "REMEMBERED", 3)
+    responses = GeneratedResponses()
+    first = keys_of(responses, [([1], [2]), ([1], [3])])
+    responses.reward([1.0, 2.0])
+    responses.begin_next(first[:1])
+    assert not responses
+    second = keys_of(responses, [([1], [2]), ([1], [4])])
+    found, fresh = responses.find([first[1], second[0], first[0]])
+    assert fresh == [False, True, True]  # the same tokens, sampled again, are a fresh sample
+    assert [response.learned for response in found] == [False, False, False]
+    responses.begin_next(second)
+    keys_of(responses, [([9], [9])])
+    assert responses.find([first[0]])[0][0].learned
+    responses.begin_next([])
+    keys_of(responses, [([8], [8])])
+    responses.begin_next([])
+    assert responses.find([first[0]]) == ([None], [False])
+
+
+def test_rewards_of_another_number_of_rows_are_not_taken() -> None:
+    responses = GeneratedResponses()
+    keys = keys_of(responses, [([1], [2]), ([1], [3])])
+    responses.reward([1.0, 2.0, 3.0])
+    assert [response.reward for response in responses.find(keys)[0]] == [None, None]
