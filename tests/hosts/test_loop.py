@@ -557,7 +557,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
         shape = SimpleNamespace(responses_per_prompt=4)
         shard = SimpleNamespace(leaves={})
         loop: Any = SimpleNamespace(
-            fixes=own, dr_grpo=False, no_fresh_responses="", shape=shape, ranks=all_ranks(), shard=shard
+            fixes=own, no_fresh_responses="", shape=shape, ranks=all_ranks(), shard=shard, more_folds=str
         )
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = OpenStep(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
