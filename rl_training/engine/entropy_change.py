@@ -199,7 +199,7 @@ def _with_quantities(
         Quantity(name, value, stderr, step.number).unless(reasons.get(name, change.why_no_forward))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
-    variances, batches = memory.errors.add(torch.stack([row.stderr for row in rows]).square())
+    variances, batches = memory.errors.add(torch.stack([row.stderr for row in rows]).square(), step.number)
     averaged = [
         dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
         for row, stderr, count in zip(rows, variances.sqrt(), batches, strict=True)

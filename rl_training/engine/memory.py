@@ -20,7 +20,7 @@ ERROR = "error."  # how names of averaged errors begin in a checkpoint
 class KeptVector:
     """This process's entries of a vector of some step, as the shard says which they are, and errors of the last steps.
 
-    error_decay  weight of a step relative to the next in the average of variances
+    error_decay  weight of an optimizer step relative to the next, measured or not, in the average of variances
     """
 
     def __init__(self, shard: Shard, error_decay: float) -> None:

@@ -38,3 +38,12 @@ def check_flag(option: str, value: object) -> None:
     """Raises UserError for what is neither true nor false."""
     if type(value) is not bool:
         raise UserError(f"{option}={value!r} must be true or false")
+
+
+def half_by_measured_step(every: int) -> float:
+    """Return the weight of an optimizer step relative to the next with which that of each measured step is half.
+
+    >>> half_by_measured_step(1), half_by_measured_step(2)
+    (0.5, 0.7071067811865476)
+    """
+    return float(0.5 ** (1.0 / every))

@@ -67,7 +67,8 @@ class EntropySettings:
 
     responses_per_prompt  of every prompt, the first ones; all for G or more. Baselines use all responses
     per_sequence          compute X per sequence too: a second backward
-    error_decay           weight of a step relative to the next in the average of the variances of single steps
+    error_decay           weight of an optimizer step relative to the next, measured or not, in the average of the
+                          variances of single steps
     """
 
     responses_per_prompt: int = 1

@@ -88,17 +88,17 @@ class Averages:
         return float(grad_sq_norm / trace)
 
 
-def average(history: Tensor, decay: float) -> Averages:
+def average(history: Tensor, decay: float, ages: Tensor) -> Averages:
     """Returns the averages over steps of (tr Σ, |G|²), with the delete-one-step jackknife's covariance.
 
-    history  (steps, 2), oldest first; the weight of a step is w = decay^age. Rows that are not finite are not counted.
+    history  (steps, 2); the weight of each is w = decay^age. Rows that are not finite are not counted.
+    ages     (steps,), how many optimizer steps ago each was
 
     The average is worth (Σw)²/Σw² equally weighted steps. Its variance is a sum with weights w², with the degrees
     of freedom of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946), less one: 18 with decay .95.
     """
-    ages = torch.arange(len(history) - 1, -1, -1, dtype=history.dtype)
     finite = history.isfinite().all(dim=1)
-    weights, rows = (decay**ages)[finite], history[finite]
+    weights, rows = (decay ** ages.to(history))[finite], history[finite]
     if not len(rows):
         nan = torch.full((2, 2), torch.nan, dtype=history.dtype)
         return Averages(nan[0], nan, math.nan, 0.0, 0.0)

@@ -88,21 +88,22 @@ class Pair:
 class RunningPair:
     """Averages pairs over steps.
 
-    decay  weight of a step relative to the next
+    decay  weight of an optimizer step relative to the next, measured or not
     """
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
-        self.state = torch.zeros(8, dtype=torch.float64)
+        self.state = torch.zeros(9, dtype=torch.float64)  # sums, how many steps are in them, and the last of these
 
-    def add(self, pair: Pair) -> Pair:
+    def add(self, pair: Pair, step: int) -> Pair:
         """Returns the mean with the pair of another step; one that is not finite is left out, as it would stay so."""
         if bool(pair.values[0].isfinite()):
-            decay, cov = self._decay, pair.covariance
+            cov, factor = pair.covariance, self._decay ** (step - float(self.state[8]))
             square = cov[0, 0].square() / pair.degrees
             new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
             powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
-            self.state = torch.cat([decay**powers * self.state[:7] + new, self.state[7:] + 1.0])
+            count = new.new_tensor([float(self.state[7]) + 1.0, float(step)])
+            self.state = torch.cat([factor**powers * self.state[:7] + new, count])
         return self.mean()
 
     @property

@@ -6,46 +6,64 @@ slowly along a run, so the average over the last steps, with weights w = decay^a
     s² = Σ w s_j² / Σ w                    of (Σ w s_j²)² / Σ (w s_j²)² batches of equal variance
 
 The second is Satterthwaite's count: 1 for one batch, 3 for decay ½ and equal variances, and hardly more than 1 where
-one variance dominates. Student's t has that many times one batch's degrees of freedom.
+one variance dominates. Student's t has that many times one batch's degrees of freedom. An age is a number of optimizer
+steps, measured or not.
+
+A dead step says nothing about the noise of a live one: where all rewards are equal, or the learning rate is 0 as at
+the first step of a warm-up, hardly anything moves, and nothing varies. So a batch is left out, w = 0, whose variance is
+below a hundredth of the newest: of the same noise it would be that small twice in a million times with 8 folds (F of 7
+and 7 degrees of freedom), and once in 600 with 4. A dead step itself keeps the larger variances of those before: a
+batch like theirs would have moved something.
 
 Source: Satterthwaite 1946, "An approximate distribution of estimates of variance components".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+SMALLEST_WEIGHT = 1e-9  # a batch is forgotten when its weight decay^age is below
+OF_THE_NEWEST = 0.01  # below this share of the newest variance a batch is of another kind
+
 
 class RunningVariance:
     """Averages variances over steps, entry by entry; an entry that is nan at a step is not counted there.
 
-    decay  weight of a step relative to the next; 0 for the newest alone
+    decay  weight of an optimizer step relative to the next, measured or not; 0 for the newest alone
     """
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
         self._state: dict[str, Tensor] = {}
 
-    def add(self, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the averaged variance, nan where this one is, and the effective number of batches behind it."""
-        finite = variance.isfinite()
-        new = torch.where(finite, variance, 0.0)
-        terms = {"weight": finite.to(new), "sum": new, "squares": new.square()}
-        if self._state and self._state["sum"].shape == variance.shape:
-            factors = {"weight": self._decay, "sum": self._decay, "squares": self._decay**2}
-            terms = {name: factors[name] * self._state[name] + term for name, term in terms.items()}
-        self._state = terms
-        average = torch.where(finite, terms["sum"] / terms["weight"], torch.nan)
-        batches = torch.where(terms["squares"] > 0, terms["sum"].square() / terms["squares"], 1.0)
-        return average, batches
+    def add(self, variance: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return the averaged variance, nan where this one is, and the effective number of batches behind it."""
+        variances, steps = variance.unsqueeze(0), torch.tensor([step])
+        if self._state and self._state["variances"].shape[1:] == variance.shape:
+            is_kept = self._state["steps"] > step - self._memory
+            variances = torch.cat([self._state["variances"][is_kept], variances])
+            steps = torch.cat([self._state["steps"][is_kept], steps])
+        self._state = {"variances": variances, "steps": steps}
+        weights = (self._decay ** (step - steps).to(variance)).view(-1, *[1] * variance.dim())
+        is_counted = variances.isfinite() & (variances >= OF_THE_NEWEST * variance)
+        terms = torch.where(is_counted, weights * variances, 0.0)
+        average = terms.sum(dim=0) / torch.where(is_counted, weights, 0.0).sum(dim=0)  # 0/0 where this one is nan
+        squares = terms.square().sum(dim=0)
+        return average, torch.where(squares > 0, terms.sum(dim=0).square() / squares, 1.0)
+
+    @property
+    def _memory(self) -> int:
+        """For how many optimizer steps a batch is remembered."""
+        return 1 if self._decay == 0.0 else math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self._decay))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the sums; empty before the first step."""
+        """Return the variances so far and the steps that they are of; empty before the first step."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state_dict` returned; of nothing, it begins anew."""
+        """Take back what `state_dict` returned; of nothing, it begins anew."""
         self._state = dict(state)

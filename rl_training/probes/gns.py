@@ -53,7 +53,8 @@ NAMES = (*RAW, *AVERAGED, "gns/signal_to_noise", *RATIOS, *ADAM)
 class GradientNoiseScaleProbe(Probe):
     """Measures the gradient noise scale, in prompts and in sequences, from the norms of the microbatch gradients.
 
-    decay          weight of a step relative to the next in the running average; .95 remembers about 40 steps
+    decay          weight of an optimizer step relative to the next, measured or not, in the running average; .95
+                   remembers about 40 steps
     split_prompts  so many prompts of each step and rank are used to split tr Σ into between and within prompts; each
                    costs a forward pass and two backwards over its G responses, and two gradients for that moment
     every          measure each `every`-th step
@@ -74,6 +75,7 @@ class GradientNoiseScaleProbe(Probe):
     def reset(self) -> None:
         super().reset()
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
+        self._numbers = torch.zeros(0, dtype=torch.long)  # of these steps
 
     def prepare(self, step: Step) -> None:
         blocks, group = step.num_folds, step.batch.responses_per_prompt
@@ -92,24 +94,29 @@ class GradientNoiseScaleProbe(Probe):
         if self.split_prompts and not why_no_split:
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
-        remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
-        self._history = torch.cat([self._history, moments.unsqueeze(0)])[-remembered:]
+        self._history = torch.cat([self._history, moments.unsqueeze(0)])
+        self._numbers = torch.cat([self._numbers, torch.tensor([step.number])])
+        is_remembered = self.decay ** (step.number - self._numbers).double() >= SMALLEST_WEIGHT
+        self._history, self._numbers = self._history[is_remembered], self._numbers[is_remembered]
         self._answers = self._estimates(step, int(blocks), batch_size, why_no_split)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"history": self._history}
+        return {"history": self._history, "steps": self._numbers}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
             if state["history"].shape[1:] != self._history.shape[1:]:
                 raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
-            self._history = state["history"]
+            self._history, self._numbers = state["history"], state["steps"]
 
     def _estimates(self, step: Step, blocks: int, batch_size: float, why_no_split: str) -> dict[str, Estimate]:
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
-        averages = {name: noise.average(self._history[:, number], self.decay) for number, name in enumerate(CHANNELS)}
+        ages = step.number - self._numbers
+        averages = {
+            name: noise.average(self._history[:, number], self.decay, ages) for number, name in enumerate(CHANNELS)
+        }
         everything, adam = averages["all"], averages["adam"]
         answers |= dict(zip(AVERAGED, noise.means(everything), strict=True))
         signal, scale = noise.signal_to_noise(everything), noise.noise_scale(everything)

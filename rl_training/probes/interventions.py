@@ -84,7 +84,7 @@ class InterventionsProbe(Probe):
         check_num_folds("interventions", num_folds)
         self.num_folds = num_folds
         names = [PLAIN, *(name + end for name in (each.name for each in self.which) for end in ("", KEPT))]
-        self.running = RunningPairs({name: RunningPair(decay**every) for name in names})
+        self.running = RunningPairs({name: RunningPair(decay) for name in names})
 
     def prepare(self, step: Step) -> None:
         why = why_no_folds(step, OFF_POLICY)
@@ -104,14 +104,14 @@ class InterventionsProbe(Probe):
             elif not unavailable[each.name]:
                 weights[each.name] = torch.cat([each.weights(part).stacked() for part in loss], dim=1)
         pairs = pairs_of(step, changes, weights, reward)
-        plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN])
+        plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN], step.number)
         no_reward = gradient.why_none
         answers = [estimate for pair in plain for estimate in pair.both(no_reward)]
         for each in self.which:
             if unavailable[each.name]:
                 answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
             else:
-                answers += self._estimates(each, pairs[each.name], step.optimizer, no_reward)
+                answers += self._estimates(each, pairs[each.name], step, no_reward)
         self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
 
     def num_vectors(self, num_folds: int) -> int:
@@ -121,18 +121,18 @@ class InterventionsProbe(Probe):
     def _metrics(self) -> list[str]:
         return [f"intervention/{each.name}/{quantity}" for each in self.which for quantity in QUANTITIES]
 
-    def _estimates(self, each: Intervention, pair: Pair, optimizer: OptimizerView, no_reward: str) -> list[Estimate]:
+    def _estimates(self, each: Intervention, pair: Pair, step: Step, no_reward: str) -> list[Estimate]:
         """Returns the QUANTITIES of an intervention at this step, and adds it to the means.
 
         pair       ΔH per token and Δreward per response, less those of the step as it is
         no_reward  why every Δreward is nan
         """
-        is_small, factor = abs(float(pair.values[0])) < SMALLEST, kept_factor(each, optimizer)
-        remarks = [each.remark, FIRST_OF_ADAM * optimizer.first_of_adam, TOO_SMALL * is_small]
+        is_small, factor = abs(float(pair.values[0])) < SMALLEST, kept_factor(each, step.optimizer)
+        remarks = [each.remark, FIRST_OF_ADAM * step.optimizer.first_of_adam, TOO_SMALL * is_small]
         remark = RATIOS_ARE_ONE if each.nothing_on_policy else "; ".join(filter(None, remarks))
         delta, reward = pair.both(no_reward, remark)
         kept, running = pair.times(factor), self.running[each.name]
-        mean, mean_kept = running.add(pair), self.running[each.name + KEPT].add(kept)
+        mean, mean_kept = running.add(pair, step.number), self.running[each.name + KEPT].add(kept, step.number)
         unknown = OTHER_BETAS if math.isnan(factor) else ""
         mean_delta, mean_reward = mean.both(no_reward)
         price, mean_price = (reward if no_reward else p.minus_ratio(LOST) for p in (pair, mean))

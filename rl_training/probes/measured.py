@@ -30,7 +30,7 @@ from rl_training.engine.batch import take_rows
 from rl_training.engine.capabilities import NO_REWARDS
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.memory import KeptVector
-from rl_training.engine.options import check_share, check_whole
+from rl_training.engine.options import check_share, check_whole, half_by_measured_step
 from rl_training.engine.probe import Probe
 from rl_training.engine.score_check import ScoreCheck
 from rl_training.engine.step import Step
@@ -61,16 +61,18 @@ class MeasuredStepProbe(Probe):
     """Measures the change of entropy, length and reward by the last step. See the module's docstring.
 
     responses_per_prompt  responses of every prompt that are scored again, the first ones; baselines use all
-    error_decay           weight of a step relative to the next in the average of the variances of single steps
+    error_decay           weight of an optimizer step relative to the next, measured or not, in the average of the
+                          variances of single steps; None: half of a measured step's, which is three of these
     every                 measure each `every`-th step: the change by all steps since the last measured one
     """
 
     name = "measured"
     measured = ("measured/",)
 
-    def __init__(self, responses_per_prompt: int = 2, error_decay: float = 0.5, every: int = 1) -> None:
+    def __init__(self, responses_per_prompt: int = 2, error_decay: float | None = None, every: int = 1) -> None:
         super().__init__(every)
         check_whole("measured: responses_per_prompt", responses_per_prompt, 1)
+        error_decay = half_by_measured_step(every) if error_decay is None else error_decay
         check_share("measured: error_decay", error_decay, "[0, 1)", "; 0.5 averages over three steps")
         self.responses_per_prompt = responses_per_prompt
         self._error_decay = error_decay
@@ -141,7 +143,9 @@ class MeasuredStepProbe(Probe):
             far = Estimate.missing(FAR.format(ess=found[ESS].value, least=MIN_ESS))
             found |= dict.fromkeys(CHANGES, far)
         else:
-            _average_errors(found, kept.errors, ROUNDED.format(span=SPAN, why=why_rounded) if why_rounded else "")
+            _average_errors(
+                found, kept.errors, step.number, ROUNDED.format(span=SPAN, why=why_rounded) if why_rounded else ""
+            )
         return {name: dataclasses.replace(estimate, about_step=step.number - 1) for name, estimate in found.items()}
 
 
@@ -200,9 +204,9 @@ def statistic(sums: Tensor) -> Tensor:
     return torch.stack([per_token, -more_entropy, -longer, -more_reward, kl / tokens, weight.square() / square], dim=-1)
 
 
-def _average_errors(found: dict[str, Estimate], errors: RunningVariance, remark: str) -> None:
+def _average_errors(found: dict[str, Estimate], errors: RunningVariance, step: int, remark: str) -> None:
     """Gives each change the error averaged over a few steps, and this remark."""
-    variances, batches = errors.add(torch.tensor([found[name].stderr ** 2 for name in CHANGES]).double())
+    variances, batches = errors.add(torch.tensor([found[name].stderr ** 2 for name in CHANGES]).double(), step)
     for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
         one = found[name]
         found[name] = dataclasses.replace(

@@ -27,7 +27,7 @@ from torch import Tensor
 from rl_training.engine.entropy_change import LENGTH_AND_REWARD
 from rl_training.engine.entropy_gradients import levels_of_folds
 from rl_training.engine.fold_products import PRODUCTS
-from rl_training.engine.options import check_flag, check_num_folds
+from rl_training.engine.options import check_flag, check_num_folds, half_by_measured_step
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import EntropyChange, EntropySettings, Step
 from rl_training.errors import UserError
@@ -52,8 +52,9 @@ class SimpleEntropyProbe(Probe):
                           from which error bars per token have the noise of the H_tok inside of X as well
     offload               keep the gradients of the folds in the CPU's memory
     rows_dtype            keep them in it: "float32", or "bfloat16" in half the memory
-    error_decay           weight of a step relative to the next in the average of the variances of single steps; 0 for
-                          the bar of the batch alone, which is in probes.jsonl in any case (`stderr_of_batch`)
+    error_decay           weight of an optimizer step relative to the next, measured or not, in the average of the
+                          variances of single steps; None: half of a measured step's, which is three of these; 0: the
+                          bar of the batch alone, which is in probes.jsonl in any case (`stderr_of_batch`)
     every                 measure each `every`-th step; backward, trapezoid and the sums need every=1
     """
 
@@ -68,10 +69,11 @@ class SimpleEntropyProbe(Probe):
         per_sequence: bool = False,
         offload: bool = False,
         rows_dtype: str = "float32",
-        error_decay: float = 0.5,
+        error_decay: float | None = None,
         every: int = 1,
     ) -> None:
         super().__init__(every)
+        error_decay = half_by_measured_step(every) if error_decay is None else error_decay
         try:
             self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay)
         except ValueError as error:

@@ -40,7 +40,7 @@ CLASSES = {  # of each kind, in the order of their numbers
     "text": ("end", "tag", "number", "word", "sign", "space"),
 }
 QUANTILES = (0.5, 0.8)  # of entropy, between its classes
-DECAY = 0.9  # weight of an optimizer step relative to the next in the means
+DECAY = 0.9  # weight of an optimizer step relative to the next, measured or not, in the means
 TAG = re.compile(r"<[^<>\s]+>")
 FIRST = "Adam's first step goes by the gradient's signs alone: no class has a share in it"
 OFF_POLICY = "off-policy: a class's share is not weighted by importance ratios; use one step per rollout"
@@ -62,7 +62,7 @@ class TokenClassesProbe(Probe):
         check_num_folds("token_classes", num_folds)
         self.num_folds = num_folds
         classes = [f"{kind}/{name}" for kind, names in CLASSES.items() for name in names]
-        self.running = RunningPairs({name: RunningPair(DECAY**every) for name in classes})
+        self.running = RunningPairs({name: RunningPair(DECAY) for name in classes})
 
     def prepare(self, step: Step) -> None:
         kinds = self.kinds(step)
@@ -77,7 +77,7 @@ class TokenClassesProbe(Probe):
                 once = mean = Estimate.missing(why or NO_TEXT)
                 if (kind, number) in pairs:
                     running = self.running[f"{kind}/{name}"]
-                    once, mean_pair = pairs[kind, number].estimate(0), running.add(pairs[kind, number])
+                    once, mean_pair = pairs[kind, number].estimate(0), running.add(pairs[kind, number], step.number)
                     mean = replace(mean_pair.estimate(0), detail={"measured_steps": running.steps})
                 share = Estimate.missing(NO_TEXT if kind not in kinds else NO_TOKENS)
                 if kind in kinds and sums[kind][0].any():

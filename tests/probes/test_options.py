@@ -60,7 +60,7 @@ MEANINGLESS: dict[str, list[Any]] = {  # by option, for every probe that has it
     "sequences": [*NO_NUMBERS, None, 1.5, 1],
     "split_prompts": [*NO_NUMBERS, None, 1.5],
     "decay": [*NO_NUMBERS, None, 1.5],
-    "error_decay": [*NO_NUMBERS, None, 1.5],
+    "error_decay": [*NO_NUMBERS, 1.5],
     "per_sequence": NO_FLAGS,
     "offload": NO_FLAGS,
     "numerics": NO_FLAGS,
