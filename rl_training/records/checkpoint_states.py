@@ -27,6 +27,7 @@ PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"
 NOT_WEIGHTS = ("probes", "buffer")  # how names of files of tensors begin that have none of the model's weights
 CHUNK = 2**24  # bytes of a file read at once
+MOST_PROCESSES = 100_000  # that a checkpoint may say it was written by: each has a file in it
 
 
 class Stateful(Protocol):
@@ -61,11 +62,27 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def about(checkpoint: Path) -> dict[str, str]:
-    """Returns what `save_probe_states` noted of a checkpoint; nothing where the trainer had no probes."""
-    if not (checkpoint / PROBE_STATES).is_file():
+    """Returns what `save_probe_states` noted of a checkpoint; nothing where the trainer had no probes.
+
+    Raises UserError, naming the file, for notes that it does not write.
+    """
+    path = checkpoint / PROBE_STATES
+    if not path.is_file():
         return {}
-    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
-        return file.metadata() or {}
+    with safe_open(path, framework="pt") as file:
+        notes: dict[str, str] = file.metadata() or {}
+    if not _are_ours(notes):
+        raise UserError(f"{path} holds other notes than a run writes, so it is damaged: choose an earlier checkpoint")
+    return notes
+
+
+def _are_ours(notes: Mapping[str, str]) -> bool:
+    try:
+        names = list(json.loads(notes["checksums"]).keys())
+        num_processes = int(notes["num_processes"])
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        return False
+    return "probes" in notes and 0 < num_processes <= MOST_PROCESSES and all(Path(name).name == name for name in names)
 
 
 def checksum(path: Path) -> str:

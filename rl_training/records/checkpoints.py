@@ -194,10 +194,11 @@ def what_is_wrong_with_weights(checkpoint: Path) -> str:
         missing = [str(path) for path in needed if not path.is_file()]
         return f"it lacks {' and '.join(missing)}" if missing else _what_is_wrong_with_tensors(checkpoint)
     try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        if type(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]) is not int:
+            return "its trainer_state.json is damaged"
     except FileNotFoundError:
         return "it has no trainer_state.json, so it was not written completely"
-    except ValueError:
+    except (ValueError, TypeError, KeyError, RecursionError):
         return "its trainer_state.json is damaged"
     return _what_is_wrong_with_tensors(checkpoint)
 
@@ -215,12 +216,15 @@ def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
     for index in sorted(checkpoint.glob("*.safetensors.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             return f"{index.name} is damaged"
         missing = sorted(shards - {path.name for path in weights})
         if missing:
             return f"{', '.join(missing)} of {index.name} is missing"
-    changed = changed_files(checkpoint, json.loads(about(checkpoint).get("checksums", "{}")))
+    try:
+        changed = changed_files(checkpoint, json.loads(about(checkpoint).get("checksums", "{}")))
+    except UserError as error:
+        return str(error)
     return f"{', '.join(changed)} is damaged (another checksum than when it was written)" if changed else ""
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign_runs import foreign_run
+from safetensors.torch import save_file
 from torch import nn
 
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
+from rl_training.records.checkpoints import what_is_wrong_with
 
 UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
 
@@ -81,3 +84,26 @@ def test_files_of_more_processes_that_wrote_earlier_are_not_read(tmp_path: Path)
     for rank in range(2):
         save_probe_states([History(2, rank).keep_own()], tmp_path, 2, rank)
     assert_read_by(1, tmp_path)
+
+
+WRITTEN = {"probes": "simple", "num_processes": "1", "checksums": "{}"}
+
+
+@pytest.mark.parametrize("changed", [
+    {"num_processes": "9" * 9}, {"num_processes": "0"}, {"num_processes": "x"}, {"checksums": "[1]"},
+    {"checksums": "{"}, {"checksums": "[" * 100_000}, {"checksums": '{"/proc/kcore": "0"}'},
+])  # fmt: skip
+def test_notes_that_no_run_writes_are_neither_followed_nor_counted(tmp_path: Path, changed: dict[str, str]) -> None:
+    """A number of processes is a number of files that are looked for, and a name is of a file that is read."""
+    checkpoint = foreign_run(tmp_path) / "training_state" / "checkpoint-1"
+    save_file({"a": torch.zeros(1)}, checkpoint / PROBE_STATES, metadata=WRITTEN)
+    assert not what_is_wrong_with(checkpoint)
+    save_file({"a": torch.zeros(1)}, checkpoint / PROBE_STATES, metadata=WRITTEN | changed)
+    assert f"{checkpoint / PROBE_STATES} holds other notes than a run writes" in what_is_wrong_with(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"global_step": {}}', '{"global_step": "1"}', "[" * 100_000])
+def test_a_checkpoint_that_does_not_say_its_step_is_damaged(tmp_path: Path, text: str) -> None:
+    checkpoint = foreign_run(tmp_path) / "training_state" / "checkpoint-1"
+    (checkpoint / "trainer_state.json").write_text(text)
+    assert what_is_wrong_with(checkpoint) == "its trainer_state.json is damaged"

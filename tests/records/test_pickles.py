@@ -53,7 +53,7 @@ def test_nothing_of_a_shard_is_run(tmp_path: Path, inside: type) -> None:
         torch.save({"a": Canary(canary)} if inside is dict else [torch.ones(1), Canary(canary)], shard)
     with pytest.raises(ValueError, match=rf"{shard} holds (objects that could run code \(builtins.exec\)|no tensors)"):
         load_tensors(shard)
-    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     for name in ("scheduler.pt", "rng_state.pth"):
         torch.save({}, tmp_path / name)
@@ -74,7 +74,7 @@ def test_a_checkpoint_whose_optimizer_would_run_code_says_which_file_it_is(tmp_p
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", "..", "", "a/b", "a" * 2**21])
 def test_shards_lie_in_the_checkpoint(tmp_path: Path, name: str) -> None:
-    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "latest").write_text(name)
     assert "latest" in what_is_wrong_with(tmp_path, "DeepSpeed")

@@ -307,7 +307,7 @@ def test_the_shipped_deepspeed_configurations_are_readable() -> None:
 
 def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_only_for_deepspeed(tmp_path: Path) -> None:
     """A run without DeepSpeed would take the weights and start Adam afresh, silently."""
-    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}', encoding="utf-8")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     for name in ("scheduler.pt", "rng_state.pth"):
         torch.save({}, tmp_path / name)
