@@ -24,6 +24,7 @@ class Response:
     reward: float | None = None  # nan where no reward function says anything; None where it is not known
     tool_mask: list[int] | None = None  # (T,), 1 on the policy's own tokens; None where all are
     learned: bool = False  # it was in a batch
+    mismatch: str = ""  # why it is no sample of the policy that is scored
 
 
 def key_of(prompt: bytes, completion: bytes) -> bytes:
@@ -56,13 +57,15 @@ class GeneratedResponses:
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         tool_masks: Sequence[list[int]] | None,
+        mismatch: str = "",
     ) -> None:
-        """Take the tokens of what was just generated, row by row."""
+        """Take the tokens of what was just generated, row by row, and why all of it is no sample of the policy."""
         self._order = [
             key_of(array("q", prompt).tobytes(), array("q", completion).tobytes())
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        self._latest = [Response(tool_mask=tool_masks[row] if tool_masks else None) for row in range(len(self._order))]
+        masks: Sequence[list[int] | None] = tool_masks or [None] * len(self._order)
+        self._latest = [Response(tool_mask=mask, mismatch=mismatch) for mask in masks]
         for key, response in zip(self._order, self._latest, strict=True):
             self._fresh.setdefault(key, response)
 
@@ -77,7 +80,7 @@ class GeneratedResponses:
             response.reward = reward
             first = self._fresh[key]
             if first is not response and not _same(first.reward, reward):
-                self._fresh[key] = Response(tool_mask=response.tool_mask)
+                self._fresh[key] = Response(tool_mask=response.tool_mask, mismatch=response.mismatch)
 
     def lie_as(self, keys: Sequence[bytes]) -> bool:
         """Return whether these are the rows of the latest generation, in its order."""

@@ -62,15 +62,15 @@ class Rollouts:
         self._sampled_at = -1  # global_step
         self._is_fresh = True  # all of it was generated for it, as far as that is known
         self._origin = Origin()
-        self._mismatch = ""  # why its responses are no samples of the policy that is scored
-        self._next_mismatch = ""  # and those of the next one, of which some are there
+        self._mismatch = ""  # why some of its responses are no samples of the policy that is scored
 
     def on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
         before = why_sampling_mismatch(self._trainer)
         generated = original(prompts)
         if self._trainer.model.training:
-            self._generated.add(*generated[:3])
-            self._next_mismatch = self._next_mismatch or before or why_sampling_mismatch(self._trainer)
+            prompts, completions, tool_masks = generated[:3]
+            why = before or why_sampling_mismatch(self._trainer)
+            self._generated.add(prompts, completions, tool_masks, why)
         return generated
 
     def on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -106,7 +106,8 @@ class Rollouts:
         facts = [len(keys), foreign, learned, not is_rewarded]
         self._settle(output, facts, group, is_measured)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
-        self._mismatch, self._next_mismatch = self._next_mismatch, ""
+        said = [response.mismatch for response in responses if response is not None]
+        self._mismatch = max(said, key=len) if said else why_sampling_mismatch(trainer)  # by settings, of its own code
         self._generated.begin_next(keys)
         keeps_old_logps = batches.steps_per_rollout(trainer.args) > 1 or not self._is_fresh
         if is_measured and trainer.mask_truncated_completions and keeps_old_logps and batches.OLD_LOGPS in output:

@@ -294,6 +294,23 @@ def test_a_short_last_step_whose_prompts_span_microbatches_has_the_folds_that_it
     ]  # fmt: skip
 
 
+def test_a_step_that_mixes_two_rollouts_is_measured_by_the_ratios_of_its_older_half(make_trainer) -> None:
+    """Six microbatches of a rollout, four to a step: the second step has two that the first one's weights sampled."""
+    witness = Witness()
+    shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 6}
+    trainer = make_trainer(probes=[witness, SimpleEntropyProbe()], max_steps=2, **shape)
+    trainer.train()
+    batch = witness.steps[-1].batch
+    ratios = (batch.scores.logps - batch.rollout.sampling_logps)[batch.scores.mask.bool()].abs()
+    older = batch.scores.mask[:16].sum()
+    assert ratios[:older].mean() > 1e-3
+    torch.testing.assert_close(ratios[older:], torch.zeros_like(ratios[older:]), rtol=0, atol=1e-4)
+    latest = trainer.attachment.latest
+    for name in ("delta_h/forward", "delta_h/backward", "ess/importance"):
+        assert math.isfinite(latest[name].value), latest[name].reason
+    assert latest["ess/importance"].value < 32.0
+
+
 def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_trainer) -> None:
     class Interrupted(Witness):
         times = 0

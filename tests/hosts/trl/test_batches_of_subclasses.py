@@ -11,6 +11,7 @@ from own_losses import PLAIN, DrawsAgain, KeepsSome, Replay
 from seen import Seen
 from torch import Tensor
 from trainers import differing, ending, graded
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import attach
@@ -111,6 +112,21 @@ def test_replayed_responses_without_log_probabilities_are_a_sample_of_no_known_p
     for name in ("entropy/token", "delta_h/forward", "ess/importance", "measured/delta_h"):
         assert f"{trainer.replayed} of the 32 responses in this batch were not generated for it" in found[name].reason
     assert math.isfinite(found["entropy/visited_prefixes"].value)
+
+
+def test_replayed_responses_of_a_hotter_rollout_are_no_samples_of_the_policy(make_trainer: Any) -> None:
+    """Though the rollout that they are replayed in is sampled as it is scored, and has log-probabilities of them."""
+    trainer = make_trainer(Replay, **STEP)
+
+    class Cools(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.generation_config.temperature = [1.5, 1.0][state.global_step]
+
+    trainer.add_callback(Cools())
+    found, _ = measured(trainer)
+    assert trainer.replayed > 0
+    for name in ("entropy/token", "ess/importance"):
+        assert found[name].reason.startswith("temperature=1.5 in trainer.generation_config makes the sampled policy")
 
 
 def test_prompts_that_are_drawn_again_keep_their_own_rewards_and_are_measured(make_trainer: Any) -> None:
