@@ -25,6 +25,9 @@ COMMANDS = {
 }
 
 
+MEANT = {"compare": "report", "offline": "analyze"}  # by what is typed, where it is not close to the command's name
+
+
 def command(name: str) -> None:
     """Runs a command, whose arguments are sys.argv, and ends the process as job/command_line.py says."""
     _leave_out_working_folder()
@@ -56,7 +59,18 @@ def main() -> None:
     elif name == "--version":
         print(VERSION)
     else:
-        sys.exit(f"error: there is no command {name}\n\n{_help()}")
+        print(f"error: {_unknown(name)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _unknown(name: str) -> str:
+    """Returns a line that names the command that may have been meant."""
+    _leave_out_working_folder()
+    import difflib  # after that, too
+
+    close = [MEANT[name]] if name in MEANT else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]}: {COMMANDS[close[0]][2]}?" if close else ""
+    return f"there is no command {name}, see rl-training --help{hint}"
 
 
 def _help() -> str:

@@ -26,7 +26,7 @@ from rl_training.errors import UserError
 from rl_training.job.command_line import importing
 from rl_training.job.explain import explain, load_plain
 from rl_training.job.own_code import find_own_code
-from rl_training.job.run_settings import branched, key_of, parsed, settable, words_of_the_run
+from rl_training.job.run_settings import branched, key_of, parsed, settable, with_all_loggers, words_of_the_run
 from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
 from rl_training.records.masking import mask_line, mask_words, secrets_in, without_secrets
@@ -105,7 +105,7 @@ def train() -> None:
 
 
 def _train(cfg: DictConfig, words: list[str]) -> None:
-    cfg = branched(cfg, words)
+    cfg = with_all_loggers(branched(cfg, words), words)
     check_run(cfg)  # checked again in build_run; here before slow imports
     with importing():
         from rl_training.job.build import build_run

@@ -119,6 +119,9 @@ def explain(error: Exception) -> str:
         typed_keys = (re.split("[=@]", word.lstrip("+~"))[0] for word in sys.argv[1:])
         key = next((typed for typed in typed_keys if f"{typed}.".startswith(f"{key}.")), key)
         return f"{key}: there is no such setting, see --help{did_you_mean(key, _known_settings())}"
+    named = next((word for word in sys.argv[1:] if word.startswith("probes=")), "")
+    if key == "probes" and named:
+        return choose_probes(named.removeprefix("probes="))
     if cause and not is_choice:
         return f"{message}: it takes no value of this kind; for a list: '{key}=[…]'"
     choices = (word.lstrip("+").partition("=") for word in sys.argv[1:])
@@ -128,6 +131,11 @@ def explain(error: Exception) -> str:
         options = _options_of(group)
         return f"{group}={name}: give a name, or names as in '{group}=[{options[0]}]': {', '.join(options)}"
     return message
+
+
+def choose_probes(names: str) -> str:
+    """Returns what is said of `probes=NAMES`, the settings of probes, where `probe` would choose these."""
+    return f"probes={names}: choose probes with 'probe={names}'; probes.NAME.OPTION=VALUE sets an option"
 
 
 def _options_of(group: str) -> list[str]:

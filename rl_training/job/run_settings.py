@@ -27,6 +27,7 @@ from rl_training.records.masking import without_masks, without_secrets
 # Groups whose option can be changed, each with its place in the settings.
 GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
           "logger": "logger"}  # fmt: skip
+ONE_OF = ("trainer", "model", "adapter", "data", "buffer")  # groups of which a run has one option
 UNLISTED = ("trainer", "model", "adapter", "data")  # what they are made into refuses a setting that it does not know
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
 MADE = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # into a trainer
@@ -82,6 +83,27 @@ def _choose(settings: DictConfig, group: str, names: Sequence[str]) -> None:
         settings[node] = chosen.pop(node)
     if not is_same:
         settings.merge_with(chosen)
+
+
+def with_all_loggers(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
+    """Return settings that have the dashboards of each option of 'logger=[wandb,tensorboard]', where Hydra keeps one's.
+
+    Args:
+        words: What was typed.
+
+    Raises:
+        UserError: for several options of a group of which there can be one.
+    """
+    typed = {change.key_or_group: cast("Any", change.value()) for change in parsed(words)}
+    for group in ONE_OF:
+        if isinstance(typed.get(group), list) and len(typed[group]) > 1:
+            raise UserError(f"{group}=[{','.join(map(str, typed[group]))}]: there can be one, give {group}=NAME")
+    names = typed.get("logger")
+    if isinstance(names, list) and "trainer.report_to" not in typed:
+        options = [compose(f"logger/{name}") for name in names]
+        chosen = [library for option in options for library in option.trainer.report_to]
+        OmegaConf.update(cfg, "trainer.report_to", [*dict.fromkeys(chosen)], merge=False)
+    return cfg
 
 
 def parsed(words: Sequence[str]) -> list[Override]:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
-from rl_training.job.explain import check_allowed, did_you_mean, load_plain, quoted, refuse_other_kinds
+from rl_training.job.explain import check_allowed, choose_probes, did_you_mean, load_plain, quoted, refuse_other_kinds
 from rl_training.job.shipped import CONF
 from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
@@ -94,6 +94,8 @@ def check_values(cfg: DictConfig, command: str) -> None:
 
 
 def _check_probes(probes: Any) -> None:
+    if isinstance(probes, str):
+        raise UserError(choose_probes(probes))
     if not isinstance(probes, DictConfig):
         raise UserError("there is nothing in `probes`: for a run without probes give probe=none")
     for probe in map(str, probes):

@@ -29,6 +29,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import rl_training.__main__ as package
 import rl_training.job.build  # noqa: F401, for the forks
 from rl_training.errors import UserError
 from rl_training.job.command_line import Interrupted, importing, in_one_line, libraries_refuse
@@ -329,6 +330,18 @@ def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_a
         save_config({"seed": 2}, tmp_path, is_its_own=False)
     save_config({"seed": 2}, tmp_path, is_its_own=True)
     assert [path.read_text() for path in tmp_path.glob("[!.]*")] == ["seed: 2\n"]
+
+
+@pytest.mark.parametrize(("typed", "meant"), {"trian": "train", "compare": "report", "evalute": "evaluate"}.items())
+def test_a_command_that_there_is_not_is_answered_with_the_one_that_is_close(capsys, monkeypatch, typed, meant) -> None:
+    monkeypatch.setattr(package, "_leave_out_working_folder", lambda: None)  # this process's own
+    monkeypatch.setattr(sys, "argv", ["rl-training", typed, "runs/a", "runs/b"])
+    with pytest.raises(SystemExit) as ended:
+        package.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: there is no command {typed}, see rl-training --help; did you mean {meant}: ")
+    assert said.count("\n") == 1
 
 
 def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:

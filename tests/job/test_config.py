@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configs import REFUSED, composed, quick_run
+from configs import REFUSED, composed, composing, quick_run
+from hydra import compose
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from rl_training.job.build import TrainingRun
 from rl_training.job.explain import explain
-from rl_training.job.run_settings import refuse_other_settings
+from rl_training.job.run_settings import refuse_other_settings, with_all_loggers
 from rl_training.job.settings import accumulation_steps, check_settings
 from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import make
@@ -209,3 +210,25 @@ def test_what_a_run_will_not_measure_is_said_with_the_settings_that_are_typed(tm
     plan, missing, *_ = (line for line in caplog.messages if "fold" in line)
     assert plan.startswith("probes measure 1 fold of whole prompts a step, from 1 microbatch of 64 sequences")
     assert "batch.microbatch_size=8 batch.sequences_per_step=64, or probes.simple.num_folds=8, whose" in missing
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["logger=[wandb,tensorboard]"], ["wandb", "tensorboard"]),
+        (["logger=[none,trackio,wandb]"], ["trackio", "wandb"]),
+        (["logger=[wandb,tensorboard]", "trainer.report_to=[trackio]"], ["trackio"]),
+        (["logger=wandb"], ["wandb"]),
+    ],
+)
+def test_a_run_has_the_dashboards_of_all_loggers_that_are_named(words: list[str], kept: list[str]) -> None:
+    with composing():
+        assert with_all_loggers(compose("train", words), words).trainer.report_to == kept
+
+
+def test_of_a_group_of_which_there_is_one_two_options_are_refused() -> None:
+    with (
+        composing(),
+        pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: there can be one, give adapter=")),
+    ):
+        with_all_loggers(compose("train", ["adapter=[lora,none]"]), ["adapter=[lora,none]"])
