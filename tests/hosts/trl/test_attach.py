@@ -298,7 +298,7 @@ def test_a_step_that_mixes_two_rollouts_is_measured_by_the_ratios_of_its_older_h
     """Six microbatches of a rollout, four to a step: the second step has two that the first one's weights sampled."""
     witness = Witness()
     shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 6}
-    trainer = make_trainer(probes=[witness, SimpleEntropyProbe()], max_steps=2, **shape)
+    trainer = make_trainer(probes=[witness, SimpleEntropyProbe(), EffectiveSampleSizeProbe()], max_steps=2, **shape)
     trainer.train()
     batch = witness.steps[-1].batch
     ratios = (batch.scores.logps - batch.rollout.sampling_logps)[batch.scores.mask.bool()].abs()
