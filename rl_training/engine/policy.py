@@ -32,6 +32,7 @@ class Policy(abc.ABC):
 
     def __init__(self, model: nn.Module, scorer: Scorer, batch_size: int) -> None:
         self.model, self.scorer, self._batch_size = model, scorer, batch_size
+        self.has_text = True  # `decode` returns a text, and not token ids for want of a tokenizer: as all processes do
         self.in_lockstep: Ranks | None = None  # where all processes run equally many passes
         self.shard: Shard | None = None  # where the weights lie, once training has begun
 

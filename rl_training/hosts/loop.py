@@ -75,7 +75,7 @@ def measured_loop(
     dr_grpo: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] | None = None,
     sample: Sample | None = None,
-    decode: Callable[[Tensor], str] = lambda ids: " ".join(map(str, ids.tolist())),
+    decode: Callable[[Tensor], str] | None = None,
     sampling_mismatch: str = "",
     target_kl_share: float | None = None,
 ) -> MeasuredLoop:
@@ -92,7 +92,7 @@ def measured_loop(
     autocast              the autocast context of the loop's forward pass, made anew by each call
     sample                sample(n) returns n fresh responses, one each to random prompts; torch is seeded before
                           the call and restored after it. None: what needs fresh responses is nan
-    decode                the text of a sequence of token ids; by default the ids themselves
+    decode                the text of a sequence of token ids; None: the ids themselves are recorded
     sampling_mismatch     why the responses are not samples of the policy (e.g. top-p): most estimates are then nan
     target_kl_share       sets the learning rate of each step such that its KL is this share of the policy's entropy,
                           2e-3 say; None: the loop's rate. The one setting that changes training

@@ -22,13 +22,20 @@ class LoopPolicy(Policy):
     """See the module's docstring.
 
     sample  sample(n) returns n fresh responses to random prompts, drawn with torch's random numbers alone; None: none
+    decode  the text of a sequence of token ids; None: the ids themselves stand for it
     """
 
     def __init__(
-        self, model: nn.Module, scorer: Scorer, batch_size: int, sample: Sample | None, decode: Callable[[Tensor], str]
+        self,
+        model: nn.Module,
+        scorer: Scorer,
+        batch_size: int,
+        sample: Sample | None,
+        decode: Callable[[Tensor], str] | None,
     ) -> None:
         super().__init__(model, scorer, batch_size)
         self._sample, self._decode = sample, decode
+        self.has_text = decode is not None
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
         assert self._sample is not None, NO_SAMPLE
@@ -44,4 +51,4 @@ class LoopPolicy(Policy):
         return dataclasses.replace(join_rollouts(parts), prompt_index=mine.to(device), on_policy=True)
 
     def decode(self, ids: Tensor) -> str:
-        return self._decode(ids)
+        return " ".join(map(str, ids.tolist())) if self._decode is None else self._decode(ids)

@@ -44,7 +44,7 @@ DECAY = 0.9  # weight of an optimizer step relative to the next, measured or not
 TAG = re.compile(r"<[^<>\s]+>")
 FIRST = "Adam's first step goes by the gradient's signs alone: no class has a share in it"
 OFF_POLICY = "off-policy: a class's share is not weighted by importance ratios; use one step per rollout"
-NO_TEXT = "how tokens are decoded is not known: their ids come back"
+NO_TEXT = "how tokens are decoded is not known: give measured_loop(..., decode=...), or verl a tokenizer"
 
 
 class TokenClassesProbe(Probe):
@@ -96,12 +96,10 @@ class TokenClassesProbe(Probe):
             "advantage": torch.where(advantages > 0, 0, torch.where(advantages < 0, 1, 2)),
         }
         ids = batch.rollout.completion_ids
-        seen, place = ids[mask].unique(return_inverse=True)
-        texts = [step.policy.decode(token) for token in seen.unsqueeze(1)]
-        # Without a tokenizer what comes back of every token is its number.
-        decoded = sum(str(token) not in text for token, text in zip(seen.tolist(), texts, strict=True))
-        if float(reduce(torch.tensor(float(decoded), dtype=torch.float64, device=ids.device))):
-            by_token = torch.tensor(list(map(text_class, texts)), dtype=torch.long, device=ids.device)
+        if step.policy.has_text:
+            seen, place = ids[mask].unique(return_inverse=True)
+            classes = [text_class(step.policy.decode(token)) for token in seen.unsqueeze(1)]
+            by_token = torch.tensor(classes, dtype=torch.long, device=ids.device)
             kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[place])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from rl_training.errors import UserError
 MAKE_ROOM = "make room"
 
 
-def write_atomically(files: Mapping[Path, bytes], fix: str = MAKE_ROOM) -> None:
-    """Writes all of these files, or none: each under another name first, then moved in order, the last one last.
+def write_atomically(files: Mapping[Path, bytes | Iterable[bytes]], fix: str = MAKE_ROOM) -> None:
+    """Writes all of these files, whole or part by part, or none: each under another name first, then moved in order.
 
     A kill in between leaves at most the earlier ones, so the last one marks completion. Raises UserError, naming the
     file and the fix, when the disk is full; existing files are then unchanged. The other name is this call's own: two
@@ -26,16 +26,18 @@ def write_atomically(files: Mapping[Path, bytes], fix: str = MAKE_ROOM) -> None:
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(scratches[path], "xb") as file:  # x: neither a file nor a link is there
-                file.write(content)
+                file.writelines([content] if isinstance(content, bytes) else content)
                 file.flush()
                 os.fsync(file.fileno())
         for path, scratch in scratches.items():
             scratch.replace(path)
-    except OSError as error:
+    except BaseException as error:
         for scratch in scratches.values():
             with suppress(OSError):
                 scratch.unlink()
-        raise cannot_write(path, error, fix) from error
+        if isinstance(error, OSError):
+            raise cannot_write(path, error, fix) from error
+        raise  # what the parts are made of cannot be read
 
 
 def cannot_write(path: Path, error: OSError, fix: str) -> UserError:

@@ -55,15 +55,22 @@ class Records:
     def start(self, after_step: int) -> None:
         """Drops the lines of steps that come after `after_step`: a resumed run takes those steps again."""
         for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE, ROLLOUTS_FILE):
-            path = self.folder / name
-            if path.exists():
-                lines = list(_parsed(path))
-                kept = [(line, row["step"]) for line, row in lines if row["step"] <= after_step]
-                if len(kept) < len(lines):
-                    logger.warning(f"{path}: {len(lines) - len(kept)} lines of steps after {after_step} are dropped")
-                steps = ("".join(line for line, _ in of_step) for _, of_step in groupby(kept, key=itemgetter(1)))
-                content = b"".join(_packed(path, text) for text in steps)  # a gzip member for each step
-                write_atomically({path: content}, MAKE_ROOM)  # a kill or a full disk loses nothing
+            path, dropped = self.folder / name, 0
+
+            def kept(path: Path) -> Iterator[tuple[str, int]]:
+                nonlocal dropped
+                for line, row in _parsed(path):
+                    dropped += row["step"] > after_step
+                    if row["step"] <= after_step:
+                        yield line, row["step"]
+
+            if path.exists():  # a part of the file is in memory at a time
+                steps = groupby(kept(path), key=itemgetter(1))
+                texts = ("".join(line for line, _ in of_step) for _, of_step in steps)
+                # A gzip member for each step. A kill or a full disk loses nothing.
+                write_atomically({path: (_packed(path, text) for text in texts)}, MAKE_ROOM)
+            if dropped:
+                logger.warning(f"{path}: {dropped} lines of steps after {after_step} are dropped")
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])

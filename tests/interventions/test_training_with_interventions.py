@@ -30,6 +30,7 @@ from trainers import (
 )  # fmt: skip
 
 from rl_training import DrGRPOTrainer
+from rl_training.engine.scorer import Scorer
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import intervention
 from rl_training.probes import InterventionsProbe, SamplerProbe
@@ -299,9 +300,19 @@ def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_w
     torch.testing.assert_close(probe.weights.logps, expected, rtol=1e-5, atol=1e-12)
 
 
-def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one(make_trainer: Callable[..., Any]) -> None:
-    probe = InterventionsProbe(["kl:5", "psr"], every=1, num_folds=8)
-    make_trainer(probes=[probe], beta=0.1, learning_rate=3e-3).train()
+def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one_whose_scorer_is_made_once(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, scored = InterventionsProbe(["kl:5", "psr"], every=1, num_folds=8), []
+
+    def counted(scorer: Scorer, model: Any, *args: Any, made: Any = Scorer.__init__, **options: Any) -> None:
+        scored.append(model)
+        made(scorer, model, *args, **options)
+
+    monkeypatch.setattr(Scorer, "__init__", counted)
+    trainer = make_trainer(probes=[probe], beta=0.1, learning_rate=3e-3)
+    trainer.train()
+    assert sum(model is trainer.ref_model for model in scored) == 1
     answers = probe.results()
     assert abs(answers["intervention/kl:5/delta_h"].value) > 1e-5  # the second step: some way from the first model
     assert "grows with the distance" in answers["intervention/kl:5/delta_h"].reason

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import plain_loop
 import pytest
 import torch
 from ranks_in_threads import on_two_ranks
@@ -16,7 +17,7 @@ from simple_twin import Recorder, Twin
 from torch import Tensor
 from trainers import graded, trainer_maker
 
-from rl_training import Estimate
+from rl_training import Estimate, measured_loop
 from rl_training.engine.changed_steps import Direction, GradientParts
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.updates import OptimizerPieces, StepsWithoutFolds, fold_means
@@ -271,11 +272,28 @@ def test_too_few_folds_for_an_error_give_no_parts_and_the_reason(make_trainer: C
     assert "needs 4 folds" in probe.all[-1]["tokens/entropy/middle/delta_h"].reason
 
 
-def test_without_a_tokenizer_only_kinds_of_text_are_missing(make_trainer, monkeypatch) -> None:
-    probe = Answers()
-    trainer = make_trainer(probes=[probe], max_completion_length=8, reward=graded)
-    monkeypatch.setattr("rl_training.hosts.trl.policy.TrainerPolicy.decode", lambda self, ids: str(ids))
-    trainer.train()
-    missing = {name.split("/")[1] for name, estimate in probe.all[-1].items() if math.isnan(estimate.value)}
+def in_a_loop(decode: Callable[[Tensor], str] | None) -> dict[str, Estimate]:
+    """Returns what two steps of a plain loop come to."""
+    torch.manual_seed(0)
+    model, probe = load_tiny()[0], Answers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    loop = measured_loop(
+        model, optimizer, [probe], responses_per_prompt=plain_loop.G, microbatch_size=plain_loop.MICROBATCH,
+        microbatches=4, max_grad_norm=plain_loop.CLIP, dr_grpo=True, decode=decode,
+    )  # fmt: skip
+    plain_loop.train(model, optimizer, loop, steps=2, count=4)
+    return probe.all[-1]
+
+
+def test_without_a_tokenizer_only_kinds_of_text_are_missing_and_the_reason_says_what_to_give() -> None:
+    found = in_a_loop(None)
+    missing = {name.split("/")[1] for name, estimate in found.items() if math.isnan(estimate.value)}
     assert missing == {"text"}
-    assert "how tokens are decoded is not known" in probe.all[-1]["tokens/text/word/delta_h"].reason
+    assert "decode=" in found["tokens/text/word/delta_h"].reason
+
+
+def test_texts_that_are_the_numbers_of_their_tokens_are_texts() -> None:
+    """As of a vocabulary of digits."""
+    found = in_a_loop(lambda ids: str(int(ids[0])))
+    assert found["tokens/text/number/share_of_tokens"].value == 1.0
+    assert math.isfinite(found["tokens/text/number/delta_h"].value)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from rl_training import Estimate
 from rl_training.records import checkpoint_states
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, iterate_rollouts, read_estimates, read_metrics
 
 
 def write_steps(records: Records, steps: range) -> None:
@@ -29,6 +30,22 @@ def test_a_resumed_run_drops_the_steps_it_takes_again_and_says_so(tmp_path, capl
     write_steps(again, range(4, 7))
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in read_estimates(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resuming_has_a_few_lines_of_the_records_in_memory_at_a_time(tmp_path: Path) -> None:
+    """They are read in parts of a mebibyte."""
+    records, text = Records(tmp_path, rollouts_every=1), "a response " * 1000
+    for step in range(1, 2001):
+        records.write_metrics(step, {"text": text})
+        records.write_rollouts(step, [{"response": text}])
+    tracemalloc.start()
+    records.start(after_step=1999)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "metrics.jsonl").stat().st_size > 2e7
+    assert peak < 7e6
+    assert [line["step"] for line in read_metrics(tmp_path)] == [*range(1, 2000)]
+    assert sum(1 for _ in iterate_rollouts(tmp_path)) == 1999
 
 
 def test_a_line_that_a_kill_cut_short_is_no_line(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class TrainerPolicy(Policy):
 
     def __init__(self, trainer: GRPOTrainer, call_head: bool = False) -> None:
         self._trainer, self._call_head = trainer, call_head
+        self._reference: tuple[nn.Module, Scorer] | None = None  # a model, and its scorer
         super().__init__(trainer.model, self._scorer_of(trainer.model), trainer.args.per_device_train_batch_size)
 
     def _scorer_of(self, model: nn.Module) -> Scorer:
@@ -83,7 +84,11 @@ class TrainerPolicy(Policy):
         """The scorer of TRL's reference model, which it keeps if beta > 0; None where it is sharded."""
         trainer = self._trainer
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        return None if trainer.ref_model is None or sharded else self._scorer_of(trainer.ref_model)
+        if trainer.ref_model is None or sharded:
+            return None
+        if self._reference is None or self._reference[0] is not trainer.ref_model:
+            self._reference = trainer.ref_model, self._scorer_of(trainer.ref_model)
+        return self._reference[1]
 
     @property
     def has_reference(self) -> bool:

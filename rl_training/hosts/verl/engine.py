@@ -145,7 +145,7 @@ def _describe_loop(
     size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
     loss = dr_grpo(loss_function, data) if settings["plain_advantages"] else None
     tokenizer = engine.model_config.tokenizer
-    decode = str if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    decode = None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     return Loop(
         shape=Shape(group, size, max(1, len(data) // size), ranks.count),
         shard=shard,
