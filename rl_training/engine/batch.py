@@ -45,7 +45,9 @@ class Rollout:
     prompt_mask: Tensor  # (B, P), 1 on tokens
     completion_ids: Tensor  # (B, T)
     completion_mask: Tensor  # (B, T), 1 on sampled tokens
-    advantages: Tensor  # (B,), as the loss weighs them: 0 for a truncated response that it leaves out
+    advantages: (
+        Tensor  # (B,), as the loss weighs them: 0 for a truncated response that it leaves out; of tokens the mean
+    )
     rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
     prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
     sampling_logps: Tensor | None = None  # (B, T), the sampler's own; None: it is this very policy, or they are unknown
@@ -56,6 +58,12 @@ class Rollout:
     old_logps: Tensor | None = None  # (B, T), that the loss's ratios are relative to; None: those of the sampler
     sampling_mismatch: str | None = None  # why they are no samples of the policy that is scored; None: as the loop says
     origin: Origin = Origin()
+    token_advantages: Tensor | None = None  # (B, T), where they differ within a response
+
+    @property
+    def advantages_of_tokens(self) -> Tensor:
+        """(B, T), or (B, 1) where all tokens of a response have the same."""
+        return self.advantages.unsqueeze(1) if self.token_advantages is None else self.token_advantages
 
     @property
     def token_mask(self) -> Tensor:
@@ -111,12 +119,42 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
             for name in ("completion_ids", "completion_mask", "sampling_logps", "old_logps")
         },
         **{name: joined(name) for name in ("advantages", "rewards", "prompt_index", "truncated")},
+        token_advantages=_join_token_advantages(parts),
         on_policy=all(part.on_policy for part in parts),
         origin=join_origins([part.origin for part in parts]),
         environment_mask=written,
         images=_join_images(parts),
         sampling_mismatch=max(mismatches, key=len, default=None),  # a reason, where there is one
     )
+
+
+def _join_token_advantages(parts: Sequence[Rollout]) -> Tensor | None:
+    """Returns (B, T), None where every response has one advantage."""
+    if all(part.token_advantages is None for part in parts):
+        return None
+    return in_one_width([part.advantages_of_tokens.expand_as(part.completion_ids) for part in parts])
+
+
+def with_one_advantage_each(rollout: Rollout) -> Rollout:
+    """Returns the rollout, whose advantages may be (B, T), with one to each response: the mean over its tokens.
+
+    Those of tokens are beside it where they differ within a response.
+
+    >>> ids = torch.ones(2, 2, dtype=torch.long)
+    >>> each = torch.tensor([[0.5, 0.5], [1.0, 3.0]])
+    >>> found = with_one_advantage_each(Rollout(ids, ids, ids, ids, each, None, torch.tensor([0, 0])))
+    >>> found.advantages.tolist(), found.token_advantages.tolist()
+    ([0.5, 2.0], [[0.5, 0.5], [1.0, 3.0]])
+    """
+    if rollout.advantages.ndim == 1:
+        return rollout
+    mask = rollout.completion_mask.bool()
+    of_tokens = rollout.advantages.expand_as(mask).masked_fill(~mask, 0.0)
+    first = of_tokens.gather(1, mask.long().argmax(dim=1, keepdim=True))
+    if not ((of_tokens != first) & mask).any():
+        return dataclasses.replace(rollout, advantages=first.squeeze(1))
+    means = of_tokens.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    return dataclasses.replace(rollout, advantages=means, token_advantages=of_tokens)
 
 
 def in_one_width(tensors: Sequence[Tensor], on_the_left: bool = False, value: float = 0, at_least: int = 0) -> Tensor:
@@ -137,7 +175,7 @@ def first_tokens(rollout: Rollout, count: int) -> Rollout:
     """Returns the sequences with so many tokens of each completion at most; with images as they are."""
     if rollout.images is not None:
         return rollout
-    names = ("completion_ids", "completion_mask", "sampling_logps", "old_logps", "environment_mask")
+    names = ("completion_ids", "completion_mask", "sampling_logps", "old_logps", "environment_mask", "token_advantages")
     fields: dict[str, Any] = {name: getattr(rollout, name) for name in names}
     cut = {name: value[:, :count] for name, value in fields.items() if value is not None}
     return dataclasses.replace(rollout, **cut)

@@ -29,6 +29,7 @@ NO_SAMPLING_LOGPS = (
     "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
 )
 NO_REWARDS = "the rewards of these responses are not known"
+NO_OTHERS = "no two responses to one prompt of this step have rewards"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.engine.capabilities import NO_REWARDS, NO_SAMPLING_LOGPS
+from rl_training.engine.capabilities import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS
 from rl_training.engine.changed_steps import ChangedSteps, Direction, multiples
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.loss_weights import LossWeights
@@ -29,7 +29,6 @@ from rl_training.engine.updates import StepsWithoutFolds
 from rl_training.mathematics.folds import over_the_others
 
 ROUNDING = 1e-6  # of a sum of squares of weights: what the loss's may be off a multiple of the reward's
-NO_OTHERS = "no two responses to one prompt of this step have rewards"
 NO_MULTIPLE = (
     "the loss weighs log-probabilities otherwise than by reward less the mean of the prompt's, so that the step's "
     "gradient is no multiple of the reward's"

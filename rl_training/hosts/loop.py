@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_training.engine.batch import Rollout
+from rl_training.engine.batch import Rollout, with_one_advantage_each
 from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
@@ -213,6 +213,7 @@ class MeasuredLoop:
         other_terms  the loss has terms computed from neither (a KL penalty on logits, a load balancing loss)
         """
         self._expect(BATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()")
+        rollout = with_one_advantage_each(rollout)
         step = self._step()
         loop_refusals.refuse_missing_backward(step)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)

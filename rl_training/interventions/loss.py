@@ -29,7 +29,7 @@ class LossInputs:
 
     weights: LossWeights  # (b, T), of the loss as it is
     scores: Scores  # (b, T), without graph; the mask is 1 on the tokens of the loss
-    advantages: Tensor  # (b,), as the loss weighs them: 0 for a response that it hides
+    advantages: Tensor  # (b,), as the loss weighs them: 0 for a response that it hides; of unlike tokens the mean
     prompt_index: Tensor  # (b,), equal for responses of the same prompt
     microbatches: float = 1  # sequences of this step on this rank, over b: the loss is a mean over all of them
     silent_share: float = 0.0  # of the step's prompts, on all ranks: those whose advantages are all 0
@@ -41,6 +41,12 @@ class LossInputs:
     reference_logps: Tensor | None = None  # (b, T), of the reference model of a KL term
     hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss does not see
     whole_prompts: bool = True  # it has all responses to each of its prompts
+    token_advantages: Tensor | None = None  # (b, T), where they differ within a response
+
+    @property
+    def advantages_of_tokens(self) -> Tensor:
+        """A of each token, (b, T), or (b, 1) where all of a response have the same."""
+        return self.advantages.unsqueeze(1) if self.token_advantages is None else self.token_advantages
 
     @property
     def ratios(self) -> Tensor:
@@ -79,7 +85,7 @@ def loss_inputs(
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
     rollout, scores = dataclasses.replace(batch.rollout, images=None), vars(batch.scores).values()
-    silent, parts = silent_share(rollout.advantages, rollout.prompt_index, reduce), []
+    silent, parts = silent_share(rollout.advantages_of_tokens, rollout.prompt_index, reduce), []
     for microbatch in batch.microbatch_rows:
         rows = torch.arange(microbatch.start, microbatch.stop, device=rollout.advantages.device)
         parts.append(
@@ -133,6 +139,7 @@ def microbatch_inputs(
         weights=weights,
         scores=Scores(scores.logps, scores.entropies, mask),
         advantages=rollout.advantages,
+        token_advantages=rollout.token_advantages,
         prompt_index=rollout.prompt_index,
         microbatches=microbatches,
         silent_share=silent_share,
@@ -150,11 +157,13 @@ def microbatch_inputs(
 def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
     """Returns the share of the prompts, over all ranks, whose responses all have the advantage 0. A collective.
 
+    advantages  (b, …), of responses or of their tokens
+
     >>> silent_share(torch.tensor([0.0, 0.5, 0.0, 0.0]), torch.tensor([1, 2, 3, 4]), lambda x: x)
     0.75
     """
     prompts, group = prompt_index.unique(return_inverse=True)
     sizes = advantages.new_zeros(len(prompts), dtype=torch.float64)
-    sizes.index_add_(0, group, advantages.abs().double())
+    sizes.index_add_(0, group, advantages.abs().double().view(len(advantages), -1).sum(dim=1))
     silent, count = reduce(torch.stack([(sizes == 0).sum().double(), sizes.new_tensor(float(len(sizes)))])).tolist()
     return silent / count

@@ -37,7 +37,7 @@ def psr(loss: LossInputs, strength: float) -> LossWeights:
 
     Source: Zhu et al. 2025, arXiv 2506.01347.
     """
-    return scaled(loss, (loss.advantages > 0).to(loss.weights.logps).unsqueeze(1))
+    return scaled(loss, (loss.advantages_of_tokens > 0).to(loss.weights.logps))
 
 
 def nsr(loss: LossInputs, strength: float) -> LossWeights:
@@ -45,7 +45,7 @@ def nsr(loss: LossInputs, strength: float) -> LossWeights:
 
     Source: Zhu et al. 2025, arXiv 2506.01347.
     """
-    return scaled(loss, (loss.advantages < 0).to(loss.weights.logps).unsqueeze(1))
+    return scaled(loss, (loss.advantages_of_tokens < 0).to(loss.weights.logps))
 
 
 def w_reinforce(loss: LossInputs, strength: float) -> LossWeights:
@@ -53,8 +53,8 @@ def w_reinforce(loss: LossInputs, strength: float) -> LossWeights:
 
     Source: Zhu et al. 2025, arXiv 2506.01347.
     """
-    ones = torch.ones_like(loss.weights.logps[:, :1])
-    return scaled(loss, ones.masked_fill((loss.advantages > 0).unsqueeze(1), strength))
+    is_positive = loss.advantages_of_tokens > 0
+    return scaled(loss, torch.ones_like(is_positive, dtype=loss.weights.logps.dtype).masked_fill(is_positive, strength))
 
 
 def std_norm(loss: LossInputs, strength: float) -> LossWeights:
@@ -147,7 +147,7 @@ def steer(loss: LossInputs, strength: float) -> LossWeights:
     Source: Hao et al. 2025, arXiv 2510.10150 and its code.
     """
     logps, mask = loss.scores.logps, loss.scores.mask.bool()
-    change = loss.ratios * loss.advantages.unsqueeze(1) * (1.0 - logps.exp()) * (logps + loss.scores.entropies)
+    change = loss.ratios * loss.advantages_of_tokens * (1.0 - logps.exp()) * (logps + loss.scores.entropies)
     size = change.abs().masked_fill(~mask, 0.0)
     return scaled(loss, (math.log(strength) / size.max().clamp(min=SMALLEST_SCALE) * size).exp())
 
@@ -235,7 +235,7 @@ def corrected(loss: LossInputs, correction: Correction | None) -> LossWeights:
 
 def clipped(loss: LossInputs, ratios: Tensor, low: float, high: float, factors: Tensor | None = None) -> LossWeights:
     """Returns Dr-GRPO's weights, −u ρ A where the clip lets ρ through, times factors."""
-    advantages = loss.advantages.unsqueeze(1)
+    advantages = loss.advantages_of_tokens
     passes = torch.where(advantages > 0, ratios <= 1.0 + high, ratios >= 1.0 - low)
     weights = -loss.unit * ratios * advantages * passes * loss.scores.mask * (1.0 if factors is None else factors)
     return LossWeights(weights.to(loss.weights.logps), loss.weights.entropies)
@@ -257,7 +257,7 @@ def highest_entropies(loss: LossInputs, share: float) -> Tensor:
 def _most_covariant(loss: LossInputs, share: float) -> Tensor:
     """Returns the tokens with the largest (A − mean A)(log π − mean log π) over the microbatch's, (b, T) bool."""
     mask = loss.scores.mask.bool()
-    advantages = loss.advantages.unsqueeze(1).expand(mask.shape)[mask].double()
+    advantages = loss.advantages_of_tokens.expand(mask.shape)[mask].double()
     logps = loss.scores.logps[mask].double()
     covariances = (advantages - advantages.mean()) * (logps - logps.mean())
     chosen = torch.zeros_like(mask)

@@ -31,10 +31,14 @@ def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
     """Returns (B, 2, 4) in float64, what each sequence adds: count, Σx, Σy, Σxy with x = log π, y = A.
 
     First over its tokens, then over the sequence as one value. `minus_covariance` takes sums of these over sequences.
+
+    advantages  (B,), or (B, T) of tokens: a sequence's is their mean
     """
-    exact, advantage = scores.exact(), advantages.double()
+    exact, of_tokens = scores.exact(), advantages.double().view(len(advantages), -1)
     logp, length = exact.logps.sum(dim=1), exact.mask.sum(dim=1)
-    token_sums = torch.stack([length, logp, length * advantage, logp * advantage], dim=1)
+    over_tokens = (of_tokens * exact.mask).sum(dim=1)
+    advantage = of_tokens[:, 0] if of_tokens.shape[1] == 1 else over_tokens / length.clamp(min=1.0)
+    token_sums = torch.stack([length, logp, over_tokens, (of_tokens * exact.logps).sum(dim=1)], dim=1)
     sequence_sums = torch.stack([torch.ones_like(length), logp, advantage, logp * advantage], dim=1)
     return torch.stack([token_sums, sequence_sums], dim=1)
 

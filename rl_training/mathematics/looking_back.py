@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.entropy import sums_after, sums_before, surrogate_weights
+from rl_training.mathematics.folds import over_the_others
 from rl_training.mathematics.scores import Scores
 
 
@@ -38,7 +39,7 @@ def differences_before(
     scores        of all responses, under the policy after the step
     before        of `rows` under the policy before, in the same columns
     prompt_index  (B,), equal for the responses of one prompt; each has at least two
-    rewards       (B,); nan where they are not known
+    rewards       (B,); nan where there is none: the term is 0 then, and where no other of the prompt has one
     log_ratios    (B, T), log π − log μ of each token; 0 where the policy sampled itself
 
     Example: of two responses to one prompt, each of one token with h = 1 and with rewards 1 and 0, the first has
@@ -57,9 +58,8 @@ def differences_before(
         ((moves_before - moves) * (sums_after(costs) - weights)[rows]).sum(dim=1)
         for costs, weights in zip((entropies, mask), centred, strict=True)
     )
-    _, group, sizes = prompt_index.unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros_like(sizes, dtype=torch.float64).index_add_(0, group, rewards.double())
-    above_others = rewards - (sums[group] - rewards) / (sizes[group] - 1)
+    above, sizes = over_the_others(rewards.double(), prompt_index)
+    above_others = (above * sizes / (sizes - 1.0)).where(~rewards.isnan() & (sizes > 1), 0.0)
     columns = [
         (prefix_before * exact_before.entropies - prefix * own).sum(dim=1) - of_entropy,
         ((prefix_before - prefix) * real).sum(dim=1) - of_length,

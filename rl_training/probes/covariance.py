@@ -21,7 +21,7 @@ class CovariancePredictorProbe(Probe):
     name = "covariance"
 
     def prepare(self, step: Step) -> None:
-        terms = covariance_terms(step.batch.scores, step.batch.rollout.advantages).flatten(1)
+        terms = covariance_terms(step.batch.scores, step.batch.rollout.advantages_of_tokens).flatten(1)
         self._answers = estimates_over_units(
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),

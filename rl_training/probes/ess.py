@@ -5,6 +5,7 @@ those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
 
     advantage        |A_i|          A_i the advantage of sequence i
     token_weight     |A_i|·T_i      T_i its sampled tokens: a long sequence has that many terms
+                                    (where tokens have advantages of their own, |A_i| is the mean over their sizes)
     importance       π(i) / μ(i), μ the sampler; 1 for every sequence of an on-policy step
 
 A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here. The responses of
@@ -42,13 +43,16 @@ class EffectiveSampleSizeProbe(Probe):
     def prepare(self, step: Step) -> None:
         batch, split = step.batch, step.capabilities.split_prompts
         order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
-        advantages = batch.rollout.advantages[order]
+        lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), log_ratios(batch)
+        advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages
+        if of_tokens is not None:
+            advantages = of_tokens[order].abs().sum(dim=1) / lengths.clamp(min=1)
         num_prompts, num_zero_prompts = 0, advantages.new_zeros(())
         if not split:  # else zero is exactly 0: rounding cannot be told from a small advantage
-            by_prompt = without_rounding(advantages.view(-1, batch.responses_per_prompt))
+            by_prompt = advantages.view(-1, batch.responses_per_prompt)
+            by_prompt = without_rounding(by_prompt) if of_tokens is None else by_prompt
             num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
             advantages = by_prompt.flatten()
-        lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), log_ratios(batch)
         ratio_sums = advantages.new_full((2,), torch.nan) if logs is None else kish_sums(logs.sum(dim=1).exp())
         sizes = [ratio_sums, kish_sums(advantages), kish_sums(advantages.double() * lengths)]
         counts = advantages.new_tensor([len(advantages), num_prompts], dtype=torch.float64)

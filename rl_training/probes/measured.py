@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import take_rows
-from rl_training.engine.capabilities import NO_REWARDS
+from rl_training.engine.capabilities import NO_OTHERS, NO_REWARDS
 from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.memory import KeptVector
 from rl_training.engine.options import check_share, check_whole, half_by_measured_step
@@ -36,7 +36,7 @@ from rl_training.engine.score_check import ScoreCheck
 from rl_training.engine.step import Step
 from rl_training.mathematics.entropy import sums_before
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import response_number
+from rl_training.mathematics.folds import over_the_others, response_number
 from rl_training.mathematics.jackknife import estimates_over_units
 from rl_training.mathematics.looking_back import differences_before
 from rl_training.mathematics.per_decision import slopes
@@ -55,6 +55,7 @@ OLD_ROLLOUT = "this rollout was sampled before an earlier step: its steps are me
 ROUNDED = "a central difference over ± {span} steps, of first order: {why}"
 FAR = "the effective sample size is {ess:.2f} of the responses, below {least}: measure smaller steps, or every=1"
 NO_BAR = "no error bar: it is a number of steps"
+REWARDED = -1  # the column of sums that counts responses with a reward
 
 
 class MeasuredStepProbe(Probe):
@@ -134,11 +135,12 @@ class MeasuredStepProbe(Probe):
         now, then = score(step, rows, step.gradients.layout.by_name(before))
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
         terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
-        by_prompt = step.batch.sum_by_prompt(sums_of_responses(step, rows, terms, logs))
+        has_others = over_the_others(rewards, rollout.prompt_index)[1] > 1
+        by_prompt = step.batch.sum_by_prompt(sums_of_responses(step, rows, terms, logs, ~rewards.isnan() & has_others))
         found = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, step.ranks.reduce)
         found[STEPS] = Estimate(step.number - (kept.step or 0), reason=NO_BAR)
-        if rollout.rewards is None:
-            found[CHANGES[3]] = Estimate.missing(NO_REWARDS)
+        if not float(step.ranks.reduce(by_prompt[:, REWARDED].sum())):
+            found[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
         if found[ESS].value < MIN_ESS:
             far = Estimate.missing(FAR.format(ess=found[ESS].value, least=MIN_ESS))
             found |= dict.fromkeys(CHANGES, far)
@@ -180,16 +182,18 @@ def rounded_scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]
     return now, Scores(now.logps[rows].double() - logps, now.entropies[rows].double() - entropies, ahead.mask)
 
 
-def sums_of_responses(step: Step, rows: Tensor, terms: Tensor, logs: Tensor) -> Tensor:
-    """Returns what each response adds to the sums of `statistic`, (B, 11).
+def sums_of_responses(step: Step, rows: Tensor, terms: Tensor, logs: Tensor, is_rewarded: Tensor) -> Tensor:
+    """Returns what each response adds to the sums of `statistic`, (B, 12).
 
     rows, terms  of the responses that were scored again
+    is_rewarded  (B,), whether a response and another one to its prompt have a reward
     """
     exact = step.batch.scores.exact()
     weights = exact.mask * sums_before(logs).exp()  # of tokens: 1 where the policy sampled itself
     entropies = (weights * exact.entropies).sum(dim=1)
     lengths, again = weights.sum(dim=1), terms[:, 4].exp()
-    columns = [torch.ones_like(again), *terms[:, :4].unbind(dim=1), lengths[rows], again, again.square()]
+    of_terms = terms[:, :4].unbind(dim=1)
+    columns = [torch.ones_like(again), *of_terms, lengths[rows], again, again.square(), is_rewarded[rows].to(again)]
     scored = terms.new_zeros(len(lengths), len(columns))
     scored[rows] = torch.stack(columns, dim=1)
     return torch.cat([torch.stack([torch.ones_like(lengths), entropies, lengths], dim=1), scored], dim=1)
@@ -199,9 +203,10 @@ def statistic(sums: Tensor) -> Tensor:
     """Returns (…, 6): CHANGES, the KL divergence per token and the share of the responses that weights leave."""
     all_of_them, scored = sums[..., :3], sums[..., 3:] / sums[..., 3:4]
     entropy, length = (all_of_them[..., 1:] / all_of_them[..., :1]).unbind(-1)
-    _, more_entropy, longer, more_reward, kl, tokens, weight, square = scored.unbind(-1)
+    _, more_entropy, longer, more_reward, kl, tokens, weight, square, rewarded = scored.unbind(-1)
     per_token = entropy / length - (entropy + more_entropy) / (length + longer)
-    return torch.stack([per_token, -more_entropy, -longer, -more_reward, kl / tokens, weight.square() / square], dim=-1)
+    reward, effective = -more_reward / rewarded, weight.square() / square
+    return torch.stack([per_token, -more_entropy, -longer, reward, kl / tokens, effective], dim=-1)
 
 
 def _average_errors(found: dict[str, Estimate], errors: RunningVariance, step: int, remark: str) -> None:

@@ -71,9 +71,11 @@ class SamplerProbe(Probe):
             if correction is not None:  # of the policy of before the rollout's first step, as the loss has it
                 weighed = logs if old is None else logs + (old - batch.scores.logps).masked_fill(mask == 0, 0.0)
                 changed = (correction.factors(weighed) != correction.ratios(weighed)).to(logs) * mask
-            ratios, known = logs.sum(dim=1).exp(), torch.zeros_like(logs[:, 0]) if rewards is None else rewards.to(logs)
-            by_sequence = [*_token_sums(logs, mask), changed.sum(dim=1), torch.ones_like(ratios), known,
-                           ratios, ratios.square(), ratios * known]  # fmt: skip
+            ratios = logs.sum(dim=1).exp()
+            known = torch.full_like(ratios, torch.nan) if rewards is None else rewards.to(logs)
+            has_reward, known = (~known.isnan()).to(logs), known.nan_to_num(nan=0.0)
+            by_sequence = [*_token_sums(logs, mask), changed.sum(dim=1), torch.ones_like(ratios), ratios,
+                           ratios.square(), has_reward, known, ratios * has_reward, ratios * known]  # fmt: skip
             self._answers = estimates_over_units(
                 names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), step.ranks.reduce,
                 step.capabilities.split_prompts,
@@ -120,7 +122,8 @@ def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:
 
 def _statistic(sums: Tensor) -> Tensor:
     """Returns METRICS of sums over sequences."""
-    tokens, divergence, outside, changed, number, reward, ratio, square, weighed = sums.unbind(-1)
-    gap = weighed / ratio - reward / number
+    tokens, divergence, outside, changed, number, ratio, square, *of_rewards = sums.unbind(-1)
+    rewarded, reward, ratio_of_rewarded, weighed = of_rewards
+    gap = weighed / ratio_of_rewarded - reward / rewarded
     effective = ratio.square() / (number * square)
     return torch.stack([divergence / tokens, outside / tokens, effective, ratio / number, gap, changed / tokens], -1)

@@ -89,7 +89,7 @@ class TokenClassesProbe(Probe):
         """Returns the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""
         batch, reduce = step.batch, step.ranks.reduce
         mask = batch.scores.mask != 0
-        advantages = batch.rollout.advantages.unsqueeze(1).expand_as(mask)
+        advantages = batch.rollout.advantages_of_tokens.expand_as(mask)
         kinds = {
             "entropy": entropy_classes(batch.scores.entropies, mask, reduce),
             "position": 4 * (mask.cumsum(dim=1) - 1) // mask.sum(dim=1, keepdim=True).clamp(min=1),

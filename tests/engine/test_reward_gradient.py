@@ -15,11 +15,11 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from rl_training import attach
-from rl_training.engine.capabilities import OTHER_TERMS
-from rl_training.engine.length_and_reward import NO_MULTIPLE, NO_OTHERS, reward_gradient
+from rl_training.engine.capabilities import NO_OTHERS, OTHER_TERMS
+from rl_training.engine.length_and_reward import NO_MULTIPLE, reward_gradient
 from rl_training.engine.loss_weights import gradient_of
 from rl_training.engine.probe import Need
-from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
+from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
 
 STEP = FEW | {"max_steps": 2}  # two microbatches, each of one prompt with 4 responses
 G = 4
@@ -108,6 +108,19 @@ def test_of_rewards_without_others_to_compare_them_with_there_is_no_gradient(mak
     with attach(trainer, [probe], whole_prompts=True):
         trainer.train()
     assert probe.results()["delta_reward/forward"].reason == NO_OTHERS
+
+
+def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(make_trainer: Any) -> None:
+    """Their number, nan, was in every mean: the change was nan, "not a finite number"."""
+    probe, seen = MeasuredStepProbe(responses_per_prompt=G), Seen()
+    trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": some_rewards, "per_device_train_batch_size": 16})
+    with attach(trainer, [probe, seen], whole_prompts=True):
+        trainer.train()
+    rollout = seen.steps[-1].batch.rollout
+    assert 0.1 < float(rollout.rewards.isnan().float().mean()) < 0.7
+    found = probe.results()["measured/delta_reward"]
+    assert found.value != 0.0
+    assert math.isfinite(found.stderr)
 
 
 def test_a_supervised_term_leaves_a_change_of_the_reward_by_rewards_alone(make_trainer: Any) -> None:

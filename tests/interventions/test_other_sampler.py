@@ -13,8 +13,10 @@ import torch
 from other_samplers import OtherSampler
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
+from rl_training.engine.capabilities import Capabilities
 from rl_training.engine.length_and_reward import reward_gradient
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.ranks import all_ranks
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
@@ -35,9 +37,11 @@ def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_s
         prompt_index=torch.arange(len(pairs)).repeat_interleave(2),
     )
     scores = Scores(logps.detach(), entropies.detach(), mask)
-    step: Any = SimpleNamespace(batch=SimpleNamespace(rollout=rollout, scores=scores, responses_per_prompt=2))
-    weights = reward_gradient(step)
-    assert isinstance(weights, LossWeights)
+    nothing = LossWeights(torch.zeros_like(scores.logps), None)
+    batch = SimpleNamespace(rollout=rollout, scores=scores, loss_weights=nothing)
+    step: Any = SimpleNamespace(batch=batch, ranks=all_ranks(), capabilities=Capabilities())
+    weights = reward_gradient(step).weights
+    assert weights is not None
     chance = [
         math.prod(OUTCOMES[o].chance * math.exp(policy_logp(OUTCOMES[o], SAMPLER)) for o in pair) for pair in pairs
     ]

@@ -70,3 +70,15 @@ def test_the_documented_example() -> None:
     arguments = torch.tensor([0]), torch.zeros(2).long(), torch.tensor([1.0, 0.0]), torch.zeros(2, 3)
     (found,) = differences_before(scores, before, *arguments).tolist()
     assert found == pytest.approx([2.0, 0.0, 1.0, 1.0 - math.log(2), math.log(2)])
+
+
+def test_a_response_without_a_reward_is_in_no_mean_of_rewards_and_one_alone_with_it_says_nothing() -> None:
+    """Of three to a prompt one has none: the other two are each other's. Of the next prompt's two only one has one."""
+    responses, prompts = draws(5, seed=2), [0, 0, 0, 1, 1]
+    rewards = torch.tensor([1.0, math.nan, 3.0, 2.0, math.nan], dtype=torch.float64)
+    scores, before, every = as_scores(OLD, responses), as_scores(BEFORE, responses), torch.arange(5)
+    found = differences_before(scores, before, every, torch.tensor(prompts), rewards, torch.zeros_like(scores.logps))
+    more_likely = [
+        math.exp(reference.sequence_logp(BEFORE, r) - reference.sequence_logp(OLD, r)) - 1 for r in responses
+    ]
+    assert found[:, 2].tolist() == pytest.approx([-2.0 * more_likely[0], 0.0, 2.0 * more_likely[2], 0.0, 0.0])

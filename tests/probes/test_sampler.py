@@ -58,6 +58,15 @@ def random_batch(correction: Correction | None = None) -> Batch:
     return batch_of(logps, (logps + 0.2 * noise).masked_fill(~mask, math.nan), mask, rewards, correction)
 
 
+def test_the_gap_of_rewards_is_that_of_the_responses_that_have_one() -> None:
+    """Two of three have rewards 1 and 0, ratios 2 and 1: (2 · 1) / 3 − 1 / 2."""
+    logps = torch.tensor([[math.log(2)], [0.0], [math.log(5)]], dtype=torch.float64)
+    batch = batch_of(logps, torch.zeros_like(logps), torch.ones(3, 1), torch.tensor([1.0, 0.0, math.nan]))
+    found = answers(batch)
+    assert found["sampler/reward_gap"].value == pytest.approx(2 / 3 - 1 / 2)
+    assert found["sampler/mean_ratio"].value == pytest.approx(8 / 3)
+
+
 def by_loops(batch: Batch, upper: float) -> dict[str, Any]:
     """Each metric as a function of rows [tokens, kl, outside, changed, sequences, r, ρ, ρ², ρr] of prompts."""
     rows = []

@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from rl_training.engine.batch import Correction, LossSettings, Rollout
+from rl_training.engine.batch import Correction, LossSettings, Rollout, with_one_advantage_each
 from rl_training.engine.capabilities import Fixes
 from rl_training.errors import UserError
 from rl_training.hosts.trl.generated import rows_as_bytes
@@ -155,10 +155,10 @@ def read_rollout(
     if pad_token_id is not None:
         hidden = are_hidden(inputs)
         tokens = tokens_of(inputs, pad_token_id)
-        advantages = advantages.masked_fill(hidden, 0.0)
+        advantages = advantages.masked_fill(hidden.view(-1, *[1] * (advantages.ndim - 1)), 0.0)
         old_logps = inputs.get(ALL_OLD_LOGPS)  # TRL's are none of hidden responses
     policy = tokens if written_by_policy is None else tokens * written_by_policy
-    return Rollout(
+    rollout = Rollout(
         prompt_ids=inputs["prompt_ids"],
         prompt_mask=inputs["prompt_mask"],
         completion_ids=inputs["completion_ids"],
@@ -174,6 +174,7 @@ def read_rollout(
         truncated=_are_truncated(inputs["completion_ids"], tokens, ends) if ends else None,
         sampling_mismatch=sampling_mismatch,
     )
+    return with_one_advantage_each(rollout)
 
 
 def tokens_of(inputs: Mapping[str, Any], pad_token_id: int) -> Tensor:

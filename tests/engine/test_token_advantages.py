@@ -1,0 +1,161 @@
+"""Advantages of tokens, (B, T), as a subclass may hand them to TRL's loss: measured as they are, or said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from own_losses import PLAIN
+from seen import Seen
+from torch import Tensor
+from trainers import differing, ending, graded
+from trl import GRPOTrainer
+
+from rl_training import Rollout, attach
+from rl_training.engine.batch import join_rollouts, with_one_advantage_each
+from rl_training.engine.length_and_reward import NO_MULTIPLE
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.interventions.loss import LossInputs, silent_share
+from rl_training.interventions.named import INTERVENTIONS
+from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.mathematics.scores import Scores
+from rl_training.probes import (
+    CovariancePredictorProbe,
+    EffectiveSampleSizeProbe,
+    InterventionsProbe,
+    MeasuredStepProbe,
+    SimpleEntropyProbe,
+    TokenClassesProbe,
+)
+
+STEP: dict[str, Any] = PLAIN | {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 8, "reward": graded,
+    "max_steps": 2,
+}  # fmt: skip
+
+
+class OfTokens(GRPOTrainer):
+    """Discounts what later tokens get, and lets a response's second half change its sign."""
+
+    decay = 0.9
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        out = super()._generate_and_score_completions(inputs)
+        out["advantages"] = out["advantages"].unsqueeze(1) * self.factors(out["completion_ids"].shape[1])
+        return out
+
+    def factors(self, width: int) -> Tensor:
+        places = torch.arange(width)
+        return self.decay**places * torch.where(places < 4, 1.0, -1.0)
+
+
+def probes() -> list[Any]:
+    return [
+        SimpleEntropyProbe(per_sequence=True), EffectiveSampleSizeProbe(), CovariancePredictorProbe(),
+        MeasuredStepProbe(), InterventionsProbe(["psr", "nsr", "w_reinforce:0.5", "lr"], every=1),
+        TokenClassesProbe(every=1),
+    ]  # fmt: skip
+
+
+def measured(trainer: Any) -> tuple[dict[str, Any], Any]:
+    seen = Seen()
+    with attach(trainer, [*probes(), seen], whole_prompts=True) as attachment:
+        trainer.train()
+    return dict(attachment.latest), seen.steps[-1]
+
+
+def test_every_probe_measures_a_step_whose_tokens_have_advantages_of_their_own(make_trainer: Any) -> None:
+    found, step = measured(make_trainer(OfTokens, **STEP))
+    mask = step.batch.rollout.completion_mask.double()
+    sizes = (step.batch.rollout.token_advantages.double().abs() * mask).sum(dim=1)
+    for name, weights in {"ess/token_weight": sizes, "ess/advantage": sizes / mask.sum(dim=1)}.items():
+        assert found[name].value == pytest.approx(float(weights.sum() ** 2 / weights.square().sum()), rel=1e-6)
+    assert found["delta_reward/forward"].reason == NO_MULTIPLE
+    for name in ("delta_h/forward", "intervention/psr/delta_h", "intervention/psr/delta_reward", "covariance/token"):
+        assert math.isfinite(found[name].value), name
+    # Positive tokens alone and negative ones alone are all of the loss.
+    both = found["intervention/psr/delta_h"].value, found["intervention/nsr/delta_h"].value
+    assert both[0] != 0.0
+    assert both[1] != 0.0
+    shares = [found[f"tokens/advantage/{sign}/share_of_tokens"].value for sign in ("positive", "negative", "zero")]
+    assert min(shares[:2]) > 0.1
+    assert sum(shares) == pytest.approx(1.0)
+
+
+def test_advantages_that_are_the_same_on_all_tokens_are_those_of_responses(make_trainer: Any) -> None:
+    class Repeated(OfTokens):
+        def factors(self, width: int) -> Tensor:
+            return torch.ones(width)
+
+    plain, repeated = (measured(make_trainer(kind, **STEP))[0] for kind in (GRPOTrainer, Repeated))
+    assert plain.keys() == repeated.keys()
+    for name, estimate in plain.items():
+        if not name.startswith("probe_cost"):
+            assert repr(repeated[name]) == repr(estimate), name
+
+
+def test_training_with_advantages_of_tokens_is_bitwise_the_training_without_probes(make_trainer: Any) -> None:
+    bare = ending(make_trainer(OfTokens, **STEP))
+    with attach(probed := make_trainer(OfTokens, **STEP), probes()):
+        assert differing(ending(probed), bare) == []
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+ADVANTAGES = torch.tensor([[2.0, -1.0, 9.0], [-3.0, 0.0, 6.0]])  # the third of the first response is no token
+
+
+def rollout(advantages: Tensor) -> Rollout:
+    ids = torch.ones_like(MASK)
+    return Rollout(ids, ids, ids, MASK, advantages, None, torch.tensor([0, 0]))
+
+
+def loss_inputs() -> LossInputs:
+    found = with_one_advantage_each(rollout(ADVANTAGES))
+    nothing = torch.zeros(2, 3)
+    return LossInputs(
+        weights=LossWeights(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), None),
+        scores=Scores(nothing, nothing, MASK), advantages=found.advantages, prompt_index=found.prompt_index,
+        token_advantages=found.token_advantages,
+    )  # fmt: skip
+
+
+def test_a_response_has_the_mean_of_its_tokens_advantages() -> None:
+    found = with_one_advantage_each(rollout(ADVANTAGES))
+    assert found.advantages.tolist() == [0.5, 1.0]
+    assert found.token_advantages.tolist() == [[2.0, -1.0, 0.0], [-3.0, 0.0, 6.0]]
+    joined = join_rollouts([rollout(torch.tensor([7.0, 8.0])), found])
+    assert joined.token_advantages.tolist()[:2] == [[7.0] * 3, [8.0] * 3]
+    assert joined.advantages.tolist() == [7.0, 8.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("psr", [[1.0, 0.0, 0.0], [0.0, 0.0, 6.0]]),
+        ("nsr", [[0.0, 2.0, 0.0], [4.0, 0.0, 0.0]]),
+        ("w_reinforce", [[0.1, 2.0, 3.0], [4.0, 5.0, 0.6]]),
+    ],
+)
+def test_an_intervention_asks_for_the_sign_of_each_token_s_advantage(name: str, expected: Any) -> None:
+    found = INTERVENTIONS[name].weights(loss_inputs()).logps
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_a_prompt_is_silent_where_no_token_of_its_responses_has_an_advantage() -> None:
+    each = torch.tensor([[1.0, -1.0], [0.0, 0.0], [0.0, 0.0]])  # the first's mean is 0, and it is not silent
+    assert silent_share(each, torch.tensor([1, 2, 3]), torch.clone) == pytest.approx(2 / 3)
+
+
+def test_a_covariance_takes_each_token_with_its_own_advantage() -> None:
+    """Tokens (log π, A): (−1, 2), (−3, −1), (−2, −3), (0, 0), (−4, 6); sequences (−4, ½), (−6, 1)."""
+    logps = torch.tensor([[-1.0, -3.0, 5.0], [-2.0, 0.0, -4.0]])
+    pairs = [(-1, 2), (-3, -1), (-2, -3), (0, 0), (-4, 6)]
+    mean = [sum(pair[i] for pair in pairs) / 5 for i in range(2)]
+    by_hand = -sum((x - mean[0]) * (y - mean[1]) for x, y in pairs) / 5
+    terms = covariance_terms(Scores(logps, torch.zeros(2, 3), MASK), ADVANTAGES)
+    found = minus_covariance(terms.sum(dim=0))
+    assert found.tolist() == pytest.approx([by_hand, 0.25])
