@@ -9,7 +9,7 @@
 
 Only the driver calls probes and times them. Hooks are set from `microbatch` to the next call; in between, only the
 loop's own backward runs. The driver only reads: parameters, random streams and rollouts are bitwise the same with
-and without probes.
+these probes and with none (what a host does for them, such as whole prompts, is not the driver's).
 """
 
 from __future__ import annotations

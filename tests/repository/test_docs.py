@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import shlex
@@ -15,8 +16,9 @@ import matplotlib.pyplot as plt
 import pytest
 from configs import QUICK
 from trainers import FEW, SGD, SHAPE, every_probe, trained_weights, trainer_maker
+from trl import GRPOTrainer
 
-from rl_training import DrGRPOTrainer
+from rl_training import DrGRPOTrainer, attach
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe, TokenClassesProbe
 
@@ -159,3 +161,57 @@ def test_links_to_files_of_the_repository_lead_somewhere() -> None:
     files = {name for page in pages for name in link.findall(page.read_text(encoding="utf-8"))}
     assert len(files) > 20
     assert {name for name in files if not (DOCS.parent / name).is_file()} == set()
+
+
+def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formula() -> None:
+    """4 (F + 4) P/N bytes at F = 8, to 5 %; at_size.md counts it, pieces of entries included."""
+    adapter, whole = 4 * 12 * 18_464_768 / 1e9, 4 * 12 * 7_615_616_512 / 8 / 1e9  # of Qwen2.5-1.5B, and of all of 7B
+    said = {
+        "../README.md": [
+            (r"at F = 8 ([\d.]+) GB for LoRA", adapter),
+            (r"([\d.]+) GB for all of 7B on each of 8", whole),
+        ],
+        "reference/costs.md": [
+            (r"that is ([\d.]+) GB on one process", adapter),
+            (r"([\d.]+) GB on each of 8 at 7B", whole),
+        ],
+        "explanation/at_size.md": [
+            (r"\| 1.5B-LoRA \| 1 \| `simple` \|.*?\| 6.9 \| ([\d.]+) \|", adapter),
+            (r"\| 7B \| 8 \| `simple` \|.*?\| 25.9 \| ([\d.]+) \|", whole),
+        ],
+        "how_to/train_a_real_model.md": [(r"F = 8 folds: one GPU; 8 \| ([\d.]+);", adapter)],
+    }
+    for page, rows in said.items():
+        text = (DOCS / page).read_text(encoding="utf-8")
+        for pattern, bytes_of_formula in rows:
+            assert [float(found) for found in re.findall(pattern, text)] == [
+                pytest.approx(bytes_of_formula, rel=0.05)
+            ], page
+
+
+def test_pages_name_the_versions_of_python_that_setup_cfg_does() -> None:
+    setup = (DOCS.parent / "setup.cfg").read_text(encoding="utf-8")
+    versions = re.findall(r"Programming Language :: Python :: (3\.\d+)", setup)
+    assert f"python_requires = >={versions[0]}" in setup
+    pages = [DOCS.parent / "README.md", *(DOCS / "how_to").glob("*.md"), *(DOCS / "reference").glob("*.md")]
+    said = {
+        page.name: set(re.findall(r"Python [≥\d][^,;.]*(?:\.\d+[^,;.]*)*", page.read_text("utf-8"))) for page in pages
+    }
+    found = {name: texts for name, texts in said.items() if texts}
+    assert found.keys() >= {"README.md", "install.md", "versions.md", "rent_a_gpu.md"}
+    assert set().union(*found.values()) == {f"Python {' or '.join(versions)}"}
+
+
+def test_whole_prompts_without_probes_is_what_training_with_probes_is_bitwise(tmp_path: Path) -> None:
+    """As README, the tutorial and the docstring of attach say; against TRL alone it differs by rounding."""
+    plain: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW, "max_steps": 1}
+    plain |= {"gradient_accumulation_steps": 4}
+    weights = {}
+    for name, probes in {"alone": None, "none": [], "probes": [SimpleEntropyProbe()]}.items():
+        trainer = trainer_maker(tmp_path / name)(**plain)
+        with contextlib.nullcontext() if probes is None else attach(trainer, probes, whole_prompts=True):
+            trainer.train()
+        weights[name] = trained_weights(trainer)
+    assert weights["probes"].equal(weights["none"])
+    assert not weights["alone"].equal(weights["none"])
+    assert float((weights["alone"] - weights["none"]).norm() / weights["alone"].norm()) < 1e-6

@@ -26,8 +26,9 @@ def attach(
 
     records          where metrics.jsonl and probes.jsonl are written: Records, or a folder; without it estimates go to
                      the trainer's log only. Ctrl-C within `with attach(...)` says where they are
-    whole_prompts    keep the responses of a prompt side by side (another order of summation, the same mathematics):
-                     without it what needs folds of whole prompts is nan, with that reason
+    whole_prompts    keep the responses of a prompt side by side. It sums the microbatches of a step in another order
+                     than TRL does, which differs by rounding; probes beside it change not a bit. Without it training
+                     is bitwise TRL's, and what needs folds of whole prompts is nan, with that reason
     target_kl_share  the learning rate of each step follows from its measured KL, so that it is this share of the
                      policy's entropy (2e-3, say); None: the trainer's rate. This one setting changes training
 

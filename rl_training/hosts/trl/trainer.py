@@ -129,7 +129,8 @@ def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
 class DrGRPOTrainer(GRPOTrainer):
     """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and measures `probes` at every step.
 
-    probes   what to measure; training is bitwise the same with any of them and with none
+    probes   what to measure; training is bitwise the same with any of them and with none. A plain GRPOTrainer sums the
+             microbatches of a step in another order
     records  where metrics.jsonl and probes.jsonl go, Records or a folder; optional
     interventions  what to train with, by name, one after another: ["psr", "bonus:0.02"], see interventions/named.py
     buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those with zero advantage
