@@ -36,12 +36,13 @@ from rl_training.records.masking import without_masks
 from rl_training.records.stored_yaml import plain_yaml
 
 MARK = "not named on this command line: "
+PROVENANCE = "provenance"  # nothing is made of it: the command line there may hold any text
 # By group of conf/, where what it makes lies in the settings of a run: under this key, or under a name in it.
 PLACES = {"trainer": "trainer", "model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer",
           "probe": "probes"}  # fmt: skip
+OTHER_GROUPS = ("batch", "logger", "rollouts", PROVENANCE)
 SPECIAL = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys with which hydra calls a target otherwise
 INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is a text
-PROVENANCE = "provenance"  # nothing is made of it: the command line there may hold any text
 
 Keys = tuple[Any, ...]  # from the outermost inwards
 
@@ -59,7 +60,10 @@ def load_settings(path: Path) -> DictConfig:
         raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
     if not isinstance(settings, DictConfig) or not settings:
         raise UserError(f"{path} holds no settings: mend or delete it")
-    plain = without_masks(OmegaConf.to_container(settings))
+    plain: dict[Any, Any] = without_masks(OmegaConf.to_container(settings))
+    for name in (*PLACES.values(), *OTHER_GROUPS):
+        if not isinstance(plain.get(name) or {}, Mapping):
+            raise UserError(f"{path}: {name}={plain[name]!s:.60} is no group of settings: mend or delete it")
     for keys, value in leaves(plain):
         # Hydra resolves what it makes twice, so that a text with \${ would be a reference the second time.
         is_made = keys[0] != PROVENANCE

@@ -14,7 +14,6 @@ checks most mistakes show after minutes of sampling ("element 0 of tensors does 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.checkpoint_files import load_shards, refuse_other_weights, some
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
-from rl_training.records.pickles import load_tensors
+from rl_training.records.pickles import UnpicklingError, load_tensors
 
 T = TypeVar("T")
 # Of a loss that needs more than scores and advantages (update.py): the tokens of all of U, a reference, a state.
@@ -161,7 +160,7 @@ def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
             trainer._load_optimizer_and_scheduler(str(folder))
         else:  # optimizer.pt holds the learning rate of the next step too
             trainer.optimizer.load_state_dict(_with_empty_groups(trainer.optimizer, folder / "optimizer.pt"))
-    except pickle.UnpicklingError:
+    except UnpicklingError:
         for name in ("optimizer.pt", "scheduler.pt"):
             load_tensors(folder / name, "meta")  # says which of them holds what
         raise

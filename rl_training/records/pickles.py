@@ -14,6 +14,7 @@ import torch
 
 from rl_training.errors import UserError
 
+UnpicklingError = pickle.UnpicklingError  # of a file that names more than tensors and numbers
 OF_DEEPSPEED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",

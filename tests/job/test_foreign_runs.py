@@ -97,6 +97,9 @@ GADGETS: dict[str, dict[str, Any] | str] = {
     "two documents": "x: 1\n---\nx: 2\n",
     "a list": "- 1\n",
     "bytes": "\0\1\2",
+    "a number in the place of the trainer": {"trainer": 5},
+    "a list in the place of a model": {"model": [1]},
+    "a text in the place of probes": {"probes": "simple"},
 }
 # Of a training, which an analysis and an evaluation make nothing of.
 OF_TRAINING: dict[str, dict[str, Any]] = {
