@@ -28,7 +28,7 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
     if len(unreached) == len(found):
         raise UserError(
             "no trainable parameter has a gradient after the backward pass: an optimizer that steps during it, layer "
-            "by layer, cannot be measured; use AdamW (optim=adamw_torch), or train without probes (probe=none)"
+            "by layer, cannot be measured; use AdamW (optim=adamw_torch), or no probes (no attach; probe=none)"
         )
     weights = shard.weights() if unreached else {}
     dtype = shard.layout.dtype

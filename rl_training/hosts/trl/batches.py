@@ -130,7 +130,7 @@ def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
         if len(values) != len(inputs["completion_ids"]):
             raise UserError(
                 f"{name} has {len(values)} entries for {len(inputs['completion_ids'])} sequences, and nothing says "
-                "which belong to which: probes cannot measure this model, train without them (probe=none)"
+                "which belong to which: probes cannot measure this model, train without them (no attach; probe=none)"
             )
     return by_row
 

@@ -60,7 +60,7 @@ class Zero(Shard):
         if kind != self.KIND:
             raise UserError(
                 f"probes do not read DeepSpeed's {kind}, which bf16 weights with fp32 accumulation get on stage 1: use "
-                "ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
+                "ZeRO-2 (launch/zero2.yaml), or train without probes (no attach; probe=none)"
             )
         self._zero = engine.optimizer
         super().__init__(engine.module, self._zero.optimizer, self._zero.clip_grad)

@@ -100,3 +100,10 @@ def quickstart(rank: int, folder: Path) -> None:
 def test_of_two_processes_that_run_the_quickstart_one_writes_the_report(tmp_path: Path) -> None:
     forks.start_ranks(quickstart, (tmp_path,), 2)
     assert sorted(path.name for path in (tmp_path / "run/report").iterdir()) == ["report.html"]
+
+
+def test_advice_to_do_without_probes_says_how_in_a_script_and_in_a_command(make_trainer) -> None:
+    trainer = make_trainer(**PLAIN)
+    trainer.args.fp16 = True
+    with pytest.raises(ValueError, match=re.escape("or train without probes (no attach; probe=none)")):
+        attach(trainer, [SimpleEntropyProbe()])
