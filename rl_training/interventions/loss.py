@@ -13,14 +13,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
+from rl_training.engine.batch import Batch, Correction, LossSettings, Rollout, take_rows
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.errors import UserError
 from rl_training.mathematics.scores import Scores
+
+DR_GRPO = 0.1  # of the norm of the loss's weights: what bf16 makes of ratios that are 1, and a few tokens at a clip
+SIGNS = 1e-6  # of the largest weight: what rounding may leave
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class LossInputs:
     hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss does not see
     whole_prompts: bool = True  # it has all responses to each of its prompts
     token_advantages: Tensor | None = None  # (b, T), where they differ within a response
+    # What the weights say of the loss, whatever its settings are, before any intervention.
+    is_dr_grpo: bool = True  # they are Dr-GRPO's, with the clip and the correction for a sampler that are set
+    is_of_advantages: bool = True  # they have the signs of advantages, and are 0 where these are
 
     @property
     def advantages_of_tokens(self) -> Tensor:
@@ -70,6 +77,31 @@ class LossInputs:
         """What Dr-GRPO's loss hands back to a token of advantage −1 and ratio 1: 1 / (b · microbatches · L)."""
         assert self.settings is not None
         return 1.0 / (len(self.advantages) * self.microbatches * self.settings.max_length)
+
+    def clipped(self, ratios: Tensor, low: float, high: float, factors: Tensor | None = None) -> Tensor:
+        """Returns Dr-GRPO's weights, −u ρ A where the clip lets ρ through, times factors, (b, T)."""
+        advantages = self.advantages_of_tokens
+        passes = torch.where(advantages > 0, ratios <= 1.0 + high, ratios >= 1.0 - low)
+        weights = -self.unit * ratios * advantages * passes * self.scores.mask * (1.0 if factors is None else factors)
+        return weights.to(self.weights.logps)
+
+    def corrected(self, correction: Correction | None) -> Tensor:
+        """Returns Dr-GRPO's weights as they are set, but with this correction for the sampler, (b, T)."""
+        assert self.settings is not None
+        factors = None if correction is None else correction.factors(self.log_sampler_ratios)
+        return self.clipped(self.ratios, self.settings.epsilon_low, self.settings.epsilon_high, factors)
+
+    def compared(self) -> LossInputs:
+        """Returns the same, with what its weights say of the loss."""
+        found, advantages = self.weights.logps.double(), self.advantages_of_tokens.double()
+        size = found.abs().max() * advantages.abs().max()
+        against = (found * advantages).clamp(min=0.0).max() > SIGNS * size
+        beside = found.where(advantages == 0, 0.0).abs().max() > SIGNS * found.abs().max()
+        is_dr_grpo = False
+        if self.settings is not None:
+            off = found - self.corrected(self.settings.correction).double()
+            is_dr_grpo = bool(off.norm() <= DR_GRPO * found.norm())
+        return dataclasses.replace(self, is_dr_grpo=is_dr_grpo, is_of_advantages=not bool(against | beside))
 
 
 Function = Callable[[LossInputs, float], LossWeights]
@@ -101,9 +133,11 @@ def loss_inputs(
             )
         )
     # The same on all ranks, which then measure the same interventions.
-    split = rollout.advantages.new_tensor(sum(not part.whole_prompts for part in parts), dtype=torch.float64)
-    whole = float(reduce(split)) == 0.0
-    return [dataclasses.replace(part, whole_prompts=whole) for part in parts]
+    names = ("whole_prompts", "is_dr_grpo", "is_of_advantages")
+    against = [sum(not getattr(part, name) for part in parts) for name in names]
+    of_all = reduce(rollout.advantages.new_tensor(against, dtype=torch.float64)).tolist()
+    facts: dict[str, Any] = {name: not count for name, count in zip(names, of_all, strict=True)}
+    return [dataclasses.replace(part, **facts) for part in parts]
 
 
 def microbatch_inputs(
@@ -135,7 +169,7 @@ def microbatch_inputs(
         whole_prompts = bool((counts == responses_per_prompt).all())
     if settings is not None and settings.hides_truncated and rollout.truncated is not None:
         mask = mask * ~rollout.truncated.unsqueeze(1)
-    return LossInputs(
+    inputs = LossInputs(
         weights=weights,
         scores=Scores(scores.logps, scores.entropies, mask),
         advantages=rollout.advantages,
@@ -152,6 +186,7 @@ def microbatch_inputs(
         hidden=(scores.mask != 0) & (mask == 0),
         whole_prompts=whole_prompts,
     )
+    return inputs.compared()
 
 
 def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:

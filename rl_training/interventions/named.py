@@ -29,7 +29,7 @@ GROWS = "grows with the distance from the reference: one step shows little of it
 # What an intervention may need, and what is said where it is not there.
 NEEDS = {
     "dr_grpo": "the loss is not Dr-GRPO's, the only one whose weights it changes: set loss_type='dr_grpo', "
-    "scale_rewards='none', beta=0, and train with no other intervention on these weights",
+    "scale_rewards='none', beta=0, and train with no other intervention on these weights, and no loss of a subclass",
     "advantages": "the loss weighs log-probabilities by more than advantages (beta=0 removes a KL term), or is not "
     "known",
     "unit": "the loss is not divided by Dr-GRPO's constant: set loss_type='dr_grpo'",
@@ -98,10 +98,11 @@ class Intervention:
     def why_unavailable(self, loss: LossInputs) -> str:
         """Returns why it is not available with this loss, "" if it is."""
         differs = {"not known"} if loss.settings is None else loss.settings.differs
+        is_set = differs <= ENTROPY_TERMS  # Dr-GRPO's: then its weights are
         has = {
-            "dr_grpo": differs <= ENTROPY_TERMS,
-            "advantages": differs.isdisjoint({"not known", "beta"}),
-            "unit": differs.isdisjoint({"not known", "loss_type"}),
+            "dr_grpo": is_set and loss.is_dr_grpo,
+            "advantages": differs.isdisjoint({"not known", "beta"}) and loss.is_of_advantages,
+            "unit": differs.isdisjoint({"not known", "loss_type"}) and (loss.is_dr_grpo or not is_set),
             "rewards": loss.rewards is not None,
             "whole_prompts": loss.whole_prompts,
             "truncated": loss.truncated is not None,

@@ -64,8 +64,14 @@ def std_norm(loss: LossInputs, strength: float) -> LossWeights:
     """
     assert loss.rewards is not None
     prompts, group = loss.prompt_index.unique(return_inverse=True)
-    deviations = torch.stack([loss.rewards[group == g].double().std() for g in range(len(prompts))])
+    deviations = torch.stack([_deviation(loss.rewards[group == g]) for g in range(len(prompts))])
     return scaled(loss, 1.0 / (deviations[group].unsqueeze(1) + STD_EPSILON))
+
+
+def _deviation(rewards: Tensor) -> Tensor:
+    """Returns the standard deviation of the rewards that are there, 0 where there are not two."""
+    known = rewards[~rewards.isnan()].double()
+    return known.std() if len(known) > 1 else known.new_zeros(())
 
 
 def length_norm(loss: LossInputs, strength: float) -> LossWeights:
@@ -175,7 +181,8 @@ def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
     assert loss.settings is not None
     correction = loss.settings.correction
     factors = None if correction is None else correction.factors(loss.log_sampler_ratios)
-    return clipped(loss, loss.ratios, loss.settings.epsilon_low, strength, factors)
+    weights = loss.clipped(loss.ratios, loss.settings.epsilon_low, strength, factors)
+    return LossWeights(weights, loss.weights.entropies)
 
 
 def no_correction(loss: LossInputs, strength: float) -> LossWeights:
@@ -223,22 +230,13 @@ def ppo_clip(loss: LossInputs, strength: float) -> LossWeights:
 
     Source: Schulman et al. 2017, arXiv 1707.06347, on ratios to the sampler.
     """
-    return clipped(loss, loss.log_sampler_ratios.exp(), strength, strength)
+    weights = loss.clipped(loss.log_sampler_ratios.exp(), strength, strength)
+    return LossWeights(weights, loss.weights.entropies)
 
 
 def corrected(loss: LossInputs, correction: Correction | None) -> LossWeights:
     """Returns Dr-GRPO's weights with this correction for the sampler instead of the loss's own."""
-    assert loss.settings is not None
-    factors = None if correction is None else correction.factors(loss.log_sampler_ratios)
-    return clipped(loss, loss.ratios, loss.settings.epsilon_low, loss.settings.epsilon_high, factors)
-
-
-def clipped(loss: LossInputs, ratios: Tensor, low: float, high: float, factors: Tensor | None = None) -> LossWeights:
-    """Returns Dr-GRPO's weights, −u ρ A where the clip lets ρ through, times factors."""
-    advantages = loss.advantages_of_tokens
-    passes = torch.where(advantages > 0, ratios <= 1.0 + high, ratios >= 1.0 - low)
-    weights = -loss.unit * ratios * advantages * passes * loss.scores.mask * (1.0 if factors is None else factors)
-    return LossWeights(weights.to(loss.weights.logps), loss.weights.entropies)
+    return LossWeights(loss.corrected(correction), loss.weights.entropies)
 
 
 def scaled(loss: LossInputs, factor: Tensor) -> LossWeights:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from trainers import (
 
 from rl_training import DrGRPOTrainer
 from rl_training.engine.scorer import Scorer
+from rl_training.hosts.trl.policy import SAMPLING
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import intervention
 from rl_training.probes import InterventionsProbe, SamplerProbe
@@ -94,6 +96,8 @@ class LikeVLLM(DrGRPOTrainer):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.use_vllm = True
+        options = {name: getattr(self.args, name) for name in SAMPLING}
+        self.vllm_generation = SimpleNamespace(**options, structured_outputs_regex=None, generation_kwargs={})
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         self.use_vllm = False

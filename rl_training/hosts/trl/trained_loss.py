@@ -80,7 +80,7 @@ class TrainedLoss:
     def begin(self, rollout: Rollout) -> None:
         """Registers a fresh rollout of this rank. A collective."""
         if self.on_loss:
-            self._silent_share = silent_share(rollout.advantages, rollout.prompt_index, all_ranks().reduce)
+            self._silent_share = silent_share(rollout.advantages_of_tokens, rollout.prompt_index, all_ranks().reduce)
 
     def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
         """Returns the loss of a microbatch, made of these scores, with the gradient that the interventions ask for."""
