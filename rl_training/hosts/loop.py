@@ -44,6 +44,7 @@ from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard, Shard
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
+from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.mathematics.estimate import Estimate
@@ -180,7 +181,7 @@ class MeasuredLoop:
         """
         self._expect(BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended")
         if self._number is None and self._writer.records is not None:
-            self._writer.records.start(after_step=number - 1)
+            self._writer.records.start(after_step=number - 1, settings=settings_of_loop(self._loop))
         if number != (self._number or number - 1) + 1:
             raise UserError(f"step {number} follows step {self._number}: number the optimizer steps consecutively")
         self._rollout_number = number if rollout_number is None else rollout_number

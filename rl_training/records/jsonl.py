@@ -5,6 +5,7 @@
     probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
                     (and, for some, what they describe: prompt, response, reward, advantage)
     rollouts.jsonl.gz   on request (rollouts.every=N), the sequences of some steps, a line each
+    settings.json   the settings of a training that has no config.yaml
 
 Every line is flushed as it is written, so that a killed run keeps what it measured; the sequences of a step are a gzip
 member of their own. nan is written as null, an infinite number as a string (as null among sequences).
@@ -25,12 +26,14 @@ from typing import Any
 from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
-from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
+from rl_training.records.masking import without_secrets
 from rl_training.records.unpack import whole_lines
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+SETTINGS_FILE = "settings.json"  # of a training that has no config.yaml
 PROBES_FILE = "probes.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
@@ -52,8 +55,14 @@ class Records:
         self.rollouts_every = rollouts_every
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, after_step: int) -> None:
-        """Drops the lines of steps that come after `after_step`: a resumed run takes those steps again."""
+    def start(self, after_step: int, settings: Mapping[str, Any] | None = None) -> None:
+        """Drops the lines of steps that come after `after_step`: a resumed run takes those steps again.
+
+        settings  that affect training, by name: kept where the run's folder has no config.yaml, which has them all
+        """
+        if settings is not None and not (self.folder.parent / CONFIG_FILE).exists():
+            text = json.dumps(to_json(without_secrets(dict(settings)), infinite_as_text=True), default=str, indent=1)
+            write_atomically({self.folder / SETTINGS_FILE: text.encode()}, MAKE_ROOM)
         for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE, ROLLOUTS_FILE):
             path, dropped = self.folder / name, 0
 
@@ -138,6 +147,22 @@ def logs_of(run: str | Path) -> Path:
             "the one that holds logs/. A trainer with logging_steps=1 logs each step"
         )
     return path.parent
+
+
+def read_settings(run: str | Path) -> dict[str, Any]:
+    """Return the settings that the records of a run hold, which has no config.yaml; none where they hold none.
+
+    Raises:
+        UserError: where they cannot be read.
+    """
+    path = Path(run) / LOGS_FOLDER / SETTINGS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"), parse_int=_whole_number)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}): mend or delete it") from error
+    return settings if isinstance(settings, dict) else {}
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:

@@ -13,18 +13,30 @@ from typing import Any
 
 import pytest
 import yaml
+from trainers import trainer_maker
+from trl import GRPOTrainer
 
+from rl_training import attach
 from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
+from rl_training.probes import EffectiveSampleSizeProbe
 from rl_training.records.compare.command import main
-from rl_training.records.compare.final import compare_groups, final_figures, last_common_step, since_branching
+from rl_training.records.compare.final import (
+    MEASURED,
+    PREDICTED,
+    compare_groups,
+    figures_of,
+    final_figures,
+    last_common_step,
+    since_branching,
+)  # fmt: skip
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups, trunks_of
 from rl_training.records.compare.page import draw_overlays, pool, write_comparison
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.charts import framed
-from rl_training.records.report.series import to_rows
+from rl_training.records.report.series import read_run, to_rows
 from rl_training.records.report.writing import in_words
 
 HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
@@ -269,10 +281,63 @@ def test_a_frame_holds_the_curves_and_neither_what_cannot_be_nor_noise_alone(
     assert framed(to_rows(dict(enumerate(means))), share, floor) == pytest.approx(frame, abs=0.01)
 
 
-def test_without_a_config_a_run_is_a_group_of_its_own(tmp_path: Path) -> None:
+def test_without_any_settings_a_run_is_a_group_of_its_own_and_nothing_is_said_to_be_alike(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (record(tmp_path / name) / "config.yaml").unlink()
     assert [group.label for group in read_groups([tmp_path])] == ["a", "b"]
+    page = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text()
+    assert "how these runs were configured is not known" in page
+    assert "Only seeds" not in page
+
+
+@pytest.fixture(scope="module")
+def attached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs of trainers that have no config.yaml: two seeds of 4 sequences a step, and one of 8."""
+    folder = tmp_path_factory.mktemp("attached")
+    for name, seed, size in (("one/run", 0, 2), ("two/run", 1, 2), ("large/run", 0, 4)):
+        trainer = trainer_maker(tmp_path_factory.mktemp("state"))(
+            GRPOTrainer, seed=seed, per_device_train_batch_size=size, gradient_accumulation_steps=2, num_generations=2,
+            max_completion_length=4,
+        )  # fmt: skip
+        with attach(trainer, [EffectiveSampleSizeProbe()], folder / name / "logs"):
+            trainer.train()
+    return folder
+
+
+def test_attached_runs_are_compared_by_what_their_records_say_of_how_they_were_trained(attached: Path) -> None:
+    groups = read_groups([attached])
+    assert [[member.name for member in group.members] for group in groups] == [["large/run"], ["one/run", "two/run"]]
+    assert differences(groups) == {
+        "sequences_per_step": ["8", "4"], "trainer.per_device_train_batch_size": ["4", "2"],
+        "trainer.generation_batch_size": ["8", "4"],
+    }  # fmt: skip
+    assert [member.seed for member in groups[1].members] == ["0", "1"]
+    page = write_comparison([attached], attached / "page.html")[0].read_text()
+    assert "Only seeds" not in page
+    assert "not known" not in page
+
+
+def test_a_run_without_predictions_has_none_in_a_comparison(attached: Path, tmp_path: Path) -> None:
+    """The sum begins with 0 at the first batch, whether anything is predicted later or not."""
+    run, predicted = record(tmp_path / "a", steps=0), record(tmp_path / "b", seed=1)
+    for step in range(1, 13):
+        Records(run / "logs").write_metrics(step, {"reward": 0.5, "entropy": 1.0})
+        none, zero = Estimate.missing("no formula"), Estimate(0.0, 0.0, 8)
+        sums = {"measured": zero if step == 1 else Estimate(-0.1, 0.01, 8), "predicted": zero if step == 1 else none}
+        estimates = {f"delta_h/cumulative_{kind}": estimate for kind, estimate in sums.items()}
+        Records(run / "logs").write_estimates(step, 1, "simple", estimates)
+    assert MEASURED in figures_of(read_run(run), 12)
+    assert PREDICTED not in figures_of(read_run(run), 12)
+    assert MEASURED not in figures_of(read_run(run), 1)  # nothing has changed yet
+    assert PREDICTED in figures_of(read_run(predicted), 12)
+    (chart,) = (chart for chart in draw_overlays(read_groups([run])) if chart.name == "change")
+    assert not any("predicted" in part["series"] for part in chart.data)
+
+
+def test_pooled_runs_are_told_apart_by_name(tmp_path: Path) -> None:
+    groups = read_groups([record(tmp_path / name / "run", seed=seed) for seed, name in enumerate(("one", "two"))])
+    (reward,) = (chart for chart in draw_overlays(groups) if chart.name == "reward")
+    assert [part["series"].rpartition(": ")[2] for part in reward.data[1:]] == ["one/run", "two/run"]
 
 
 def test_a_groups_error_is_that_between_its_seeds(tmp_path: Path) -> None:

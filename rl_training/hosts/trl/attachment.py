@@ -23,13 +23,14 @@ from rl_training.engine.capabilities import MIXED_PROMPTS, REUSED
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loss_terms import MadeLoss
-from rl_training.engine.open_step import Loop, Shape
+from rl_training.engine.open_step import Loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.ranks import all_ranks
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_refusals import probes_in
 from rl_training.hosts.trl import batches, patches
+from rl_training.hosts.trl.described import settings_of_trainer
 from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.reward_functions import named_rewards
@@ -84,7 +85,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             patches.warn_of_rare_logs(trainer)
         self._trainer = trainer
         self.driver = BoundedDriver(probes, self._bound) if self._bound else StepDriver(probes)
-        self.driver.refuse_impossible_folds(self._shape())
+        self.driver.refuse_impossible_folds(batches.shape_of(trainer))
         self.probes = self.driver.probes
         self._policy = TrainerPolicy(trainer)
         self._writer = EstimateWriter(self.driver, records, self._policy.decode)
@@ -209,14 +210,15 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
-        self.driver.close()
         if not self._resumed:
             self.driver.reset()
         self._resumed = False
         if self.probes or self._bound:
             self._begin_training()
         if self._records is not None:
-            self._records.start(after_step=state.global_step)
+            own = {"whole_prompts": self._rollouts.whole_prompts, "interventions": [e.name for e in self._loss.on_loss]}
+            own["target_kl_share"] = self._bound and self._bound.share_of_entropy
+            self._records.start(state.global_step, settings_of_trainer(self._trainer, own))
         self._writer.begin()
 
     def _begin_training(self) -> None:
@@ -226,7 +228,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         shard = shard_of(trainer)
         self.driver.start(
             Loop(
-                shape=self._shape(),
+                shape=batches.shape_of(trainer),
                 shard=shard,
                 policy=self._policy,
                 ranks=all_ranks(),
@@ -244,10 +246,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         else:
             steps = shard.optimizer.register_step_pre_hook(lambda *args: self.driver.about_to_step())
             self._undo_engine.callback(steps.remove)
-
-    def _shape(self) -> Shape:
-        group, args = self._trainer.num_generations, self._trainer.args
-        return Shape(group, args.per_device_train_batch_size, args.gradient_accumulation_steps, all_ranks().count)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._undo_engine.close()

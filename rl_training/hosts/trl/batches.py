@@ -14,6 +14,8 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.engine.batch import Correction, LossSettings, Rollout, with_one_advantage_each
 from rl_training.engine.capabilities import Fixes
+from rl_training.engine.open_step import Shape
+from rl_training.engine.ranks import all_ranks
 from rl_training.errors import UserError
 from rl_training.hosts.trl.generated import rows_as_bytes
 
@@ -49,6 +51,13 @@ WHOLE_PROMPTS = (
     "use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences in an "
     "optimizer step of each process"
 )
+
+
+def shape_of(trainer: GRPOTrainer) -> Shape:
+    """Return how an optimizer step of the trainer is cut into microbatches."""
+    args = trainer.args
+    size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    return Shape(trainer.num_generations, size, count, all_ranks().count)
 
 
 def loss_settings(trainer: GRPOTrainer) -> LossSettings:

@@ -30,6 +30,7 @@ from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.ranks import all_ranks
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.shards import FullyShard
+from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
@@ -64,7 +65,7 @@ class Measurement:
             load_probe_states([*self.driver.probes, self.driver, self], resumed_from)
         records = Records(settings["folder"], settings["rollouts_every"])
         if loop.ranks.number == 0:
-            records.start(after_step=self._steps)
+            records.start(after_step=self._steps, settings=settings_of_loop(loop))
         self._writer = EstimateWriter(self.driver, records, loop.policy.decode)
         self.driver.start(loop)
         self._writer.begin()

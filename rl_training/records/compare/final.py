@@ -39,7 +39,7 @@ from rl_training.mathematics.noise_scale import noise_scale_interval
 from rl_training.mathematics.welch import difference, mean_of
 from rl_training.records.compare.groups import Group, Member, common_steps
 from rl_training.records.evaluated import IN_TRAINING
-from rl_training.records.report.findings import MAX_WINDOW
+from rl_training.records.report.findings import MAX_WINDOW, origins
 from rl_training.records.report.series import Run, finite, last_of
 
 MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
@@ -91,11 +91,12 @@ def begun(groups: Sequence[Group], step: int) -> int:
 
 def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
     """Returns one run's figures at `step`: means over the last logged steps, sums of a probe, the last evaluation."""
-    rows = {
-        MEASURED: run.known("delta_h/cumulative_measured"),
-        PREDICTED: run.known("delta_h/cumulative_predicted"),
-        NOISE_SCALE: noise_scales(run),
-    }
+    measured = run.known("delta_h/cumulative_measured")
+    measured = measured[measured.index <= step].drop(origins(run), errors="ignore")  # the 0 that they begin with
+    # Of the same steps: an earlier sum is no prediction of a later change.
+    predicted = run.known("delta_h/cumulative_predicted")
+    predicted = predicted[predicted.index.isin(measured.index[-1:])]
+    rows = {MEASURED: measured, PREDICTED: predicted, NOISE_SCALE: noise_scales(run)}
     for evaluation in sorted((IN_TRAINING, *run.evaluations)):
         for metric in sorted(run.names(evaluation)):
             if evaluation != IN_TRAINING or metric in FROM_TRAINING:

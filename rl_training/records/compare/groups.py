@@ -1,4 +1,4 @@
-"""Runs → groups: runs that were trained alike but for the seed are one group.
+"""Runs → groups: runs that were trained alike but for the seed are one group, as far as their settings are recorded.
 
 Not compared, besides seeds: settings that do not affect training (output paths, provenance, probes, dashboards),
 and the run's length, where the learning rate does not depend on it.
@@ -17,7 +17,7 @@ import pandas as pd
 
 from rl_training.records.folder import LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
-from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.jsonl import METRICS_FILE, read_settings
 from rl_training.records.report.series import Run, read_run, settings_in
 
 SEEDS = ("seed", "data_seed")  # last segments of a setting's name
@@ -31,7 +31,8 @@ class Member:
     """A run in a comparison."""
 
     run: Run
-    settings: dict[str, str] | None  # dotted name → value, without what does not count; None without a config.yaml
+    name: str  # that no other run of the comparison has
+    settings: dict[str, str] | None  # dotted name → value, without what does not count; None where none are recorded
     seed: str
     planned_steps: str = ""
     branch: tuple[Path, int] | None = None  # the run that it has branched off from, and the step
@@ -68,8 +69,8 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
     """
     paths = list(dict.fromkeys(run.resolve() for folder in folders for run in find_runs(folder)))
     groups: dict[Any, list[Member]] = {}
-    for path in paths:
-        member = _read_member(path)
+    for path, name in zip(paths, distinct_names(paths), strict=True):
+        member = _read_member(path, name)
         key = path if member.settings is None else tuple(sorted(member.settings.items()))
         groups.setdefault(key, []).append(member)
     made = [_make_group(_letter(index), members) for index, members in enumerate(groups.values())]
@@ -84,21 +85,38 @@ def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
     return {name: values for name, values in table.items() if len(set(values)) > 1}
 
 
-def _read_member(path: Path) -> Member:
-    run = read_run(path)
-    if run.config is None:
-        return Member(run, None, ABSENT)
-    flat = _settings(path)
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Return the names of different folders, each with as many of those above it as tell it from the others.
+
+    >>> distinct_names([Path("/a/one/run"), Path("/a/two/run"), Path("/b/other")])
+    ['one/run', 'two/run', 'other']
+    """
+    names = [path.parts[-1:] for path in paths]
+    while len(set(names)) < len(names):
+        names = [
+            path.parts[-len(name) - 1 :] if names.count(name) > 1 else name
+            for path, name in zip(paths, names, strict=True)
+        ]
+    return ["/".join(name) for name in names]
+
+
+def _read_member(path: Path, name: str) -> Member:
+    run, flat = read_run(path), _settings(path)
+    if run.config is None and not flat:
+        return Member(run, name, None, ABSENT)
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
     branch = _branch(flat)
     counts |= {} if branch is None else {"branch at step": str(branch[1])}
     seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
-    return Member(run, counts, seed, steps, branch)
+    return Member(run, name, counts, seed, steps, branch)
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """Returns the settings of a run by their dotted names. An empty mapping has none: it chooses nothing."""
-    rows = pd.json_normalize(settings_in(folder)).to_dict("records")
+    """Returns the settings of a run by their dotted names. An empty mapping has none: it chooses nothing.
+
+    Those of its config.yaml; of a run without one, those that its records hold.
+    """
+    rows = pd.json_normalize(settings_in(folder) or read_settings(folder)).to_dict("records")
     return {str(name): str(value) for name, value in rows[0].items()} if rows else {}
 
 
@@ -175,4 +193,4 @@ def _labels(groups: Sequence[Group]) -> list[str]:
     differing, known = differences(groups), [group.members[0].settings or {} for group in groups]
     labels = [", ".join(_said(name, settings[name]) for name in differing if name in settings) for settings in known]
     fits = len(set(labels)) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
-    return labels if fits else [group.members[0].run.name for group in groups]
+    return labels if fits else [group.members[0].name for group in groups]

@@ -20,6 +20,7 @@ from rl_training.records.folder import COMPARISON_FILE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report.charts import GREY, TEXT, Chart, Series, draw, framed
 from rl_training.records.report.figures import running_window
+from rl_training.records.report.findings import origins
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run, finite, to_estimates, to_rows
@@ -92,7 +93,7 @@ def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
             best = max(by_step, key=lambda step: by_step[step].value)
             near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]
             reward = by_step[best]
-            yield {"run": member.run.name, "evaluation": evaluation, "step": best, "reward": reward, "near": near}
+            yield {"run": member.name, "evaluation": evaluation, "step": best, "reward": reward, "near": near}
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
     charts = [
         _overlay(groups, trunks, "reward", _reward, is_share=True),
         _overlay(groups, trunks, "entropy", _entropy),
-        _overlay(groups, trunks, "change", _recorded(SUMS[0]), dotted=_recorded(SUMS[1])),
+        _overlay(groups, trunks, "change", _recorded(SUMS[0]), dotted=_predicted),
         _overlay(groups, trunks, "noise_scale", final.noise_scales, mean=final.mean_noise_scale),
     ]
     for evaluation, metric in _evaluated_metrics(groups):
@@ -116,6 +117,12 @@ def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
 
 def _recorded(metric: str, source: str = PROBES_FILE) -> Quantity:
     return lambda run: run.known(metric, source)
+
+
+def _predicted(run: Run) -> pd.DataFrame:
+    """Returns the sum of predictions by step; nothing where there is none but the 0 that it begins with."""
+    rows = run.known(SUMS[1])
+    return rows if len(rows) > len(origins(run)) else rows.iloc[:0]
 
 
 def _overlay(
@@ -149,13 +156,13 @@ def _curves(
     group: Group, quantity: Quantity, mean_of_runs: Mean, color: str, stroke: tuple[int, ...], label: str
 ) -> tuple[list[Series], pd.DataFrame]:
     """Returns the group's mean with its band, thin lines of its runs; and the means."""
-    runs = [finite(rows) for member in group.members if len(rows := quantity(member.run))]
-    pooled = to_rows(pool([to_estimates(rows) for rows in runs], mean_of_runs))
+    runs = {member.name: finite(rows) for member in group.members if len(rows := quantity(member.run))}
+    pooled = to_rows(pool([to_estimates(rows) for rows in runs.values()], mean_of_runs))
     mean = finite(pooled)
     mean = mean.assign(high=mean["high"].clip(upper=FAR * mean["value"].abs().max()))  # the frame cuts an infinite end
     series = [Series.of_rows(label, color, mean, "circle", dash=stroke)]
-    singles = runs if len(runs) > 1 else []
-    series += [Series(f"{label}: a run", color, one.index, one["value"], faint=0.35) for one in singles]
+    singles = runs.items() if len(runs) > 1 else ()
+    series += [Series(f"{label}: {name}", color, one.index, one["value"], faint=0.35) for name, one in singles]
     return series, pooled
 
 
