@@ -35,7 +35,7 @@ from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
-from rl_training.hosts.trl.scoring_calls import ScoringCalls
+from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
 from rl_training.hosts.trl.sharding import has_sharded_weights, shard_of
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.interventions.named import Intervention
@@ -43,16 +43,6 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.checkpoint_states import NamedStateful, load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.workspace import CORE
-
-NO_SCORES_TO_CHANGE = (
-    "{trainer}.compute_loss is not made of what " + patches.FORWARD_PASS + " says of its batch, which an intervention "
-    "changes: build on super().compute_loss, or train without interventions"
-)
-NO_SCORES_OF_SHARDS = (
-    "{trainer}.compute_loss has no log-probabilities and entropies of its batch from " + patches.FORWARD_PASS + ", and "
-    "while a loss is made FSDP2 and ZeRO-3 allow no further forward pass: build on super().compute_loss, use ZeRO-2 "
-    "(launch/zero2.yaml), or train without probes and records"
-)
 
 
 class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
@@ -158,15 +148,23 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             loss = original(*args, **kwargs)
         finally:
             self.driver.disarm()
-        step = self.driver.open_step
-        if trainer.accelerator.sync_gradients and step is not None and not step.is_ready:
-            self.driver.gradients_ready(self._rollouts.number)
+        self._look_if_ready()
         return loss
 
     def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if self._trainer.accelerator.sync_gradients:
-            self.driver.gradients_ready(self._rollouts.number)
+        self._look_if_ready()
         original(*args, **kwargs)
+
+    def _look_if_ready(self) -> None:
+        """Runs the probes where all gradients are in; a step whose loss was made past compute_loss is not measured."""
+        step = self.driver.open_step
+        if not self._trainer.accelerator.sync_gradients or step is None or step.is_ready:
+            return
+        if step.rollouts:
+            self.driver.gradients_ready(self._rollouts.number)
+        else:
+            patches.warn_of_a_step_without_loss(self._trainer)
+            self.driver.skip_step()
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)

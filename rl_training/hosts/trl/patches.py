@@ -209,3 +209,12 @@ def warn_of_rare_logs(trainer: GRPOTrainer) -> None:
             f"{given}: the trainer's log, metrics.jsonl and dashboards have the probes' numbers of the logged steps "
             "only, and means of reward and loss: set logging_steps=1 (probes.jsonl has every step)"
         )
+
+
+def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
+    """Warns, once, of a step whose microbatches went past the method that is watched."""
+    if trainer.accelerator.is_main_process:
+        logger.warning_once(
+            f"{type(trainer).__name__}.training_step makes no use of compute_loss, which is watched: its steps have no "
+            "estimates. Build on super().training_step, or make the loss in compute_loss"
+        )

@@ -11,6 +11,15 @@ from torch import Tensor
 from rl_training.hosts.trl.patches import FORWARD_PASS, METHODS, demand_graph, read_scores
 
 IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # where they stand
+NO_SCORES_TO_CHANGE = (
+    "{trainer}.compute_loss is not made of what " + FORWARD_PASS + " says of its batch, which an intervention "
+    "changes: build on super().compute_loss, or train without interventions"
+)
+NO_SCORES_OF_SHARDS = (
+    "{trainer}.compute_loss has no log-probabilities and entropies of its batch from " + FORWARD_PASS + ", and "
+    "while a loss is made FSDP2 and ZeRO-3 allow no further forward pass: build on super().compute_loss, use ZeRO-2 "
+    "(launch/zero2.yaml), or train without probes and records"
+)
 
 
 class ScoringCalls:

@@ -251,6 +251,24 @@ def test_microbatches_of_sizes_that_nobody_foretold_have_no_folds_and_training_g
     assert math.isfinite(found["entropy/token"].value)
 
 
+def test_a_step_whose_loss_nobody_sees_has_no_estimates_and_says_so_once(make_trainer: Any, caplog: Any) -> None:
+    class OwnStep(GRPOTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            inputs = self._prepare_inputs(inputs)
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            loss = model(input_ids=ids, labels=ids).loss / self.current_gradient_accumulation_steps
+            self.accelerator.backward(loss)
+            self._step += 1
+            return loss.detach()
+
+    trainer = make_trainer(OwnStep, **STEP)
+    with attach(trainer, probes()) as attachment:
+        trainer.train()
+    assert not attachment.latest
+    assert trainer.state.global_step == 2
+    assert [line.message.count("makes no use of compute_loss") for line in caplog.records].count(1) == 1
+
+
 @pytest.mark.parametrize("kind", ["replay", "drawn again", "unlike numbers"])
 def test_training_on_another_batch_is_bitwise_the_training_without_probes(make_trainer: Any, kind: str) -> None:
     def trainer() -> Any:
