@@ -17,6 +17,7 @@ import pytest
 import torch
 from plain_loop import CLIP, scores_of, train
 from ranks_in_threads import on_two_ranks
+from seen import Seen
 from shared_rollouts import MICROBATCH, G
 from torch import Tensor
 from trainers import FEW, differing, ending
@@ -99,7 +100,8 @@ OTHER: dict[str, tuple[Forward, str]] = {
 def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_why(other: str) -> None:
     change, what = OTHER[other]
     probes = [SimpleEntropyProbe(), MeasuredStepProbe(), InterventionsProbe(["lr:0.5"], every=1)]
-    first, odd, last = estimates([*probes, EffectiveSampleSizeProbe()], forward=at_odd_steps(change))
+    seen = Seen()
+    first, odd, last = estimates([*probes, EffectiveSampleSizeProbe(), seen], forward=at_odd_steps(change))
     for name in ("delta_h/forward", "entropy/token", "measured/delta_h", "intervention/lr:0.5/delta_h"):
         assert re.search(f"training's {what} are .* nats per token off", odd[name].reason), name
         assert math.isnan(odd[name].value)
@@ -109,6 +111,10 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
     assert math.isfinite(last["delta_h/backward"].value)  # the step that was made is known
     assert math.isfinite(odd["entropy/visited_prefixes"].value)
     assert math.isfinite(odd["ess/advantage"].value)
+    assert odd["ess/importance"].reason == odd["delta_h/forward"].reason
+    # No loop has fresh responses of the policy that it trains where nobody knows which policy that is.
+    fresh = [step.capabilities.no_fresh_responses for step in seen.steps]
+    assert [reason == odd["delta_h/forward"].reason for reason in fresh] == [False, True, False]
 
 
 def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_responses() -> None:
@@ -163,6 +169,17 @@ def test_all_processes_say_the_same_where_one_is_off() -> None:
     for off in (1.9 * LIMIT, 2.1 * LIMIT):
         found = [each.tolist() for each in on_two_ranks(lambda rank, reduce, off=off: said(rank, reduce, off))]
         assert found == [[off > 2 * LIMIT] * 2] * 2
+
+
+def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> None:
+    """A policy that has diverged is one all the same."""
+    nothing, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4)
+    policy: Any = SimpleNamespace(scorer=SimpleNamespace(why_training_rounds="", why_not_fp32="", temperature=1.0))
+    for bad in (math.nan, math.inf, -math.inf):
+        stored = torch.tensor([[bad, 0.0, 0.0, 0.0]], dtype=torch.float64)
+        check = ScoreCheck(SimpleNamespace(fold=torch.zeros(1), scores=Scores(stored, nothing, mask)), policy)
+        check.add(torch.arange(1), Scores(nothing, nothing, mask))
+        assert check.why_not(torch.clone) == ""
 
 
 # --- what a forward pass draws or rounds is no other policy -----------------------------------------------------------

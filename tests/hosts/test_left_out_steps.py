@@ -129,6 +129,19 @@ def test_responses_of_a_step_that_was_left_out_have_not_been_learned_from() -> N
     assert reasons == ["this step was left out: the optimizer has not changed the weights", ""]
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_bounded_step_that_is_left_out_leaves_the_schedules_rate(is_ready: bool) -> None:
+    model, optimizer, measured = new_loop([], target_kl_share=1e-6)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    with measured, measured.step(1):
+        one_step(model, measured, 1)
+        if is_ready:
+            measured.gradients_ready()
+            assert [group["lr"] for group in optimizer.param_groups] != rates
+        measured.skip_step()
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+
+
 def test_an_optimizer_that_steps_behind_the_end_of_its_step_is_refused() -> None:
     """Otherwise each step would be noticed as left out, and all weights as edited."""
     model, optimizer, measured = new_loop([])

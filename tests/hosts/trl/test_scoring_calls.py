@@ -127,7 +127,11 @@ def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make
     assert latest["entropy/token"].value == pytest.approx(float(entropies[mask].mean()), rel=1e-4)
     for name in ("delta_h/forward", "gns/trace_step"):
         assert math.isfinite(latest[name].value), latest[name].reason
-    silent = step.batch.rollout.advantages == 0
+    silent, weights = step.batch.rollout.advantages == 0, step.batch.loss_weights.logps[mask]
+    if trainer_class is not OwnLoss:  # caught on the very scores that the loss is made of
+        expected_weights = (step.batch.rollout.advantages.unsqueeze(1) * mask)[mask]
+        torch.testing.assert_close(weights * expected_weights.norm(), -expected_weights * weights.norm())
+        assert weights.norm() > 0.0
     if trainer_class is Thrifty:
         assert 0 < silent.sum() < len(silent)
         assert not step.batch.loss_weights.logps[silent].any()
