@@ -133,7 +133,8 @@ def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_respons
     assert float(off) == pytest.approx(float(torch.cat(found).mean()), rel=0.05)
 
 
-def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
     """The rows of X alone, a first response to each prompt; twice four for the padding of the first step."""
     scored, score = [], Scorer.score
 
@@ -143,7 +144,8 @@ def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("rl_training.hosts.loop_refusals.refuse_other_scores", lambda *args: None)
     monkeypatch.setattr(Scorer, "score", counted)
-    estimates()
+    how: dict[str, Any] = {"forward": under_autocast(scores_of), "autocast": in_bf16} if rounded else {}
+    estimates(**how)
     assert sum(scored) == STEPS * MICROBATCH * MICROBATCHES // G + 4
 
 

@@ -121,6 +121,21 @@ def test_a_temperature_that_a_callback_sets_is_that_of_the_rollouts_that_it_samp
     assert found[4]["delta_h/backward"].reason.startswith("step 4: temperature=1.5 in trainer.generation_config")
 
 
+class Heats(GRPOTrainer):
+    """Samples hotter, as it finds the first time that it samples."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        self.generation_config.temperature = 1.5
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+def test_a_temperature_that_is_set_while_responses_are_sampled_is_theirs(make_trainer) -> None:
+    trainer = make_trainer(Heats, **FEW, max_steps=1)
+    with attach(trainer, [SimpleEntropyProbe()], whole_prompts=True) as attachment:
+        trainer.train()
+    assert attachment.latest["entropy/token"].reason.startswith("temperature=1.5 in trainer.generation_config makes")
+
+
 class Said(TrainerCallback):
     """Keeps the latest estimates of each step."""
 
