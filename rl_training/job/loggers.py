@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +19,11 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from transformers.utils import logging
 
+from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.masking import without_secrets
+from rl_training.records.stored_yaml import read_text
 
 logger = logging.get_logger(__name__)
 
@@ -70,10 +73,11 @@ class WandbLogger(MetricsLogger):
         import wandb
 
         run_id = self.run_dir / LOGS_FOLDER / WANDB_RUN_ID
+        known = _known_id(run_id)
         self._run = wandb.init(
             project=self.project,
             name=self.name,
-            id=run_id.read_text(encoding="utf-8") if run_id.exists() else None,
+            id=known,
             resume="allow",
             dir=self.run_dir / LOGS_FOLDER,
             config=self.config,
@@ -94,6 +98,16 @@ class WandbLogger(MetricsLogger):
 
         self._run.log({f"report/{picture.stem}": wandb.Image(str(picture)) for picture in pictures})
         self._run.finish()
+
+
+def _known_id(file: Path) -> str | None:
+    """Returns which run of W&B a file names, None without one. UserError, naming the file: W&B has no such names."""
+    if not file.exists():
+        return None
+    run_id = read_text(file)
+    if not re.fullmatch(r"[^\s/\\#?%:\N{REPLACEMENT CHARACTER}]{1,128}", run_id):
+        raise UserError(f"{file} names no run of W&B: delete it, and a new one is made")
+    return run_id
 
 
 class TensorBoardLogger(MetricsLogger):

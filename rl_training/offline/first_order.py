@@ -18,7 +18,8 @@ clipped gradient of U, m ← β1 m + (1−β1) g, v̂ and P = 1/(√v̂ + ε) of
     sgd                 −g                       neither preconditioner nor momentum
 
 each scaled to the ‖δθ‖ of the real step, or to its first-order gain in reward, −g·δθ. Where that is negative, as it
-can be with momentum, a scale to the same gain has no meaning and the number is nan.
+can be with momentum, a scale to the same gain has no meaning and the number is nan. So are all numbers of a direction
+that is 0, as −g is where no response of U has an advantage.
 """
 
 from __future__ import annotations
@@ -137,9 +138,9 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
 
     direction  (2, P), X̄ per token and per sequence
 
-        delta_h1, delta_h1_sequence  at the real step's norm
+        delta_h1, delta_h1_sequence  at the real step's norm; nan where the direction is 0
         delta_h1_same_gain           per token, at the real step's first-order gain in reward; nan where that has none
-        cosine                       of the direction with the real step
+        cosine                       of the direction with the real step; nan where one of them is 0
     """
     if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
         return []
@@ -164,12 +165,13 @@ def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction:
     norm, real_norm = math.sqrt(_inner(step, step)), math.sqrt(_inner(real, real))
     gain, own_gain = -_inner(gradient, real), -_inner(gradient, step)
     per_token = _inner(direction[TOKEN], step)
+    scale = real_norm / norm if norm > 0 else math.nan
     return {
         "name": name,
-        "delta_h1": real_norm / norm * per_token,
-        "delta_h1_sequence": real_norm / norm * _inner(direction[SEQUENCE], step),
+        "delta_h1": scale * per_token,
+        "delta_h1_sequence": scale * _inner(direction[SEQUENCE], step),
         "delta_h1_same_gain": gain / own_gain * per_token if own_gain > 0 and gain > 0 else math.nan,
-        "cosine": _inner(real, step) / (real_norm * norm),
+        "cosine": _inner(real, step) / (real_norm * norm) if real_norm * norm > 0 else math.nan,
     }
 
 

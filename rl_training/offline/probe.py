@@ -30,6 +30,7 @@ NOT_ODD = "not asked for: set truth.odd=true"
 NOT_FINITE = "not a finite number"
 FEW = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
 SEVERAL_RATES = "parameter groups have different learning rates: there is no single one to divide by"
+NO_DIRECTION = "the direction is 0: it cannot be scaled to the length of the step"
 OVERFLOW = "a weight is beyond what float64 holds"
 
 
@@ -82,6 +83,8 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     if settings.conditioning and first_order is not None:
         with short_memory_says_what_to_lower("conditioning"):
             tables["conditioning"] = condition(restored, update, first_order.direction)
+        pointless = [row["name"] for row in tables["conditioning"] if math.isnan(row["delta_h1"])]
+        reasons |= {f"conditioning/{name}": NO_DIRECTION for name in pointless}
     return Analysis(
         results, reasons, tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
     )  # fmt: skip

@@ -152,7 +152,7 @@ def what_is_wrong_with(checkpoint: Path, sharded_by: str = "") -> str:
         flaw = _flaw_of_zip(checkpoint / name)
         if flaw:
             return f"{name} is {flaw}"
-    return _flaw_of_pickles([checkpoint / name for name in (*optimizer, "scheduler.pt")])
+    return _flaw_of_pickles([checkpoint / name for name in (*optimizer, "scheduler.pt", *_rng_files(checkpoint))])
 
 
 def _flaw_of_pickles(paths: Iterable[Path]) -> str:

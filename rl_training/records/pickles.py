@@ -2,6 +2,7 @@
 
 torch's restricted reader makes nothing else. What DeepSpeed writes holds three kinds of objects of its own besides,
 settings that are not needed: empty ones take their place, so that nothing of DeepSpeed is made, nor need it be there.
+Random states hold arrays of NumPy, which hold numbers alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_training.errors import UserError
@@ -20,6 +22,12 @@ OF_DEEPSPEED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
+OF_NUMPY: tuple[Any, ...] = (
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    np.zeros(0).__reduce__()[0],
+)  # the last makes an array
 STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"  # a number
 
 
@@ -36,7 +44,7 @@ def load_tensors(path: Path, device: str = "cpu") -> Any:
     """
     stand_ins: list[Any] = [(_NotNeeded, name) for name in OF_DEEPSPEED] + [(int, STAGE)]
     try:
-        with torch.serialization.safe_globals(stand_ins):
+        with torch.serialization.safe_globals([*stand_ins, *OF_NUMPY]):
             return torch.load(path, map_location=device, weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError) as error:
         found = _foreign_objects(path)
@@ -47,7 +55,8 @@ def load_tensors(path: Path, device: str = "cpu") -> Any:
 def _foreign_objects(path: Path) -> list[str]:
     """Returns the names of what a file would have made beside tensors, numbers and what DeepSpeed writes."""
     try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals(list(OF_NUMPY)):
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # what is not even a list of names
         return []
     return sorted(set(named) - {*OF_DEEPSPEED, STAGE})

@@ -20,7 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerState
 from wandb.proto import wandb_internal_pb2
 
-from rl_training.job.loggers import TensorBoardLogger
+from rl_training.errors import UserError
+from rl_training.job.loggers import TensorBoardLogger, WandbLogger
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.workspace import CORE, sections
@@ -96,6 +97,16 @@ def test_wandb_goes_on_in_the_same_run(run_dir: Path) -> None:
     )
     assert {run.run_id for run in first} == {run.run_id for run in second}
     assert {(run.project, run.display_name) for run in [*first, *second]} == {("rl-training", "run")}
+
+
+@pytest.mark.parametrize("run_id", ["../../x", "", " a", "a\n", "\ud800", "a" * 200, "a?b"])
+def test_a_file_that_names_no_run_of_wandb_is_named(tmp_path: Path, run_id: str) -> None:
+    file = tmp_path / "logs" / "wandb_run_id"
+    file.parent.mkdir()
+    file.write_bytes(run_id.encode("utf-8", "surrogatepass"))
+    with pytest.raises(UserError, match=f"^{re.escape(str(file))} names no run of W&B: delete it"):
+        WandbLogger(tmp_path, {}).start(0)
+    assert [*file.parent.iterdir()] == [file]
 
 
 def test_wandb_takes_the_optimizer_step_as_x_axis_of_everything(run_dir: Path) -> None:

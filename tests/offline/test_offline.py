@@ -176,6 +176,17 @@ def test_the_same_buffers_under_other_preconditioners(analysed: Analysis) -> Non
     assert float(norms[2]) > 0  # weight decay is a part of the step
 
 
+def test_where_no_response_has_an_advantage_the_directions_without_momentum_are_nan_with_the_reason(run: Path) -> None:
+    small = dataclasses.replace(SMALL, update=UpdateConfig(prompts=2), truth=TruthSettings(enabled=False))
+    found = analyse(restored_at(run, 1, "trainer.max_completion_length=1"), small)
+    assert not found.update.gradient.any()
+    rows = {row["name"]: row for row in found.tables["conditioning"]}
+    nan = {name for name, row in rows.items() if math.isnan(row["delta_h1"])}
+    assert nan == {"momentum-free adam", "sgd"} == {name for name, row in rows.items() if math.isnan(row["cosine"])}
+    assert {f"conditioning/{name}" for name in nan} <= found.reasons.keys()
+    assert rows["adam"]["delta_h1"] == pytest.approx(found.results["deltaH1"], rel=1e-4)
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

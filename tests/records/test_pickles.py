@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from foreign_runs import Canary, foreign_run
@@ -62,10 +63,11 @@ def test_nothing_of_a_shard_is_run(tmp_path: Path, inside: type) -> None:
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_whose_optimizer_would_run_code_says_which_file_it_is(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_with_a_file_that_would_run_code_says_which_it_is(tmp_path: Path, name: str) -> None:
     run = foreign_run(tmp_path)
     checkpoint = run / "training_state" / "checkpoint-1"
+    torch.save({"numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}, checkpoint / "rng_state.pth")
     assert not what_is_wrong_with(checkpoint)
     torch.save({"a": Canary(tmp_path / "canary")}, checkpoint / name)
     assert what_is_wrong_with(checkpoint).startswith(f"{checkpoint / name} holds objects that could run code")
