@@ -20,6 +20,10 @@ class BoundedDriver(StepDriver):
         self.bound = bound
         self._found: dict[str, Estimate] = {}  # how the rate of the open step was set
 
+    def reset(self) -> None:
+        super().reset()
+        self.bound.reset()
+
     def start(self, loop: Loop) -> None:
         super().start(loop)
         self.bound.start(loop.shard, loop.policy, loop.ranks)

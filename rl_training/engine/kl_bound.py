@@ -137,6 +137,10 @@ class KLBound:
         self._rates: list[float] = []  # of the optimizer's groups, while others are set
         self._weights: Mapping[str, Tensor] = {}  # before the step, while it is made
 
+    def reset(self) -> None:
+        """Forget the steps of earlier trainings: call it before a training that does not go on from a state."""
+        self.state = BoundState()
+
     def start(self, shard: Shard, policy: Policy, ranks: Ranks) -> None:
         """Learn where weights and optimizer lie. Call it when training begins.
 

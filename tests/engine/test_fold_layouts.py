@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import plain_loop
 import pytest
 import reference
 import torch
 from layouts import by_another
+from ranks_in_threads import on_two_ranks
 from shared_rollouts import PROMPTS, G
 from simple_twin import Answers, Recorder, Twin, per_sequence, per_token
+from torch import Tensor
 from trainers import graded
 from trl import GRPOTrainer
 
 from rl_training import Rollout, attach, measured_loop
 from rl_training.engine.batch import take_rows
+from rl_training.engine.open_step import OpenStep
+from rl_training.engine.ranks import Ranks
 from rl_training.tasks.models import load_tiny
 
 ROLLOUTS = {1: 1, 2: 3}  # the given one that a step learns from
@@ -113,3 +119,24 @@ def test_shuffled_prompts_have_folds_of_whole_prompts_and_the_estimates_and_erro
         expected = reference.jackknife_stderr(statistic, twin.rows(twin.products(before.update)))
         assert probe.all[1][f"delta_h/backward{suffix}"].stderr == pytest.approx(expected, rel=1e-3)
     assert "mix prompts" in probe.all[1]["delta_h/forward"].reason
+
+
+@pytest.mark.parametrize("num_folds", [None, 2, 6, 7])
+def test_processes_with_unlike_numbers_of_spread_prompts_share_folds_of_which_none_is_empty(
+    num_folds: int | None,
+) -> None:
+    """As many as the process with fewer prompts can fill, or twice as many where each is of one process."""
+    prompts = (torch.tensor([4, 9, 6, 4]), torch.tensor([7, 1, 8, 1, 3, 5, 7]))  # three and five
+    found: list[list[int]] = [[], []]
+
+    def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        loop: Any = SimpleNamespace(ranks=Ranks(2, reduce, rank))
+        rollout: Any = SimpleNamespace(prompt_index=prompts[rank])
+        folds, fold = OpenStep(1, [], num_folds=num_folds).place_in_folds(loop, rollout, mixed=True)
+        found[rank] = fold.tolist()
+        return torch.tensor(folds[-1].folds.stop)
+
+    first, other = map(int, on_two_ranks(placed))
+    assert first == other == {None: 6, 2: 2, 6: 6, 7: 6}[num_folds]
+    each = [*range(first)]
+    assert [sorted({*own}) for own in found] == ([each, each] if first <= 3 else [each[0::2], each[1::2]])

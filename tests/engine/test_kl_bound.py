@@ -260,6 +260,17 @@ def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Call
     assert first["bound/kl"] <= 2 * first["bound/target_kl"]
 
 
+def test_a_second_training_of_a_trainer_begins_with_the_factor_of_a_first_one(make_trainer: Callable[..., Any]) -> None:
+    """Which is 1: what the last step of another training was cut to says nothing of it."""
+    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL | {"max_steps": 2})
+    with attach(trainer, target_kl_share=SHARE):
+        for _ in range(2):
+            trainer.train()
+            first, second = numbers_of(trainer)
+            assert first["bound/rate_factor"] == first["bound/kept_share"]
+            assert second["bound/rate_factor"] < 0.5 * second["bound/kept_share"]
+
+
 PLAIN_TRL: dict[str, Any] = {"use_cpu": True, "bf16": False, "learning_rate": 1e-2, "loss_type": "dapo"}
 
 

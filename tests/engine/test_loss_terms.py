@@ -77,6 +77,19 @@ def test_a_term_that_a_loop_does_not_tell_keeps_slices_of_microbatches_from_bein
         assert other[name].reason.endswith("leave num_folds out, so that no microbatch is cut")
 
 
+def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:
+    """Step 2 is compared, though the reason of step 1 has said that slices cannot be folds."""
+    calls: list[int] = []
+
+    def at_first(model: Any) -> Tensor:
+        calls.append(1)
+        return penalty(model) if len(calls) <= PROMPTS * G // MICROBATCH else nothing(model)
+
+    first, second = loop_with(at_first, steps=2, num_folds=PROMPTS)
+    assert NUMBERS in first["gns/trace_step"].reason
+    assert math.isfinite(second["gns/trace_step"].value)
+
+
 def test_under_dropout_no_comparison_accuses_the_loss() -> None:
     """Two passes differ then, whatever the loss is: the noise is not its term."""
 

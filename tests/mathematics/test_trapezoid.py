@@ -153,7 +153,14 @@ def test_a_step_that_was_left_out_is_bridged_by_the_measured_change_and_said() -
         close(terms.measured.value, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
         assert terms.predicted.remark == ("bridged: 2 steps by the measured change, the last of them 4" * (last >= 3))
     assert answers[3].trapezoid.value.isnan().all()
-    assert (answers[3].predicted.stderr > twin_variance(plain, 3).sqrt()).all()
+    # ½F_1; the half step of batch 2; ½B_3 and the level of batch 3, which it has both; the level of batch 4.
+    both = [
+        (0.5 * math.sqrt(b) + math.sqrt(own)) ** 2
+        for b, own in zip(plain[2].backward_var, plain[2].level_var, strict=True)
+    ]
+    parts = zip(plain[0].forward_var, both, plain[3].level_var, strict=True)
+    others = tensor([0.25 * forward + third + fourth for forward, third, fourth in parts])
+    close(answers[3].predicted.stderr.square(), others + plain[1].terms()[3].square())
 
 
 def test_a_step_without_forward_is_bridged_by_backward_alone_and_the_usual_second_order_widens_the_bar() -> None:
