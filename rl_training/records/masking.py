@@ -4,7 +4,8 @@
     mask_words(words)           a command line
     mask_line(text, known)      a line for people, where settings and their values may be quoted
 
-What is secret is known by the name of the setting (`is_secret`), or is the user of an address: https://USER:PASSWORD@host.
+What is secret is known by the name of the setting (`is_secret`), or is a part of an address: https://USER:PASSWORD@host,
+https://hooks.host/SECRET.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 MASK = "***"
 # Words that make a name that of a secret wherever they stand in it; what lies below such a name is secret too.
 ALWAYS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials",
-          "apikey", "apikeys", "authorization", "bearer"}  # fmt: skip
-LAST = {"auth", "cookie", "cookies", "pw"}  # those that do at its end
+          "apikey", "apikeys", "authorization", "bearer", "jwt", "jwts", "webhook", "webhooks"}  # fmt: skip
+LAST = {"auth", "cookie", "cookies", "pat", "pin", "pw"}  # those that do at its end
 # What a key is called that opens something.
 OF_KEYS = {"access", "account", "api", "auth", "aws", "azure", "deploy", "encryption", "gcp", "github", "hf", "hub",
            "license", "master", "openai", "private", "secret", "service", "session", "shared", "signing", "ssh",
@@ -45,6 +46,11 @@ VALUE = re.compile(
 LIKE_A_LINE = re.compile(r"""['"]?([\[{]|[A-Za-z][A-Za-z0-9+.-]*://)""")  # a value in which names stand
 ADDRESS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?#]+)@")
 SIGNED = re.compile(r"(?<=[?&])((?:[\w-]*-)?(?:sig|signature)=)[^&\s]+", re.IGNORECASE)  # in an address
+HOOK = re.compile(  # an address to which whoever knows it may write
+    r"\b(https?://(?:hooks\.[\w.:-]+|[\w.-]+\.webhook\.office\.com|[\w.-]+/(?:[\w.-]+/)*webhooks?|api\.telegram\.org/bot)/?)"
+    r"([^\s'\",}\]]+)",
+    re.IGNORECASE,
+)
 SHORTEST = 6  # of a secret that is looked for by its value: a shorter one would be found in other words
 
 
@@ -56,11 +62,19 @@ def is_secret(name: str, value: Any = "") -> bool:
     >>> [is_secret(name) for name in ("tokenizer", "max_tokens", "eos_token", "pad_token_id", "author", "sort_key")]
     [False, False, False, False, False, False]
     """
-    *above, last = [[word.lower() for word in WORD.findall(part)] or [""] for part in re.split(r"[./@]", name)]
+    *above, last = [_words(part) for part in re.split(r"[./@]", name)]
     if last == ["pass"] or any(_says_so(words) or words[-1] in LAST for words in (*above, last)):
         return True
     is_word_of_a_vocabulary = isinstance(value, str) and IN_VOCABULARY.fullmatch(value)
     return isinstance(value, str) and not is_word_of_a_vocabulary and _is_token(last)
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a name in small letters, without the number at its end: token_2 is one token of several."""
+    words = [word.lower() for word in WORD.findall(name)]
+    while len(words) > 1 and words[-1].isdecimal():
+        words.pop()
+    return words or [""]
 
 
 def _says_so(words: Sequence[str]) -> bool:
@@ -145,7 +159,7 @@ def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str
 
 
 def _mask_addresses(text: str) -> str:
-    return SIGNED.sub(rf"\1{MASK}", ADDRESS.sub(rf"\1{MASK}@", text))
+    return HOOK.sub(rf"\1{MASK}", SIGNED.sub(rf"\1{MASK}", ADDRESS.sub(rf"\1{MASK}@", text)))
 
 
 def _mask_named(text: str) -> str:
@@ -159,7 +173,8 @@ def _mask_named(text: str) -> str:
 def _secrets_named(text: str) -> list[str]:
     named = [text[start:end] for start, end in _places_of_secrets(text)]
     users = [address[2] for address in ADDRESS.finditer(text)]
-    return [*named, *users, *(user.partition(":")[2] for user in users)]
+    hooks = [hook[2] for hook in HOOK.finditer(text)]
+    return [*named, *hooks, *users, *(user.partition(":")[2] for user in users)]
 
 
 def _places_of_secrets(text: str) -> Iterator[tuple[int, int]]:

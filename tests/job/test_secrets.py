@@ -31,13 +31,15 @@ NAMES = (
     "token", "hub_token", "HF_TOKEN", "accessToken", "session_token", "api_key", "apikey", "X-Api-Key",
     "WANDB_API_KEY", "openai_key", "secret", "client_secret", "secretKey", "aws_secret_access_key", "access_key",
     "private_key", "ssh_key", "password", "PASSWD", "db_pwd", "passphrase", "auth", "Authorization", "credentials",
-    "bearer", "cookie",
+    "bearer", "cookie", "jwt", "user_jwt", "pin", "card_pin", "token_2", "hf_token2", "pat", "GITHUB_PAT", "webhook",
+    "slack_webhook_url", "auth_1",
 )  # fmt: skip
 WORDS = [
     *(f"++data.{name}={CANARY}" for name in NAMES),
     f"++data.listed=[{{token: {CANARY}}},{{inner: {{password: {CANARY}}}}}]",
     f"++data.secrets=[{CANARY},{CANARY}]",
     f"++data.headers={{Authorization: 'Bearer {CANARY}'}}",
+    f"++data.hook=https://hooks.slack.com/services/T0/B0/{CANARY}",
     f"++data.address='https://me:{CANARY}@host/path?token={CANARY}&n=1'",
 ]
 TRAINED = [
@@ -166,7 +168,8 @@ def test_no_setting_of_the_trainer_and_of_conf_is_masked_but_the_token_of_the_hu
 OTHERS = (
     "tokenizer", "tokenizer_name", "max_tokens", "num_tokens", "eos_token", "pad_token", "bos_token", "pad_token_id",
     "token_classes", "image_token", "stop_token", "max_new_tokens", "per_token", "author", "authors", "keys",
-    "sort_key", "answer_key", "key", "passes", "pass_at_k", "compass", "secretary", "monkey",
+    "sort_key", "answer_key", "key", "passes", "pass_at_k", "compass", "secretary", "monkey", "pin_memory", "path",
+    "spin", "patience", "eos_token_2", "tokens_2", "step_2", "hook",
 )  # fmt: skip
 
 
@@ -191,6 +194,11 @@ def test_a_special_token_and_what_is_no_text_or_number_stay_under_any_name() -> 
         ("data.path=https://me:S@host/x", "data.path=https://***@host/x"),
         ("data.path=https://host/x?token=S&n=1", "data.path=https://host/x?token=***&n=1"),
         ("data.path=https://host/x?X-Amz-Signature=S", "data.path=https://host/x?X-Amz-Signature=***"),
+        ("a.u=https://hooks.slack.com/services/T/B/S", "a.u=https://hooks.slack.com/***"),
+        ("a.u=https://discord.com/api/webhooks/1/S", "a.u=https://discord.com/api/webhooks/***"),
+        ("a.u=https://x.webhook.office.com/webhookb2/S", "a.u=https://x.webhook.office.com/***"),
+        ("a.u=https://api.telegram.org/bot1:S/sendMessage", "a.u=https://api.telegram.org/bot***"),
+        ("a.u=https://github.com/me/hooks/tree", "a.u=https://github.com/me/hooks/tree"),
         ("++a.secret=x=y z", "++a.secret=***"),
         ("data.path=s3://bucket/key=1/x", "data.path=s3://bucket/key=1/x"),
         ("run_dir=runs/token=5", "run_dir=runs/token=5"),
