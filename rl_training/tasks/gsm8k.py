@@ -26,6 +26,7 @@ _INSTRUCTION = (
     "step by step inside <think> </think>, and then gives the number, with nothing else, inside "
     "<answer> </answer>."
 )
+_THOUGHT = "Assistant: <think>"
 _HELD_OUT_SHARE = 0.05  # of a single file
 
 
@@ -58,19 +59,27 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
     return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, _vote, (0.0, 1.0))
 
 
-def gsm8k_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+def gsm8k_reward(
+    completions: list[str], answer: list[str], prompts: list[str] | None = None, **kwargs: Any
+) -> list[float]:
     r"""1.0 for each completion whose last complete `<answer>…</answer>` is the row's number, otherwise 0.0.
+
+    After the number a unit may stand, of words that measure and of words of the question, which the prompt has.
 
     Example: `gsm8k_reward(["… </think> <answer>\$1,000.00</answer>"], answer=["1000"])` is `[1.0]`.
     """
     rewards = []
-    for completion, right in zip(completions, answer, strict=True):
+    for completion, right, prompt in zip(completions, answer, prompts or [""] * len(answer), strict=True):
         number = parse_number(right)
         if number is None:
             raise UserError(f"The column `answer` must hold numbers, not {right!r}: use the datasets of gsm8k().")
         given = given_answer(completion)
-        rewards.append(float(given is not None and stated_number(given) == number))
+        rewards.append(float(given is not None and stated_number(given, _question(prompt)) == number))
     return rewards
+
+
+def _question(prompt: str) -> str:
+    return prompt.removeprefix(_INSTRUCTION).removesuffix(_THOUGHT)
 
 
 def given_answer(completion: str) -> str | None:
@@ -132,5 +141,5 @@ def _row(record: Any, where: str) -> dict[str, str]:
     _, mark, number = record["answer"].rpartition("####")
     if not mark or parse_number(number) is None:
         raise UserError(f"{where}: `answer` must end with #### and a number, such as '#### 18'.")
-    prompt = f"{_INSTRUCTION}\n\nUser: {record['question'].strip()}\nAssistant: <think>"
+    prompt = f"{_INSTRUCTION}\n\nUser: {record['question'].strip()}\n{_THOUGHT}"
     return {"prompt": prompt, "answer": number.strip()}

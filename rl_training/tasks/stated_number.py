@@ -1,8 +1,8 @@
 r"""Read the one number that an answer states: plainly, as arithmetic, or as the value of an equation.
 
-A policy learns whatever is paid, so a text counts as a whole or not at all: nothing in it is skipped but a unit, a
-currency sign and the marks of a formula. `17 or 18`, `x > 17`, `18 \text{ million}` and `\boxed{18}17` state no number,
-and an equation does only where a lone symbol stands before it or all its sides are equal.
+A policy learns whatever is paid, so a text counts as a whole or not at all: nothing in it is skipped but a unit
+(units.py), a currency sign and the marks of a formula. `17 or 18`, `x > 17`, `18 \text{ million}` and `\boxed{18}17`
+state no number, and an equation does only where a lone symbol stands before it or all its sides are equal.
 
 Numbers are exact fractions. Nothing is run as code, and no text takes more than a few milliseconds.
 """
@@ -14,6 +14,7 @@ import re
 from fractions import Fraction
 
 from rl_training.tasks.expressions import NotArithmeticError, value_of
+from rl_training.tasks.units import is_unit, nouns_of
 
 MAX_CHARS = 200  # no number needs more
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!])[0-9]{3})+|[0-9]+)"  # 1,000 and LaTeX's 1{,}000, 1\,000, 1\!000
@@ -28,15 +29,6 @@ _PLAIN_NUMBER = re.compile(
     \s*(?:\\?%|\\?\$|[£€¢])?\$?
     {_UNIT}""",
     re.VERBOSE,
-)
-# Words that make another number of the one before them: `18 thousand` is not 18 of some unit.
-_NOT_A_UNIT = re.compile(
-    r"\b(?:M|(?i:hundreds?|thousands?|[a-z]+illions?|k|bn|mn|b|dozens?|score|gross|grand|lakhs?|crores?"
-    r"|hal(?:f|ves)|thirds?|quarters?"
-    r"|(?:four|fif|six|seven|eigh|nin|ten|twentie|hundred|thousand|million)ths?"
-    r"|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|sixty|seventy"
-    r"|eighty|ninety|[a-z]+teen|plus|minus|times|divided|multiplied|over|squared|cubed|mod|power"
-    r"|and|or|nor|to|not|no|but|never|neither|[a-z]+n['’]t|negative|below|[xyznei]|pi))\b"
 )
 _LONE_SYMBOL = re.compile(
     r"(?!not\b)(?:[A-Za-z]|[A-Za-z]{3,})(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?"
@@ -69,10 +61,12 @@ _BRACES_TO_PARENTHESES = [  # from the inside outwards
 _IMPLIED_PRODUCT = re.compile(r"(?<=[0-9)])\s*(?=\(|sqrt\()")
 
 
-def stated_number(text: str) -> Fraction | None:
+def stated_number(text: str, question: str | None = None) -> Fraction | None:
     r"""Return the exact value of the one number that a text states, None where it does not state one.
 
     Beside plain numbers these are arithmetic, in plain text or LaTeX, and equations.
+
+    question  whose nouns may be units, beside the words that measure; None: any word that changes no number may
 
     >>> [str(stated_number(text)) for text in (r"\boxed{\frac{36}{2}}", "x = 18", "2 + 16 = 18 eggs", "17 = 18")]
     ['18', '18', '18', 'None']
@@ -83,16 +77,17 @@ def stated_number(text: str) -> Fraction | None:
     first, *others = _TEXT.sub(r" \1 ", text).split("=")
     if others and _LONE_SYMBOL.fullmatch(first.strip()):
         first, *others = others
-    values = {_value(side.strip()) for side in (first, *others)}
+    nouns = None if question is None else nouns_of(question)
+    values = {_value(side.strip(), nouns) for side in (first, *others)}
     return values.pop() if len(values) == 1 else None
 
 
-def parse_number(text: str) -> Fraction | None:
+def parse_number(text: str, nouns: frozenset[str] | None = None) -> Fraction | None:
     """Return the exact value of a plain number, None for any other text.
 
     Plain: an integer, a decimal, a fraction or a mixed number in ASCII digits, with or without a sign,
     thousands separators, a currency or percent sign (both ignored), bold marks, a unit of up to six words, a
-    full stop.
+    full stop. `nouns` are those of `is_unit`.
 
     Examples: `"-$1,000.50"` is -2001/2, `"36/2"` and `"18 eggs per day."` are 18, `"18 or 20"` is None.
     """
@@ -102,7 +97,7 @@ def parse_number(text: str) -> Fraction | None:
     if len(text) > 2 and text[0] == text[-1] == "$":  # a formula in dollars, $18$
         text = text[1:-1].strip()
     match = _PLAIN_NUMBER.fullmatch(text)
-    if match is None or (match["sign"] and match["inner_sign"]) or _NOT_A_UNIT.search(match["unit"] or ""):
+    if match is None or (match["sign"] and match["inner_sign"]) or not is_unit(match["unit"] or "", nouns):
         return None
     if match["decimal"] is not None:
         value = Fraction(_without_separators(match["decimal"]))
@@ -127,11 +122,11 @@ def _without_marks(text: str) -> str:
     return text
 
 
-def _value(side: str) -> Fraction | None:
-    if (value := parse_number(side)) is not None:
+def _value(side: str, nouns: frozenset[str] | None) -> Fraction | None:
+    if (value := parse_number(side, nouns)) is not None:
         return value
     match = _ARITHMETIC.fullmatch(side)
-    if match is None or _NOT_A_UNIT.search(match["unit"] or ""):
+    if match is None or not is_unit(match["unit"] or "", nouns):
         return None
     try:
         value = value_of(_as_arithmetic(match["arithmetic"]), Fraction, functions={"sqrt": _root})

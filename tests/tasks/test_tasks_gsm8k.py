@@ -24,7 +24,8 @@ ROWS = [
 # Answers in the tables are separated by ` | `.
 PLAIN = {
     "18": r"18 | 18. | 18.0 | $18.00 | \$18 | $18$ | **18** | 18 dollars | 18 eggs per day. | 18 months"
-    r" | $18/day | 18% | 18\% | 36/2 | 17 2/2 | +18",
+    r" | $18/day | 18 egg | 18 Eggs | 18 eggs left | 18 square feet | 18 mph | 18 °C | 18 per day | 18 each | 18 USD"
+    r" | 18 years old | 18% | 18\% | 36/2 | 17 2/2 | +18",
     "1000": r"1,000 | $1{,}000$ | 1\,000 | 1000 | $1,000.00",
     "1,234,567.5": "1234567.5 | $1,234,567.50",
     "-3": "-3 | \N{MINUS SIGN}3 | -$3 | $-3 | -6/2",
@@ -46,7 +47,9 @@ UNEQUAL = {
     "words that change the number": r"18 thousand | 18 dozen | 18k | 18M | 18x | 18 hundredths | 18 minus five"
     r" | 18\text{ million} | 18\text{k} | 18\text{ hundred} | 18\text{ (not 17)} | \text{not }18 | \text{not } x = 18"
     r" | 18 \text{ dollars and 50 cents} | She makes 18 dollars | 18 grand | 18 lakh | 18 crores | 18 gross"
-    r" | 18 quadrillion | 18 degrees below zero | 18 negative | 18 isn't right | 18 never | 18 nor 17 | not = 18",
+    r" | 18 quadrillion | 18 degrees below zero | 18 negative | 18 isn't right | 18 never | 18 nor 17 | not = 18"
+    " | 18 G | 18 short | 18 short of | 18 short eggs | 18 nope | 18 XVII | 18 eggs of | 18 off | 18 of 20 | 18 apples"
+    " | 18 R | 18 bits | 18 half eggs | 18 less | 18 in vain | 18 how much | 18 P | 20 - 2 nope | x = 18 nope",
     "an equation that does not hold": r"1 = 18 | 2+2 = 18 | x = 17 = 18 | x = 18 = 17 | 17 = 18 = 18 | 18/17 = 18",
     "an equation of something else": r"x^{99}+x^{98} = 18 | 18 = x | x = y = 18 | x = | = 18 | x+1 = 18"
     r" | 2x = 18 | 0x = 18 | xy = 18 | f(x) = 18 | \pi = 18 | \infty = 18 | x == 18",
@@ -82,7 +85,12 @@ CODE = [
 def reward(text: str, right: str = "18") -> float:
     """The reward of one answer, asked for as TRL does."""
     completions = [f"So it is that. </think> <answer>{text}</answer>"]
-    (value,) = gsm8k_reward(prompts=["p"], completions=completions, completion_ids=[[1]], answer=[right])
+    (value,) = gsm8k_reward(
+        prompts=["How many eggs are left, short of half? How much is it?"],
+        completions=completions,
+        completion_ids=[[1]],
+        answer=[right],
+    )
     return value
 
 
@@ -104,6 +112,20 @@ def test_an_equal_expression_counts(kind: str) -> None:
 @pytest.mark.parametrize("kind", UNEQUAL)
 def test_a_text_that_does_not_state_the_number_scores_zero(kind: str) -> None:
     assert [text for text in UNEQUAL[kind].split(" | ") if reward(text) != 0.0] == []
+
+
+def test_a_word_of_the_question_is_a_unit_only_of_its_own_row() -> None:
+    said = ["<answer>18 pears</answer>", "<answer>18 more pears</answer>"]
+    asked = [
+        "How many more pears are there than figs?",
+        "How many pears are there, 2 more than figs?",
+        "How many figs?",
+    ]
+    paid = [gsm8k_reward(said, answer=["18"] * 2, prompts=[question] * 2) for question in asked]
+    assert paid == [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+    around = gsm8k_module._row({"question": "How many figs?", "answer": "#### 18"}, "")["prompt"]
+    said = [f"<answer>18 {word}</answer>" for word in ("figs", "answers", "think", "tags")]
+    assert gsm8k_reward(said, answer=["18"] * 4, prompts=[around] * 4) == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_arithmetic_is_exact_and_follows_the_usual_precedence() -> None:
