@@ -279,6 +279,7 @@ def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, ro
         batches = microbatches(count, seed)
         train_step(model, rows, batches)
         assert {len(part) for part in rows.rows} == {count}
+        assert rows.most_bytes == count * rows.layout.num_bytes
         for name, gradient in own_gradient(TiedModel(), batches[-1]).items():
             assert torch.equal(kept(rows)[name][-1], gradient), name
 

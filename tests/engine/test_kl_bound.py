@@ -251,6 +251,24 @@ def test_a_plain_loop_is_bounded_by_one_argument() -> None:
     assert measured.latest["bound/kl"].value <= 2 * measured.latest["bound/target_kl"].value
 
 
+def test_a_bounded_step_that_is_left_out_leaves_the_loop_its_own_rate() -> None:
+    torch.manual_seed(0)
+    model, count = load_tiny()[0].train(), len(microbatches(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with measured_loop(
+        model, optimizer, [], responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=count,
+        target_kl_share=SHARE,
+    ) as measured, measured.step(1):  # fmt: skip
+        for part in microbatches(1):
+            logps, entropies = scores_of(model, part)
+            measured.microbatch(part, logps, entropies.detach())
+            loss_of(logps, part, count).backward()
+        measured.gradients_ready()
+        assert optimizer.param_groups[0]["lr"] < 1e-3
+        measured.skip_step()
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+
+
 def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL)
     with attach(trainer, target_kl_share=SHARE):

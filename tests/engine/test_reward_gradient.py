@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from own_losses import PLAIN, Longer, PositiveSamples, WithSupervision, above_the_others, some_rewards
+from ranks_in_threads import on_two_ranks
 from seen import Seen
 from torch import Tensor
 from trainers import FEW
@@ -19,6 +22,8 @@ from rl_training.engine.capabilities import NO_OTHERS, OTHER_TERMS
 from rl_training.engine.length_and_reward import NO_MULTIPLE, reward_gradient
 from rl_training.engine.loss_weights import gradient_of
 from rl_training.engine.probe import Need
+from rl_training.engine.ranks import Ranks
+from rl_training.mathematics.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
 
 STEP = FEW | {"max_steps": 2}  # two microbatches, each of one prompt with 4 responses
@@ -121,6 +126,28 @@ def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(m
     found = probe.results()["measured/delta_reward"]
     assert found.value != 0.0
     assert math.isfinite(found.stderr)
+
+
+def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward() -> None:
+    """(r − mean) n/(n−1) over six rewards, one of which is alone; times two, whose mean over processes is taken."""
+    rewards = torch.tensor([[1.0, 0.0, math.nan, 2.0], [3.0, 1.0, 2.0, math.nan]])
+    prompts = torch.tensor([[0, 0, 0, 1], [5, 5, 5, 5]])
+
+    def weights(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        ones = torch.ones(4, 1)
+        rollout = SimpleNamespace(
+            rewards=rewards[rank], prompt_index=prompts[rank], completion_mask=ones, sampling_logps=None, on_policy=True
+        )
+        batch = SimpleNamespace(rollout=rollout, scores=Scores(ones, ones, ones))
+        capabilities = SimpleNamespace(other_terms=OTHER_TERMS)
+        step: Any = SimpleNamespace(batch=batch, ranks=Ranks(2, reduce, rank), capabilities=capabilities)
+        found = reward_gradient(step).weights
+        assert found is not None
+        return found.logps.flatten()
+
+    first, other = on_two_ranks(weights)
+    assert (6 / 2 * first).tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
+    assert (6 / 2 * other).tolist() == pytest.approx([1.5, -1.5, 0.0, 0.0])
 
 
 def test_a_supervised_term_leaves_a_change_of_the_reward_by_rewards_alone(make_trainer: Any) -> None:

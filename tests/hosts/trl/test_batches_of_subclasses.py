@@ -320,6 +320,14 @@ def test_responses_of_earlier_rollouts_are_told_from_new_ones_and_forgotten_at_l
     assert responses.find([first[0]]) == ([None], [False])
 
 
+def test_a_response_that_was_learned_from_stays_so_where_the_same_is_generated_again_and_left_out() -> None:
+    responses = GeneratedResponses()
+    for learned in (1, 0):
+        responses.begin_next(keys_of(responses, [([1], [2]), ([1], [3])])[:learned])
+    found, _ = responses.find(keys_of(GeneratedResponses(), [([1], [2]), ([1], [3])]))
+    assert [response is not None and response.learned for response in found] == [True, False]
+
+
 def test_rewards_of_another_number_of_rows_are_not_taken() -> None:
     responses = GeneratedResponses()
     keys = keys_of(responses, [([1], [2]), ([1], [3])])
