@@ -75,6 +75,17 @@ def test_equal_rewards_have_no_spread_whatever_they_are() -> None:
     assert _averages(step)["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
+def test_averages_are_over_the_tokens_that_are_there_and_say_nothing_of_rewards_that_are_not() -> None:
+    rewards, mask = torch.tensor([math.nan, 1.0, 1.0, 1.0]), torch.tensor([[1.0, 0.0]] * 4)
+    part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.tensor([0, 0, 1, 1]))
+    part = dataclasses.replace(part, completion_mask=mask, completion_ids=torch.ones(4, 2))
+    scores = Scores(torch.zeros(4, 2), torch.tensor([[2.0, 5.0]] * 4), mask)
+    found = _averages(OpenStep(1, [], rollouts=[part], scores=[scores]))
+    assert (found["entropy"], found["completions/mean_length"]) == (2.0, 1.0)
+    assert math.isnan(found["reward"])
+    assert math.isnan(found["frac_reward_zero_std"])
+
+
 def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
     """Returns a model with the optimizer that transformers would make, and their loop."""
     model = model or load_tiny()[0]

@@ -210,6 +210,11 @@ def test_secrets_inside_a_word_are_masked_and_the_rest_stays(word: str, masked: 
     assert without_secrets({"run": [word]}) == {"run": [masked]}
 
 
+def test_the_word_behind_a_flag_is_its_secret_unless_the_flag_holds_it() -> None:
+    assert mask_words(["--password", "S", "seed=1"]) == ["--password", "***", "seed=1"]
+    assert mask_words(["--password=S", "seed=1"]) == ["--password=***", "seed=1"]
+
+
 def test_a_prompt_stays_as_it_is_among_settings() -> None:
     """The run is built again from them."""
     prompt = "The password: {password}. Say token=5 or {token: 5}; write to me@host."
@@ -229,6 +234,7 @@ def test_a_line_is_masked_where_names_stand_before_values_and_where_the_value_is
     known = secrets_in(words, environment)
     said = f"401 for typed99 and hf_abcdef at https://me:paSSw0rd@h, paSSw0rd in {os.getcwd()}"
     assert mask_line(said, known) == f"401 for *** and *** at https://***@h, *** in {os.getcwd()}"
+    assert mask_line("401 for typed99 and typed99-more", ["typed99", "typed99-more"]) == "401 for *** and ***"
 
 
 def test_of_settings_that_are_read_back_a_masked_one_is_as_if_it_were_not_given() -> None:

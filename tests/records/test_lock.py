@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -51,6 +52,22 @@ def test_a_fork_that_outlives_the_one_that_locks_holds_nothing(tmp_path: Path) -
     assert os.waitpid(fork, 0)[1] == 0
     for end in (started, says_started, may_end):
         os.close(end)
+
+
+def test_a_fork_that_leaves_the_context_closes_no_file_of_its_own(tmp_path: Path) -> None:
+    """Its next file has the number that the lock's had."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(tmp_path, ""))
+        fork = os.fork()
+        if fork == 0:
+            try:
+                own = os.open(os.devnull, os.O_RDONLY)
+                stack.close()
+                os.fstat(own)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
 
 
 def test_where_there_are_no_locks_it_goes_on_and_says_so_once(tmp_path, monkeypatch, caplog) -> None:

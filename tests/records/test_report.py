@@ -612,4 +612,6 @@ def test_what_rounding_makes_is_not_written_as_a_result() -> None:
     assert in_words(noise, signed=True) == "0, to within 1e-6"
     assert milli(noise) == normal_milli(9.3e-9, 1.7e-9) == "0, to within 0.001"
     assert in_words(Estimate(9.3e-6, stderr=1.7e-6, num_samples=8)) == "0.0000093 ± 0.0000040"
+    assert in_words(Estimate(9.3e-9, stderr=1.7e-2, num_samples=8)) == "0.000 ± 0.040"
+    assert normal_milli(9.3e-9, 1.7e-2) == "+0 ± 33"
     assert in_words(Estimate(0.0), signed=True) == "+0"

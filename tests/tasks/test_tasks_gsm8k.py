@@ -36,7 +36,7 @@ EQUAL = {
     "a formula and its marks": r"\frac{36}{2} | $\frac{36}{2}$ | \boxed{18} | \boxed{\frac{36}{2}} | \(18\) | \[ 18 \]",
     "a unit": r"18\text{ dollars} | 18\mathrm{km} | 20 - 2 eggs | $20 - $2 | \$20 - \$2 | 6 + 12 \text{ eggs}",
     "arithmetic": r"20 - 2 | 2*9 | 2 \times 9 | 36 \div 2 | \sqrt{324} | 17\frac{2}{2} | \dfrac{36}{2} | \frac{36}{1+1}"
-    r" | 2(3+6) | 2^{4} + 2 | 3^2 \cdot 2 | \left(18\right) | 18,000/1000",
+    r" | 2(3+6) | 2^{4} + 2 | 3^2 \cdot 2 | \left(18\right) | 18,000/1000 | --18",
     "a lone symbol": r"x = 18 | x=18 | x_1 = 18 | x = \frac{36}{2} | $x = 18$ | \boxed{x = 18} | Total = 18 | x = $18"
     r" | \text{Total} = 18 | x = 9 + 9 = 18",
     "equal sides": r"2+16 = 18 | 18 = 18 | 18 = 20 - 2 | 9 + 9 = 18 = 20 - 2 | 6 + 6 + 6 = 18 \text{ eggs}",
