@@ -11,7 +11,7 @@ import pytest
 from trainers import FEW
 from transformers import TrainerCallback
 
-from rl_training import Probe
+from rl_training import Estimate, Probe
 from rl_training.engine import driver as driver_module
 from rl_training.engine.clock import SHARED
 from rl_training.engine.fold_reduction import FoldReduction
@@ -74,6 +74,25 @@ def test_the_order_of_probes_decides_neither_who_pays_nor_whose_the_check_is(mak
         said.append(({(row["probe"], row["name"]) for row in rows}, set(cost), cost["buffer_bytes"]))
     assert said[0] == said[1]
     assert (SHARED, "step/formula_error") in said[0][0]
+
+
+class TakesVectors(Probe):
+    def __init__(self, count: int) -> None:
+        self.name, self._count = f"takes_{count}", count
+        super().__init__()
+
+    def num_vectors(self, num_folds: int) -> int:
+        return self._count
+
+    def results(self) -> dict[str, Estimate]:
+        return {f"{self.name}/nothing": Estimate.missing("it only takes room")}
+
+
+def test_probes_that_take_vectors_one_after_another_hold_those_of_the_largest(make_trainer) -> None:
+    trainer = make_trainer(probes=[TakesVectors(3), TakesVectors(5), TakesVectors(2)], max_steps=1, **FEW)
+    (cost,) = costs_of(trainer)
+    entries = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert cost["buffer_bytes"] == 5 * 4 * entries
 
 
 def test_a_probe_cannot_have_the_engines_name() -> None:

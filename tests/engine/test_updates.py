@@ -170,6 +170,9 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
         assert "step 5 was not measured" in kept.why_none(6)
     with pytest.raises(ValueError, match="not of the 2 numbers that are trained"):
         history_of(2).load_state_dict(history.state_dict())
+    resumed.load_state_dict({})
+    assert resumed.before(5) is None
+    assert "first measured step" in resumed.why_none(5)
 
 
 def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:

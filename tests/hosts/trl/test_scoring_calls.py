@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
 from rl_training.hosts.trl import attachment as attachment_module
+from rl_training.hosts.trl.scoring_calls import ScoringCalls
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 
 FORWARD_PASS = "_get_per_token_logps_and_entropies"
@@ -137,6 +138,17 @@ def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make
         assert not step.batch.loss_weights.logps[silent].any()
     if trainer_class is OwnLoss:
         assert step.capabilities.other_terms
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_whether_entropies_were_asked_for_is_read_from_where_the_argument_stands(asked: bool) -> None:
+    """Behind the size of a batch, which says nothing of them."""
+    ids, ones = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 1, requires_grad=True)
+    calls, scores = ScoringCalls({"prompt_ids": ids[:, :2], "completion_ids": ids[:, 2:]}), 2.0 * ones
+    calls.keep(lambda *args: (scores, scores if asked else None, None), None, ids, ids, 1, 2, asked)
+    found = calls.of(scores.sum())
+    assert found is not None
+    assert (found[0] is scores, found[1] is not None) == (True, asked)
 
 
 class NoGraph(GRPOTrainer):
