@@ -17,6 +17,7 @@ from rl_training import Rollout, attach
 from rl_training.engine.batch import join_rollouts, with_one_advantage_each
 from rl_training.engine.length_and_reward import NO_MULTIPLE
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, silent_share
 from rl_training.interventions.named import INTERVENTIONS
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
@@ -130,6 +131,15 @@ def test_a_response_has_the_mean_of_its_tokens_advantages() -> None:
     joined = join_rollouts([rollout(torch.tensor([7.0, 8.0])), found])
     assert joined.token_advantages.tolist()[:2] == [[7.0] * 3, [8.0] * 3]
     assert joined.advantages.tolist() == [7.0, 8.0, 0.5, 1.0]
+
+
+def test_a_response_that_the_loss_hides_has_no_advantage_on_any_token() -> None:
+    ids, hidden = torch.ones_like(MASK), torch.tensor([[0, 0, 0], [1, 1, 1]])
+    names = ("prompt_ids", "prompt_mask", "completion_ids")
+    inputs = {**dict.fromkeys(names, ids), "completion_mask": hidden, "advantages": ADVANTAGES}
+    found = batches.read_rollout(inputs, first_prompt=0, on_policy=True, pad_token_id=0)
+    assert found.completion_mask.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert found.token_advantages.tolist() == [[0.0, 0.0, 0.0], [-3.0, 0.0, 6.0]]
 
 
 @pytest.mark.parametrize(

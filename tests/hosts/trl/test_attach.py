@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from rl_training import DrGRPOTrainer, Estimate, attach
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need
+from rl_training.hosts.trl.batches import RIDING_ALONG
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -196,7 +197,9 @@ def test_nothing_is_left_on_the_trainer_after_remove(make_trainer) -> None:
     before, callbacks = set(vars(trainer)), list(trainer.callback_handler.callbacks)
     attachment = attach(trainer, [SimpleEntropyProbe()], whole_prompts=True)
     assert set(vars(trainer)) != before
+    trainer._buffered_inputs = [dict.fromkeys((*RIDING_ALONG, "advantages"))]
     attachment.remove()
+    assert trainer._buffered_inputs == [{"advantages": None}]
     assert set(vars(trainer)) == before
     assert trainer.callback_handler.callbacks == callbacks
     assert all(not p._backward_hooks for p in trainer.model.parameters())
