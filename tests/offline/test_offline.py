@@ -200,6 +200,8 @@ def test_a_run_keeps_its_settings_but_those_that_are_changed(run: Path) -> None:
     assert (changed.trainer.temperature, changed.seed, changed.trainer.num_generations) == (0.7, 5, 4)
     with pytest.raises(ValueError, match=r"have it; did you mean batch.microbatch_size\?"):
         run_settings(checkpoint(run, 1), ["batch.microbatch_sise=4"])
+    with pytest.raises(ValueError, match=r"have it; did you mean evaluation.prompts\?"):
+        run_settings(checkpoint(run, 1), ["evalution.prompts=4"])
 
 
 def test_a_checkpoint_outside_a_run_says_what_it_needs_and_then_works(run: Path, tmp_path: Path) -> None:
