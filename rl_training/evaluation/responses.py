@@ -126,7 +126,9 @@ def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completi
     if not isinstance(prompts[0], str):
         answers = [[{"role": "assistant", "content": text}] for text in texts]
     ids = [tokens.tolist() for tokens in completions]
-    rewards = task.reward(prompts=prompts, completions=answers, completion_ids=ids, **columns)
+    rewards = list(task.reward(prompts=prompts, completions=answers, completion_ids=ids, **columns))
+    if len(rewards) != len(texts):
+        raise UserError(f"the task's reward function returned {len(rewards)} rewards for {len(texts)} responses")
     least, most = task.reward_range or (-np.inf, np.inf)
     for text, reward in zip(texts, rewards, strict=True):
         if reward is None or not np.isfinite(reward) or not least <= reward <= most:

@@ -30,6 +30,7 @@ import rl_training.job.silence  # noqa: F401
 from rl_training.errors import UserError
 from rl_training.extras import what_is_missing
 from rl_training.records.masking import mask_line, secrets_in
+from rl_training.records.printable import printable
 from rl_training.shadowing import what_shadows
 
 PACKAGE = Path(__file__).parents[1]
@@ -124,7 +125,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 def _end(secrets: Sequence[str], code: int, line: str, shown: str = "") -> NoReturn:
     """Ends the process with a line, below what else is shown; `secrets` are masked in both."""
-    line, shown = mask_line(line, secrets), mask_line(shown, secrets)
+    line, shown = (printable(mask_line(text, secrets)) for text in (line, shown))
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
     path = os.environ.get(ERROR_FILE_VARIABLE)

@@ -44,6 +44,7 @@ from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.lock import locked
 from rl_training.records.masking import mask_line
+from rl_training.records.printable import printable
 from rl_training.records.report import write_report
 from rl_training.records.report.writing import in_words
 
@@ -145,7 +146,7 @@ class _Evaluation:
         self.bar.set_description(f"{self.num_finished} of {len(self.plan.checkpoints)} checkpoints")
 
     def _report(self, problem: str) -> None:
-        problem = mask_line(problem)
+        problem = printable(mask_line(problem))
         self.problems.append(problem)
         tqdm.write(problem)
 
@@ -229,7 +230,8 @@ def print_table(folder: Path, problems: Sequence[str]) -> None:
         cells = shown.assign(title=shown["metric"].map(titles), cell=[*map(in_words, estimates_in(shown))])
         wide = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
         prompts = shown["num_prompts"].max()
-        print(f"{folder.name}: mean ± half of the 95 % interval, or the interval itself, over {prompts:.0f} prompts")
+        name = printable(folder.name)
+        print(f"{name}: mean ± half of the 95 % interval, or the interval itself, over {prompts:.0f} prompts")
         print(wide[["step", *(title for title in titles.values() if title in wide)]].to_string(index=False))
         print(f"All numbers: {folder / TABLE_FILE}")
     for problem in problems:

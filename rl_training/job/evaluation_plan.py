@@ -71,7 +71,7 @@ class EvaluationPlan:
         left = {}
         for step, checkpoint in self.checkpoints.items():
             found = None if self.options.overwrite else read_step(self.folder, step)
-            if found is None or found["errors"] or found["fingerprint"] != fingerprint(checkpoint):
+            if found is None or found.get("errors") or found.get("fingerprint") != fingerprint(checkpoint):
                 left[step] = checkpoint
         return left
 

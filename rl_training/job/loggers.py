@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
-from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.folder import LOGS_FOLDER, refuse_a_file
 from rl_training.records.masking import without_secrets
 from rl_training.records.stored_yaml import read_text
 
@@ -72,6 +72,7 @@ class WandbLogger(MetricsLogger):
     def start(self, after_step: int) -> None:
         import wandb
 
+        refuse_a_file(self.run_dir / LOGS_FOLDER / "wandb")
         run_id = self.run_dir / LOGS_FOLDER / WANDB_RUN_ID
         known = _known_id(run_id)
         self._run = wandb.init(
@@ -120,9 +121,9 @@ class TensorBoardLogger(MetricsLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         # The steps that a killed run logged after its checkpoint are taken again: not shown twice.
-        self._writer = SummaryWriter(
-            str(self.run_dir / LOGS_FOLDER / "tensorboard"), purge_step=after_step + 1 if after_step else None
-        )
+        folder = self.run_dir / LOGS_FOLDER / "tensorboard"
+        refuse_a_file(folder)
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
         self._step = after_step
         self._writer.add_text("config", f"```\n{json.dumps(self.config, indent=2)}\n```")
 

@@ -29,7 +29,7 @@ from rl_training.records.checkpoints import (
     steps_taken,
     written_by,
 )
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, TRAINING_STATE, refuse_a_file
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.links import refuse_links_out
 from rl_training.records.lock import locked
@@ -38,6 +38,8 @@ logger = logging.get_logger(__name__)
 
 ELSEWHERE = "choose another with run_dir=PATH"
 ANOTHERS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
+# Folders that a run and its dashboards make.
+MADE = (LOGS_FOLDER, f"{LOGS_FOLDER}/wandb", f"{LOGS_FOLDER}/tensorboard", REPORT_FOLDER, TRAINING_STATE)
 _locks: dict[Path, contextlib.ExitStack] = {}  # of the folders of this process's runs
 
 
@@ -67,6 +69,8 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     if not goes_on and ((run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists()):
         raise UserError(ANOTHERS.format(run))
     _lock(run)
+    for name in MADE:
+        refuse_a_file(run / name)
     if goes_on:
         refuse_other_settings(cfg, run)
         if checkpoint is None:

@@ -40,9 +40,9 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
             value + math.hypot(high - one.value, other.value - other_low),
         )
         return Estimate(value, reason="its interval is not symmetric", interval=ends)
-    variances = [(e.stderr**2, e.num_samples - 1) for e in (one, other)]
+    variances = [(e.stderr * e.stderr, e.num_samples - 1) for e in (one, other)]
     total = sum(variance for variance, _ in variances)
-    if math.isnan(total):
+    if not math.isfinite(total) or any(variance > 0 and degrees < 1 for variance, degrees in variances):
         return Estimate(value, reason=one.reason or other.reason or "one of them has no error")
     if total == 0:
         return Estimate(value, 0.0, min(one.num_samples, other.num_samples))

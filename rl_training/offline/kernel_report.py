@@ -32,10 +32,12 @@ from rl_training.offline.structure import (
     sketched_cosines,
     top_pairs,
 )
+from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
 from rl_training.records.report.charts import BLUE, Chart, Series, diagonal, draw, heatmap
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
+from rl_training.records.spreadsheet import as_csv
 
 PAGE, EVOLUTION = "kernel.html", "evolution.html"
 MOST_CELLS = 64  # of a side of a matrix that is drawn: of more, blocks are averaged
@@ -65,7 +67,7 @@ def write_report(folder: Path) -> Path:
         "clusters": _members(distinct, clusters), "log_probabilities": predictions(s),
     }  # fmt: skip
     for name, rows in tables.items():
-        pd.DataFrame(rows).to_csv(folder / f"{name}.csv", index=False)
+        write_atomically({folder / f"{name}.csv": as_csv(pd.DataFrame(rows))})
     place = {distinct.rows[n]["hash"]: position for position, n in enumerate(dendrogram.tolist())}
     buffers = {"evaluation": s.evaluation, "update": s.update}
     keys: dict[str, Callable[[Row], Any]] = {
@@ -164,7 +166,7 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
             "median_norm": float(norms.sqrt().median()),
             "participation_ratio_E": ratio,
         })  # fmt: skip
-    pd.DataFrame(rows).to_csv(folder / "evolution.csv", index=False)
+    write_atomically({folder / "evolution.csv": as_csv(pd.DataFrame(rows))})
     same_texts = all(own == texts[0] for own in texts)
     charts = [*_numbers_charts(rows), *_cosines_charts(rows, within, same_texts), _spectrum(rows, within)]
     steps = [row["step"] for row in rows]

@@ -76,7 +76,7 @@ def write_result(
         "settings": settings,
     }
     text = json.dumps(to_json(content), indent=1, ensure_ascii=False)
-    write_atomically({path: text.encode()})
+    write_atomically({path: text.encode(errors="backslashreplace")})  # half a character as JSON writes it
 
 
 def _origin(restored: RestoredTrainer) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def write_log(
     stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{own.parent.name if own.name == 'model' else own.name}"
     if restored.rank == 0:
         stem = _not_taken(place, stem)
-        text = json.dumps(to_json(content), ensure_ascii=False).encode()
+        text = json.dumps(to_json(content), ensure_ascii=False).encode(errors="backslashreplace")
         files = {"_tensors.safetensors": save(_tensors(analysis))} if log.reaches("debug") and log.raw_tensors else {}
         files |= {
             ending: gzip.compress(text, mtime=0) if log.compress else text,

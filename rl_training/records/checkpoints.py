@@ -19,6 +19,7 @@ from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, checkpoints_
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.links import leads_out_of_its_run
 from rl_training.records.pickles import load_tensors
+from rl_training.records.printable import printable
 from rl_training.records.stored_yaml import read_text
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> It
     for checkpoint in checkpoints:
         flaw = flaw_of(checkpoint)
         if flaw:
-            logger.warning(f"skipping {checkpoint}: {flaw}")
+            logger.warning(printable(f"skipping {checkpoint}: {flaw}"))
         else:
             yield checkpoint
 

@@ -22,7 +22,8 @@ import pandas as pd
 from rl_training.errors import UserError
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.jsonl import to_json
+from rl_training.records.jsonl import MOST, checked_count, checked_text, parse_json, to_json
+from rl_training.records.spreadsheet import as_csv
 
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 TABLE_FILE = "consolidated_metrics.csv"
@@ -54,7 +55,7 @@ def write_step(
     about  what else metrics.json says, beside the numbers: which checkpoint it was, how long it took
     """
     rows = (json.dumps(to_json(row, infinite_as_text=True), ensure_ascii=False) + "\n" for row in responses)
-    text = "".join(rows).encode()
+    text = "".join(rows).encode(errors="backslashreplace")  # half a character is written as JSON does: \\ud800
     names = (RESPONSES, f"{RESPONSES}.gz")
     numbers = {
         name: {
@@ -80,20 +81,40 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for row in content["metrics"].values():
-            row |= {key: math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr")}
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete its folder, and evaluate the run again") from error
+        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+        content["metrics"] = {name: _numbers_of(row) for name, row in content["metrics"].items()}
+    except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is damaged ({said}): delete its folder, and evaluate the run again") from error
     return content
+
+
+def _numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is said of a metric, each fact of its own kind; raises an error of Python's where one is not."""
+    value, stderr = (math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr"))
+    counted, said = checked_count(row["num_prompts"]), checked_text(row["reason"])
+    return {
+        "value": value,
+        "stderr": stderr,
+        "num_prompts": counted,
+        "reason": said,
+        "interval": _pair(row["interval"]),
+    }
+
+
+def _pair(ends: Any) -> tuple[float, float] | None:
+    if ends is None:
+        return None
+    low, high = map(float, ends)
+    return low, high
 
 
 def read_table(folder: Path) -> pd.DataFrame:
     """Returns the numbers of all evaluated steps, in their order: COLUMNS and `reason`; no rows before the first."""
     names = (path.parent.name.removeprefix("step_") for path in folder.glob(f"step_*/{METRICS}"))
-    steps = sorted(int(name) for name in names if name.isdecimal())  # a copy, step_8.old, is none
+    steps = sorted({int(name) for name in names if name.isdecimal() and int(name) <= MOST})  # step_8.old is none
     rows = [
-        {"step": step, "metric": name, **row, **dict(zip(("low", "high"), row.get("interval") or (), strict=False))}
+        {"step": step, "metric": name, **row, **dict(zip(("low", "high"), row["interval"] or (), strict=False))}
         for step in steps
         if (content := read_step(folder, step))
         for name, row in content["metrics"].items()
@@ -105,7 +126,7 @@ def read_table(folder: Path) -> pd.DataFrame:
 def consolidate(folder: Path) -> Path:
     """Returns the path of the rebuilt table of all evaluated steps, for other programs."""
     path = folder / TABLE_FILE
-    write_atomically({path: read_table(folder)[COLUMNS].to_csv(index=False, na_rep="nan").encode()}, MAKE_ROOM)
+    write_atomically({path: as_csv(read_table(folder)[COLUMNS], missing="nan")}, MAKE_ROOM)
     return path
 
 
@@ -119,6 +140,5 @@ def estimates_in(table: pd.DataFrame) -> list[Estimate]:
 
 def largest_pass_at(metrics: Iterable[str]) -> str:
     """Returns the metric pass_at_k of the largest k; "" where there is none."""
-    return max(
-        (m for m in metrics if m.startswith("pass_at_")), key=lambda m: int(m.removeprefix("pass_at_")), default=""
-    )
+    by_k = {int(k): f"pass_at_{k}" for m in metrics if (k := m.removeprefix("pass_at_")) != m and k.isdecimal()}
+    return by_k[max(by_k)] if by_k else ""

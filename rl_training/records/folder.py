@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_training.errors import UserError
+
 CONFIG_FILE = "config.yaml"  # every setting, and where the run comes from
 LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and what dashboards keep on the disk
 REPORT_FOLDER = "report"
@@ -25,7 +27,13 @@ def checkpoints_of(run: Path) -> list[Path]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    return sorted((path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()), key=step_of)
+    return sorted((path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdecimal()), key=step_of)
+
+
+def refuse_a_file(path: Path) -> None:
+    """Raises UserError where a file lies in the place of a folder that is to be made."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file, and a folder of this name is to be made: move it away")
 
 
 def step_of(checkpoint: Path) -> int:

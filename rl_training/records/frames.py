@@ -6,7 +6,8 @@ Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rl_training.records import jsonl
 from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER, OFFLINE
 from rl_training.records.jsonl import METRICS_FILE, logs_of
+from rl_training.records.printable import in_whole_characters
 from rl_training.records.unpack import whole_content
 
 PROBE_COLUMNS = [
@@ -32,6 +34,8 @@ ABOUT = ["analysis", "checkpoint", "step", "kind"]
 VARIED = ["evaluation_size", "eta", "update_prompts", "update_filtered", "update_seed"]
 NUMBERS = ["deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "paired_error_odd", "covariance"]
 ALONE = ["ESS", "H_orig", "avg_reward", "learning_rate"]
+SIZES, PRECONDITIONED = ("B_E", "B_U", "G"), ("name", "delta_h1", "delta_h1_same_gain")
+NO_NUMBERS = ("name", "update_filtered")  # of the columns of its tables
 LINEAR = ["deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se"]  # in the size of the step
 ANALYSIS_COLUMNS = [
     *ABOUT, *VARIED, *(f"{name}{unit}{se}" for name in NUMBERS for unit in ("", "_sequence") for se in ("", "_se")),
@@ -89,7 +93,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     ]
     tables = [pd.DataFrame(in_training, columns=EVALUATION_COLUMNS[:4])]
     for folder in sorted(logs.parent.glob(f"{EVALUATIONS}/*")):
-        tables.append(read_table(folder).assign(evaluation=folder.name))
+        tables.append(read_table(folder).assign(evaluation=in_whole_characters(folder.name)))
     some = [table for table in tables if len(table)] or tables[:1]  # without rows, columns have no type
     return pd.concat(some, ignore_index=True).reindex(columns=EVALUATION_COLUMNS)
 
@@ -126,7 +130,7 @@ def analysis_results(folder: str | Path) -> pd.DataFrame:
     """
     folder = Path(folder)
     below = folder / OFFLINE if (folder / OFFLINE).is_dir() else folder
-    rows = [row for path in sorted(below.rglob(RESULT_FILE)) for row in _rows_of_analysis(path)]
+    rows = [row for path in sorted(below.rglob(RESULT_FILE)) for row in _rows_in(read_analysis(path), path)]
     table = pd.DataFrame(rows, columns=ANALYSIS_COLUMNS)
     return table.astype({name: float for name in ANALYSIS_COLUMNS if name not in ABOUT and name != "update_filtered"})
 
@@ -134,20 +138,31 @@ def analysis_results(folder: str | Path) -> pd.DataFrame:
 def read_analysis(path: str | Path) -> dict[str, Any]:
     """Returns what a result.json holds; nan where a number is not available, with the reason in `reasons`."""
     try:
-        content: dict[str, Any] = jsonl.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        content["results"], content["step"], content["settings"]["offline"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is no result of a checkpoint analysis ({error}): delete it") from error
+        content: dict[str, Any] = jsonl.from_json(jsonl.parse_json(Path(path).read_text(encoding="utf-8")))
+        results = {key: float(value) for key, value in content["results"].items()}
+        content["results"] = {key: value if math.isfinite(value) else math.nan for key, value in results.items()}
+        jsonl.checked_count(content["step"])
+        jsonl.checked_text(content["checkpoint"])
+        for row in (row for rows in content["tables"].values() for row in rows):
+            row |= {key: float(value) for key, value in row.items() if key not in NO_NUMBERS}
+        # Nothing is missing in it that is shown.
+        list(_rows_in(content, Path(path)))
+        [content["results"][name] for name in SIZES]
+        [row[name] for row in content["tables"].get("conditioning", []) for name in PRECONDITIONED]
+    except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is no result of a checkpoint analysis ({said}): delete it") from error
     return content
 
 
-def _rows_of_analysis(path: Path) -> Iterator[dict[str, Any]]:
-    content = read_analysis(path)
+def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a result.json that lies there: the analysis itself, and what was varied."""
     results, own, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
-        "analysis": path.parents[1].name, "checkpoint": content["checkpoint"], "step": content["step"], "kind": "whole",
-        "evaluation_size": results["B_E"], "eta": 1.0, "update_prompts": results["B_U"],
-        "update_filtered": own["update"]["filtered"], "update_seed": own["update"]["seed"],
+        "analysis": in_whole_characters(path.parents[1].name), "checkpoint": content["checkpoint"],
+        "step": content["step"], "kind": "whole", "evaluation_size": results["B_E"], "eta": 1.0,
+        "update_prompts": results["B_U"], "update_filtered": bool(own["update"]["filtered"]),
+        "update_seed": float(own["update"]["seed"]),
         **{name: results.get(name) for name in ANALYSIS_COLUMNS if name in results},
     }  # fmt: skip
     yield whole

@@ -17,7 +17,8 @@ import gzip
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -28,6 +29,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.masking import without_secrets
+from rl_training.records.printable import in_whole_characters
 from rl_training.records.unpack import whole_lines
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,10 @@ SETTINGS_FILE = "settings.json"  # of a training that has no config.yaml
 PROBES_FILE = "probes.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
-# Of a line of probes.jsonl: its facts by name, and what they must be; others are an estimate's `detail`.
-NEEDED = {"step": int, "about_step": int, "name": str, "value": object, "stderr": object, "num_samples": int,
-          "reason": object}  # fmt: skip
 MOST_DIGITS = 300  # of a whole number: with more it is no float
+MOST = 2**53  # of a step or another count
+HALF_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes half a character, and both halves of one
+MOST_LEVELS = 50  # of what is nested: no run writes as many
 MAKE_ROOM = "make room, then go on with resume=latest"
 
 
@@ -121,17 +123,68 @@ def _packed(path: Path, text: str) -> bytes:
 
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each whole line of a file with what it says. ValueError with the number of one that cannot be read."""
-    needed = NEEDED if path.name == PROBES_FILE else {"step": int}
+    needed = NEEDED.get(path.name, {"step": checked_count})
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             text = line.decode()
-            row = json.loads(text, parse_int=_whole_number)
+            row = from_json(parse_json(text))
         except ValueError as error:
             raise UserError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
-        for name, kind in needed.items():
-            if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
+        for name, check in needed.items():
+            if not isinstance(row, dict) or name not in row:
                 raise UserError(f"{path}, line {number} has no `{name}`: mend or delete that line")
+            try:
+                row[name] = check(row[name])
+            except ValueError as error:
+                raise UserError(f"{path}, line {number}: `{name}` is {error}: mend or delete that line") from error
         yield text + "\n", row
+
+
+def parse_json(text: str) -> Any:
+    """Returns what a text of JSON says. ValueError where it is none, or is nested without end."""
+    try:
+        value = json.loads(text, parse_int=_whole_number)
+    except RecursionError:
+        raise UserError("nested too deeply") from None
+    return in_whole_characters(value) if HALF_ESCAPED.search(text) else value
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def checked_count(value: Any) -> int:
+    """Returns a whole number that counts something. ValueError for what is none, or is larger than any count."""
+    if type(value) is not int or abs(value) > MOST:
+        raise UserError(f"{str(value)[:40]!r}, which is no count")
+    return value
+
+
+def checked_text(value: Any) -> str:
+    """Returns a text, "" for null. ValueError for anything else."""
+    if not isinstance(value, str | None) and value == value:
+        raise UserError(f"{str(value)[:40]!r}, which is no text")
+    return value if isinstance(value, str) else ""
+
+
+def checked_number(value: Any) -> float:
+    """Returns a number, nan for null. ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{str(value)[:40]!r}, which is no number")
+    return float(value)
+
+
+# Facts of a line by name, and what checks them; other facts of probes.jsonl are an estimate's `detail`.
+NEEDED: dict[str, dict[str, Callable[[Any], Any]]] = {
+    PROBES_FILE: {
+        "step": checked_count, "about_step": checked_count, "name": checked_text, "value": _as_it_is,
+        "stderr": _as_it_is, "num_samples": checked_count, "reason": checked_text,
+    },
+    ROLLOUTS_FILE: {
+        "step": checked_count, "prompt": _as_it_is, "response": _as_it_is, "prompt_index": checked_count,
+        "length": checked_count, **dict.fromkeys(("reward", "advantage", "logp"), checked_number),
+    },
+}  # fmt: skip
 
 
 def _whole_number(digits: str) -> int | float:
@@ -167,7 +220,7 @@ def read_settings(run: str | Path) -> dict[str, Any]:
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl as dictionaries, null as nan. Raises FileNotFoundError naming the file."""
-    return [from_json(row) for _, row in _parsed(Path(folder) / METRICS_FILE)]
+    return [row for _, row in _parsed(Path(folder) / METRICS_FILE)]
 
 
 def read_estimates(folder: str | Path) -> list[dict[str, Any]]:
@@ -187,7 +240,7 @@ def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
 
 def _iterate(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
-        yield from (from_json(row) for _, row in _parsed(path))
+        yield from (row for _, row in _parsed(path))
 
 
 def to_json(value: Any, infinite_as_text: bool = False) -> Any:
@@ -204,11 +257,15 @@ def to_json(value: Any, infinite_as_text: bool = False) -> Any:
     return [to_json(inner, infinite_as_text) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def from_json(value: Any) -> Any:
-    """Returns the value with nan for null, settings excepted."""
+def from_json(value: Any, levels: int = MOST_LEVELS) -> Any:
+    """Returns the value with nan for null, settings excepted. ValueError where more levels are nested."""
     if value is None:
         return math.nan
+    if not levels:
+        raise UserError("nested too deeply")
     if isinstance(value, Mapping):
         as_it_is = (float, int, str)  # most are: of a run, a hundred thousand
-        return {k: v if isinstance(v, as_it_is) or k == "settings" else from_json(v) for k, v in value.items()}
-    return [from_json(inner) for inner in value] if isinstance(value, list) else value
+        return {
+            k: v if isinstance(v, as_it_is) or k == "settings" else from_json(v, levels - 1) for k, v in value.items()
+        }
+    return [from_json(inner, levels - 1) for inner in value] if isinstance(value, list) else value

@@ -39,7 +39,7 @@ def locked(folder: Path, fix: str) -> Iterator[None]:
 
     fix  what to do where the folder cannot be written to
 
-    Raises ValueError that names the process that is in it, and OSError where the folder cannot be written to.
+    Raises UserError that names the process that is in it, or the folder that cannot be written to.
     """
     path = folder / LOCK
     try:

@@ -30,7 +30,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
     Raises:
         UserError: for a line of more than MOST_LINE_BYTES, and for a gzip member that is damaged and not the last one.
     """
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         rest, number = b"", 1
         for part in _members(path, file) if path.suffix == ".gz" else iter(lambda: file.read(1 << 20), b""):
             *lines, rest = (rest + part).split(b"\n")
@@ -38,6 +38,13 @@ def whole_lines(path: Path) -> Iterator[bytes]:
             number += len(lines)
             if len(rest) > MOST_LINE_BYTES:
                 raise UserError(f"{path}, line {number} has over {MOST_LINE_BYTES >> 20} MiB: mend or delete that line")
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except (IsADirectoryError, PermissionError) as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): mend it, or move it away") from error
 
 
 def whole_content(path: Path) -> bytes:

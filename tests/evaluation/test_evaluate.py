@@ -477,6 +477,12 @@ def test_a_reward_beyond_what_its_task_says_is_an_error() -> None:
         judge(task, [task.eval_dataset[0]], ["6"], [torch.tensor([5])])
 
 
+def test_too_few_rewards_are_counted() -> None:
+    task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [1.0])
+    with pytest.raises(UserError, match="reward function returned 1 rewards for 2 responses"):
+        judge(task, [task.eval_dataset[0]] * 2, ["6", "7"], [torch.tensor([5])] * 2)
+
+
 def test_what_was_not_asked_for_is_nan_with_its_reason() -> None:
     sampled = [r for r in given() if r.number != GREEDY]
     metrics = response_metrics(sampled, max_k=1, right_reward=1.0, answers=False)

@@ -22,6 +22,7 @@ from wandb.proto import wandb_internal_pb2
 
 from rl_training.errors import UserError
 from rl_training.job.loggers import TensorBoardLogger, WandbLogger
+from rl_training.job.run_folder import find_run_folder, release_run_folder
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.workspace import CORE, sections
@@ -170,6 +171,20 @@ def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
     events.Reload()
     assert sorted(events.Tags()["scalars"]) == sorted(CORE)
+
+
+@pytest.mark.parametrize("kind", [WandbLogger, TensorBoardLogger])
+def test_a_file_in_the_place_of_a_dashboards_folder_is_named(tmp_path: Path, kind: Any) -> None:
+    """As soon as a run is built, and where an analysis or an evaluation adds to the dashboard of a run."""
+    name = kind.__name__.removesuffix("Logger").lower()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / name).touch()
+    refused = rf"logs/{name} is a file, and a folder of this name is to be made: move it away"
+    with pytest.raises(UserError, match=refused):
+        kind(tmp_path, {}).start(0)
+    with pytest.raises(UserError, match=refused):
+        find_run_folder(composed("train", f"run_dir={tmp_path}"))
+    release_run_folder(tmp_path)
 
 
 def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> None:

@@ -217,7 +217,13 @@ class DrGRPOTrainer(GRPOTrainer):
 
         TRL would continue: with an advantage of 0 for a nan reward, with a group of nan for an infinite one.
         """
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        except ValueError as error:
+            # TRL's own, on a function that returns too few or too many; an error of the function has a note.
+            if "rewards, but" not in str(error) or getattr(error, "__notes__", None):
+                raise
+            raise UserError(f"step {self.state.global_step + 1}: {error}") from error
         bad = rewards.isinf().any(dim=1) | rewards.isnan().all(dim=1)
         if bad.any():
             row = int(bad.nonzero()[0])

@@ -15,6 +15,7 @@ from pathlib import Path
 from rl_training.errors import UserError
 from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.printable import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from rl_training.records.compare.page import write_comparison  # imports torch, half of a report's time
 
         page, findings = write_comparison(chosen.runs, chosen.out or COMPARISON_FILE, chosen.pictures)
-        print(*findings, f"Comparison: {page}", sep="\n")
+        print(*map(printable, findings), printable(f"Comparison: {page}"), sep="\n")
 
 
 def _watch(run: Path, seconds: float) -> None:
@@ -71,7 +72,7 @@ def _watch(run: Path, seconds: float) -> None:
             size = log.stat().st_size if log.is_file() else 0
             if size != drawn:
                 page = write_report(run, reload=math.ceil(seconds))
-                print(f"Report: {page}" if drawn < 0 else ".", end="\n" if drawn < 0 else "", flush=True)
+                print(printable(f"Report: {page}") if drawn < 0 else ".", end="\n" if drawn < 0 else "", flush=True)
             drawn = size
             time.sleep(seconds)
     except KeyboardInterrupt:

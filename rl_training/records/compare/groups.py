@@ -15,7 +15,8 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.records.folder import LOGS_FOLDER, NOT_OF_TRAINING
+from rl_training.errors import UserError
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE, read_settings
 from rl_training.records.report.series import Run, read_run, settings_in
@@ -105,7 +106,7 @@ def _read_member(path: Path, name: str) -> Member:
     if run.config is None and not flat:
         return Member(run, name, None, ABSENT)
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
-    branch = _branch(flat)
+    branch = _branch(flat, path)
     counts |= {} if branch is None else {"branch at step": str(branch[1])}
     seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
     return Member(run, name, counts, seed, steps, branch)
@@ -120,12 +121,15 @@ def _settings(folder: Path) -> dict[str, str]:
     return {str(name): str(value) for name, value in rows[0].items()} if rows else {}
 
 
-def _branch(settings: Mapping[str, str]) -> tuple[Path, int] | None:
-    """Returns the run and the step that `branch`, a checkpoint folder, names."""
-    if settings.get("branch", "None") == "None":
+def _branch(settings: Mapping[str, str], folder: Path) -> tuple[Path, int] | None:
+    """Returns the run and the step that `branch`, a checkpoint folder, names; of the run in `folder`."""
+    named = settings.get("branch", "None")
+    if named == "None":
         return None
-    checkpoint = Path(settings["branch"])
-    return checkpoint.parents[1], int(checkpoint.name.rpartition("-")[2])
+    checkpoint, step = Path(named), named.rpartition("-")[2]
+    if len(checkpoint.parents) < 2 or not step.isdecimal():
+        raise UserError(f"{folder / CONFIG_FILE}: branch={named} is no folder of a checkpoint: mend or remove it")
+    return checkpoint.parents[1], int(step)
 
 
 def _counts(name: str, settings: Mapping[str, str]) -> bool:
@@ -157,10 +161,10 @@ def common_steps(one: Member, other: Member) -> int:
 def _ancestors(member: Member) -> dict[Path, int]:
     """Returns the runs that it goes on from, the nearest first, each with the step where it has left it."""
     steps, branch = {}, member.branch
-    while branch is not None:
+    while branch is not None and branch[0] not in steps:  # a run that comes from itself was not written by us
         folder, step = branch
         steps[folder] = step
-        branch = _branch(_settings(folder))
+        branch = _branch(_settings(folder), folder)
     return steps
 
 

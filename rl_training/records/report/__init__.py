@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_training.records.folder import REPORT_FOLDER
+from rl_training.records.printable import printable
 from rl_training.records.report import findings
 from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.checkpoint_analyses import analyses_of
@@ -59,10 +60,11 @@ def print_summary(run_dir: str | Path | Run) -> None:
     if not _is_first_process():
         return
     run = _read(run_dir)
-    table = Table(title=Text(run.name, style="bold"), title_justify="left", show_header=False, box=None)
+    table = Table(title=Text(printable(run.name), style="bold"), title_justify="left", show_header=False, box=None)
     for row in summarize(run):  # as Text: what a record says is never read as markup
-        value = Text(row.value, style="bold")
-        table.add_row(Text(row.label), value.append(f"  {row.note}", style="not bold dim") if row.note else value)
+        label, said, note = map(printable, row)
+        value = Text(said, style="bold")
+        table.add_row(Text(label), value.append(f"  {note}", style="not bold dim") if note else value)
     page = run.folder / REPORT_FOLDER / PAGE_FILE
     console = Console(highlight=False)
     console.print(table)
@@ -73,7 +75,7 @@ def print_summary(run_dir: str | Path | Run) -> None:
             numbers.add_row(*cells)
         console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
-    console.print(Text(f" {where}"), soft_wrap=True)  # a path broken into lines cannot be copied
+    console.print(Text(printable(f" {where}")), soft_wrap=True)  # a path broken into lines cannot be copied
 
 
 def _is_first_process() -> bool:

@@ -27,7 +27,7 @@ def branch_commands(run: Run) -> list[str]:
     if not checkpoints or not names:
         return []
     already = run.settings.get("intervention") or []
-    already = [already] if isinstance(already, str) else list(already)
+    already = [str(name) for name in already] if isinstance(already, list) else [str(already)]
     branches = {Path(f"{run.folder}_plain"): ""}
     for name in names:
         folder = Path(f"{run.folder}_{re.sub(r'[^A-Za-z0-9_.]+', '_', name)}")
@@ -42,7 +42,8 @@ def branch_commands(run: Run) -> list[str]:
 
 def preferred(run: Run) -> list[str]:
     """Returns what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
-    which = [str(name) for name in run.probe("interventions").get("which") or []]
+    named = run.probe("interventions").get("which")
+    which = [str(name) for name in named] if isinstance(named, list) else []
     chosen = []
     for effect in effects_of(run) if is_falling(run) else ():
         # With its file or module.

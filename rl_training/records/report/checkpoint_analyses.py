@@ -18,6 +18,7 @@ from rl_training.records.report.findings import MIN_POINTS, scaled
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import MILLI, MISSING, Z_95, normal_milli
+from rl_training.records.spreadsheet import as_csv
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
 STYLES = {  # of a result: its name, colour and marker
@@ -36,7 +37,7 @@ MOST_ROWS = 40  # of a split; a deep model's layers are in the table of results
 
 def write_analyses_page(folder: Path, section: Section) -> Path:
     """Returns the page that it wrote of the analyses in RUN/offline/NAME; a CSV table lies beside it."""
-    table = analysis_results(folder).to_csv(index=False).encode()
+    table = as_csv(analysis_results(folder))
     return write_page(folder / PAGE_FILE, "analyses.html", {TABLE_FILE: table}, section=section)
 
 
@@ -98,8 +99,11 @@ def verdict(step: int, results: Mapping[str, float]) -> str:
     size = max(abs(predicted), known["deltaH1_se"])  # the first where the second is nan
     if not (abs(apart) > Z_95 * known["paired_error_se"] and abs(apart) >= HALF * size):
         return ""
+    times = abs(apart) / (HALF * size) if size > 0 else math.inf
+    if math.isinf(times):  # nothing is predicted, and no step is small enough
+        return ""
     does = "add to" if apart * predicted <= 0 else "outweigh" if abs(apart) > 1.5 * abs(predicted) else "cancel"
-    halvings = math.floor(math.log2(abs(apart) / (HALF * size))) + 1
+    halvings = math.floor(math.log2(times)) + 1
     said, measured, off = (f"{MILLI * known[key]:+.3f} ± {MILLI * Z_95 * known[f'{key}_se']:.3f}" for key in KEYS)
     return (
         f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "

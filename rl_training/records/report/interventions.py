@@ -176,8 +176,9 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
 
     None where more would be needed than the mean remembers.
     """
-    settings = run.probe("interventions")
-    decay = settings.get("decay", 0.9) ** settings.get("every", 1)  # from a measured step to the next
+    settings = {"decay": 0.9, "every": 1} | run.probe("interventions")
+    known = all(isinstance(settings[key], int | float) for key in ("decay", "every")) and 0 <= settings["decay"] < 1
+    decay = settings["decay"] ** settings["every"] if known else 1.0  # from a measured step to the next
     most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # effective number of steps in the mean, at most
     times = (effect.delta_h.half_width() / effect.delta_h.value) ** 2 if effect.delta_h.value else math.inf
     needed = max(effect.steps, 1) * times

@@ -24,6 +24,7 @@ from markupsafe import Markup
 
 from rl_training.errors import UserError
 from rl_training.records.atomic_write import write_atomically
+from rl_training.records.printable import all_printable, printable
 from rl_training.records.report.charts import Chart, template
 from rl_training.records.report.environment import ENVIRONMENT
 from rl_training.version import VERSION
@@ -66,7 +67,7 @@ def render(name: str, script: str = "", **values: Any) -> str:
         "contents": CONTENTS, "scripts": SCRIPTS, "hashes": map(_csp_hash, scripts), "version": VERSION,
         "config": None if script else template("style.yaml"), "reload": 0,
     }  # fmt: skip
-    page = _with_contents(PAGES.get_template(name).render({**shared, **values}))
+    page = _with_contents(printable(PAGES.get_template(name).render({**shared, **values})))
     return page.replace(SCRIPTS, "\n".join(f"<script>{text}</script>" for text in scripts))
 
 
@@ -76,7 +77,7 @@ def _csp_hash(text: str) -> str:
 
 def _as_json(value: Any) -> Markup:
     """Returns JSON that may stand in a script: a name in it may contain "</script>"."""
-    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+    return Markup(json.dumps(all_printable(value), separators=(",", ":")).replace("<", "\\u003c"))
 
 
 PAGES.filters["as_json"], PAGES.globals["marks"] = _as_json, STROKES
@@ -105,8 +106,9 @@ def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
     drawn = [chart for chart in charts if chart.series and kind]
     if not drawn:
         return {}
-    lines = _run(PICTURES, json.dumps([kind, [chart.standalone() for chart in drawn]])).splitlines()
-    names = (f"{chart.name}.{kind}".replace("/", "_") for chart in drawn)  # some are metrics
+    specs = all_printable([chart.standalone() for chart in drawn])
+    lines = _run(PICTURES, json.dumps([kind, specs])).splitlines()
+    names = (printable(f"{chart.name}.{kind}").replace("/", "_") for chart in drawn)  # some are metrics
     return {name: base64.b64decode(line) for name, line in zip(names, lines, strict=True)}
 
 

@@ -50,7 +50,13 @@ class Run:
         return settings_in(self.folder)
 
     def probe(self, name: str) -> dict[str, Any]:
-        return (self.settings.get("probes") or {}).get(name) or {}
+        """Returns the settings of a probe."""
+        return _mapping(_mapping(self.settings.get("probes")).get(name))
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Where the run comes from, as its config.yaml says."""
+        return _mapping(self.settings.get("provenance"))
 
     @cached_property
     def places(self) -> Mapping[Any, Any]:
@@ -85,7 +91,7 @@ class Run:
     def measured_steps(self, name: str) -> int:
         """Returns how many measured steps are behind the last of this metric's running means."""
         known = self.known(name)["measured_steps"]
-        return 0 if known.empty else int(known.iloc[-1])
+        return 0 if known.empty or not math.isfinite(known.iloc[-1]) else int(known.iloc[-1])
 
     def with_interval(self, name: str) -> pd.DataFrame:
         """Returns this metric's rows with the intervals that are recorded beside them, NAME_low and NAME_high."""
@@ -136,7 +142,7 @@ def read_run(folder: Path) -> Run:
     table = pd.concat(sources, ignore_index=True).reindex(columns=COLUMNS)
     table = table.drop_duplicates(["source", "name", "step"], keep="last").astype({"step": int})
     table[NUMBERS] = table[NUMBERS].apply(pd.to_numeric, errors="coerce").astype(float)
-    table["num_samples"] = table["num_samples"].fillna(0)
+    table["num_samples"] = table["num_samples"].where(np.isfinite(table["num_samples"]), 0)
     table["reason"] = table["reason"].fillna("")
     table.loc[table["value"].isna() & (table["reason"] == ""), "reason"] = "no reason was recorded"
     half = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
@@ -170,10 +176,14 @@ def _settings_with_secrets(folder: Path) -> dict[str, Any]:
         return {}
     try:
         settings = yaml.safe_load(plain_yaml(config))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no YAML, or a day that there is not
         where = " ".join(str(error).split())
         raise UserError(f"{config} cannot be read ({where}): mend or delete it") from error
     return settings if isinstance(settings, dict) else {}
+
+
+def _mapping(node: Any) -> dict[str, Any]:
+    return node if isinstance(node, dict) else {}
 
 
 def finite(rows: pd.DataFrame) -> pd.DataFrame:

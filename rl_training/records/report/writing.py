@@ -84,7 +84,7 @@ def short(value: Any) -> str:
 
 def _decimals(half: float) -> int:
     """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
-    return max(0, 1 - math.floor(math.log10(half)))
+    return max(0, 1 - math.floor(math.log10(half))) if math.isfinite(half) else 0
 
 
 def two_digits(number: float) -> str:

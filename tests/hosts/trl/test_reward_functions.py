@@ -14,6 +14,7 @@ import torch
 from trl import GRPOTrainer
 
 from rl_training import attach
+from rl_training.errors import UserError
 from rl_training.hosts.trl.batches import total_rewards
 from rl_training.hosts.trl.reward_functions import named_rewards
 
@@ -136,9 +137,10 @@ def test_arguments_come_as_they_are_given() -> None:
 
 
 @pytest.mark.parametrize("function", [one, one_later])
-def test_too_few_rewards_are_refused_by_name(make_trainer: Any, function: Any) -> None:
+def test_too_few_rewards_are_refused_by_name_in_one_line(make_trainer: Any, function: Any) -> None:
+    """At any step, as the user's mistake and not with a traceback through TRL."""
     trainer = make_trainer(reward=function)
-    with pytest.raises(ValueError, match=f"'{function.__name__}' returned 1 rewards, but 2 were expected"):
+    with pytest.raises(UserError, match=f"^step 1: .*'{function.__name__}' returned 1 rewards, but 2 were expected"):
         trainer._calculate_rewards([{"prompt": "1"}] * 2, ["1"] * 2, ["2"] * 2, [[3]] * 2)
 
 

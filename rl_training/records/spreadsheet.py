@@ -1,0 +1,33 @@
+"""Tables as CSV for other programs: a spreadsheet runs no cell of them as a formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from rl_training.records.printable import printable
+
+# A text that begins so is a formula to Excel, LibreOffice or Google Sheets, in some locales in full width. An
+# apostrophe before it makes it a text; numbers are not touched. See OWASP, "CSV Injection".
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+
+
+def as_csv(table: pd.DataFrame, missing: str = "") -> bytes:
+    """Return a table without its index as CSV in UTF-8, with texts that are texts in every spreadsheet.
+
+    missing  what stands for nan
+    """
+    safe = table.map(_as_text).rename(columns=_as_text)
+    return safe.to_csv(index=False, na_rep=missing).encode()
+
+
+def _as_text(cell: Any) -> Any:
+    """Return a cell as it is, but a text printable, and with an apostrophe where it looks like a formula.
+
+    >>> _as_text("=1+1"), _as_text("-5"), _as_text(-5), _as_text("a=b")
+    ("'=1+1", "'-5", -5, 'a=b')
+    """
+    if not isinstance(cell, str):
+        return cell
+    return f"'{printable(cell)}" if cell.startswith(FORMULA) else printable(cell)
