@@ -123,16 +123,18 @@ def _packed(path: Path, text: str) -> bytes:
 
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each whole line of a file with what it says. ValueError with the number of one that cannot be read."""
-    needed = NEEDED.get(path.name, {"step": checked_count})
+    checks = CHECKS.get(path.name, {"step": checked_count})
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             text = line.decode()
             row = from_json(parse_json(text))
         except ValueError as error:
             raise UserError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
-        for name, check in needed.items():
-            if not isinstance(row, dict) or name not in row:
+        for name, check in checks.items():
+            if not isinstance(row, dict) or (name not in row and name not in OPTIONAL):
                 raise UserError(f"{path}, line {number} has no `{name}`: mend or delete that line")
+            if name not in row:
+                continue
             try:
                 row[name] = check(row[name])
             except ValueError as error:
@@ -175,16 +177,17 @@ def checked_number(value: Any) -> float:
 
 
 # Facts of a line by name, and what checks them; other facts of probes.jsonl are an estimate's `detail`.
-NEEDED: dict[str, dict[str, Callable[[Any], Any]]] = {
+CHECKS: dict[str, dict[str, Callable[[Any], Any]]] = {
     PROBES_FILE: {
         "step": checked_count, "about_step": checked_count, "name": checked_text, "value": _as_it_is,
         "stderr": _as_it_is, "num_samples": checked_count, "reason": checked_text,
     },
     ROLLOUTS_FILE: {
-        "step": checked_count, "prompt": _as_it_is, "response": _as_it_is, "prompt_index": checked_count,
-        "length": checked_count, **dict.fromkeys(("reward", "advantage", "logp"), checked_number),
+        "step": checked_count, **dict.fromkeys(("prompt_index", "length"), checked_count),
+        **dict.fromkeys(("reward", "advantage", "logp"), checked_number),
     },
 }  # fmt: skip
+OPTIONAL = [name for name in CHECKS[ROLLOUTS_FILE] if name != "step"]
 
 
 def _whole_number(digits: str) -> int | float:

@@ -26,6 +26,8 @@ MIN_POINTS = 3  # of a correlation, or of a line whose slope is to mean somethin
 TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
 KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
 SAMPLED_STEPS = 5  # of which sequences are shown, from the first recorded one to the last
+# Of a sequence that somebody else has recorded.
+NOT_RECORDED = {"prompt": "", "response": "", "length": "", **dict.fromkeys(("reward", "advantage", "logp"), math.nan)}
 OF_A_STEP = 3  # sequences shown, of different prompts
 
 
@@ -147,7 +149,7 @@ def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
     for row in iterate_rollouts(run.folder / LOGS_FOLDER):
         rows = found.setdefault(int(row["step"]), {})
         if len(rows) < OF_A_STEP:
-            rows.setdefault(int(row["prompt_index"]), row)
+            rows.setdefault(row.get("prompt_index", 0), {**NOT_RECORDED, **row})
     places = np.linspace(0, len(found) - 1, min(len(found), SAMPLED_STEPS)).round().astype(int)
     return [row for place in places for row in found[sorted(found)[place]].values()]
 
