@@ -215,10 +215,10 @@ def read_settings(run: str | Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"), parse_int=_whole_number)
-    except (ValueError, RecursionError) as error:
+        settings = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"{path} cannot be read ({error}): mend or delete it") from error
-    return settings if isinstance(settings, dict) else {}
+    return without_secrets(settings) if isinstance(settings, dict) else {}
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:

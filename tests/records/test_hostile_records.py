@@ -28,6 +28,7 @@ from rl_training.records.compare import command
 from rl_training.records.evaluated import consolidate, read_step, write_step
 from rl_training.records.frames import NUMBERS, read_analysis
 from rl_training.records.jsonl import (
+    SETTINGS_FILE,
     Records,
     iterate_rollouts,
     read_estimates,
@@ -230,6 +231,16 @@ def test_settings_of_any_kind_are_refused_by_their_file_or_shown(tmp_path: Path,
     """The last one is of a run that has branched off itself."""
     run, other = bare_run(tmp_path / "run"), bare_run(tmp_path / "other")
     (run / "config.yaml").write_text(config.replace("RUN", str(run)), encoding="utf-8")
+    assert_shown_or_refused(run, other)
+
+
+@pytest.mark.parametrize(
+    "settings", ["x", "[]", DEEP, '{"branch": 5}', r'{"a": "\ud800\u001b[2J"}', '{"a": {"b": [1]}}']
+)
+def test_settings_that_records_hold_instead_are_refused_by_their_file_or_shown(tmp_path: Path, settings: str) -> None:
+    run, other = bare_run(tmp_path / "run"), bare_run(tmp_path / "other")
+    (run / "config.yaml").unlink()
+    (run / "logs" / SETTINGS_FILE).write_text(settings, encoding="utf-8")
     assert_shown_or_refused(run, other)
 
 

@@ -174,8 +174,9 @@ def _settings_with_secrets(folder: Path) -> dict[str, Any]:
     config = folder / CONFIG_FILE
     if not config.is_file():
         return {}
+    text = plain_yaml(config)
     try:
-        settings = yaml.safe_load(plain_yaml(config))
+        settings = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # no YAML, or a day that there is not
         where = " ".join(str(error).split())
         raise UserError(f"{config} cannot be read ({where}): mend or delete it") from error
