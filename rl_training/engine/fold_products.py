@@ -85,8 +85,8 @@ class FoldProducts:
         by_cause.zero_()
         for piece in self.steps.pieces:
             xs = [piece.of(x) for x in self.sums]
-            for number, change in enumerate(self.steps.changes(piece)):
-                by_cause[number] += torch.stack([dots(change, x) for x in xs], dim=1)
+            products = [dots(change, x) for change in self.steps.changes(piece) for x in xs]
+            by_cause += torch.stack(products).view(len(own), len(xs), -1).transpose(1, 2)
         whole = by_cause.sum(dim=1) - own
         by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(own).view(-1, 1, 1)
         gradient = CAUSES.index("gradient")
