@@ -16,6 +16,7 @@ from trainers import FEW
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach, measured_loop
+from rl_training.engine import loss_terms
 from rl_training.engine.capabilities import OTHER_TERMS
 from rl_training.engine.changed_steps import changes_by_basis
 from rl_training.engine.loss_terms import EVERY, TermsCheck, has_other_terms
@@ -38,8 +39,9 @@ def loop_with(
     torch.manual_seed(0)
     model = load_tiny()[0].float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    probes = [SimpleEntropyProbe(per_sequence=True, num_folds=options.pop("num_folds", None)),
-              GradientNoiseScaleProbe(split_prompts=2)]  # fmt: skip
+    num_folds = options.pop("num_folds", None)
+    both = [SimpleEntropyProbe(per_sequence=True, num_folds=num_folds), GradientNoiseScaleProbe(split_prompts=2)]
+    probes = options.pop("probes", both)
     measured = measured_loop(
         model, optimizer, probes, responses_per_prompt=G, microbatch_size=MICROBATCH,
         microbatches=PROMPTS * G // MICROBATCH, **options,
@@ -88,6 +90,39 @@ def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:
     first, second = loop_with(at_first, steps=2, num_folds=PROMPTS)
     assert NUMBERS in first["gns/trace_step"].reason
     assert math.isfinite(second["gns/trace_step"].value)
+
+
+@pytest.mark.parametrize(("factor", "is_seen"), [(1.0, True), (0.01, False)])
+def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float, is_seen: bool) -> None:
+    """By norms alone too, where a probe keeps no gradient of a fold."""
+
+    def bias(model: Any) -> Tensor:
+        """A term whose gradient is of one size in one direction."""
+        return 0.02 * factor * model.model.norm.weight.sum() / PROMPTS
+
+    for probes in (SimpleEntropyProbe(per_sequence=True), GradientNoiseScaleProbe(split_prompts=2)):
+        (found,) = loop_with(bias, probes=[probes, Terms()])
+        name = "delta_reward/forward" if "delta_reward/forward" in found else "gns/trace_between"
+        assert (NUMBERS in found[name].reason) == is_seen, found[name]
+
+
+def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_left(monkeypatch: Any) -> None:
+    """A slice before the last of its microbatch is made of its own weights: it would agree with any loss."""
+    compared: list[int] = []
+    compare = loss_terms._compare
+
+    def kept(step: Any, group: Any, squares: Tensor) -> Any:
+        compared.append(group.folds.start)
+        return compare(step, group, squares)
+
+    monkeypatch.setattr(loss_terms, "_compare", kept)
+    monkeypatch.setattr(loss_terms, "EVERY", 1)
+    loop_with(nothing, steps=3)
+    assert len({*compared}) == 3
+    compared.clear()
+    loop_with(nothing, steps=3, num_folds=PROMPTS)  # two of each microbatch
+    assert len({*compared}) == 3
+    assert all(number % 2 == 1 for number in compared)
 
 
 def test_under_dropout_no_comparison_accuses_the_loss() -> None:

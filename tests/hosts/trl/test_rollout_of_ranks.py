@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks_in_threads import on_two_ranks
 
+from rl_training.engine.batch import Rollout
+from rl_training.engine.ranks import Ranks
 from rl_training.hosts.trl import batches
+from rl_training.hosts.trl import rollouts as module
 from rl_training.hosts.trl.rollouts import Rollouts
+from rl_training.mathematics.scores import Scores
 
 NONE: Any = None
+
+
+@pytest.fixture(autouse=True)
+def sampled_as_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "why_sampling_mismatch", lambda trainer: "")
 
 
 def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int = 4) -> Rollouts:
@@ -55,3 +67,151 @@ def test_a_prompt_whose_responses_lie_on_two_processes_is_one(rank: int, expecte
     output = batch(6)
     rollouts.begin(output, is_measured=False)
     assert (rollouts.read(output).prompt_index - rollouts.number * 6).tolist() == expected
+
+
+# --- what the rows of a batch bear out --------------------------------------------------------------------------------
+
+
+def output_of(rows: list[tuple[int, int]], **more: Any) -> dict[str, Any]:
+    """Returns TRL's output of rows with a prompt of one token and a response of one."""
+    prompts, completions = (torch.tensor(column).unsqueeze(1) for column in zip(*rows, strict=True))
+    ones = torch.ones_like(prompts)
+    batch = {"prompt_ids": prompts, "prompt_mask": ones, "completion_ids": completions, "completion_mask": ones}
+    return batch | {"advantages": torch.zeros(len(rows))} | more
+
+
+def begun(rollouts: Rollouts, rows: list[tuple[int, int]], of_batch: list[tuple[int, int]], **more: Any) -> Any:
+    """Begins with this batch of a rollout in which these rows were generated; returns how it is read."""
+    rollouts._generated.add([[prompt] for prompt, _ in rows], [[response] for _, response in rows], None)
+    rollouts._generated.reward([float(number) for number in range(len(rows))])
+    output = output_of(of_batch, **more)
+    rollouts.begin(output, is_measured=True)
+    return rollouts.read(output)
+
+
+ROWS = [(1, 11), (1, 12), (2, 13), (2, 14), (3, 15), (3, 16)]  # three prompts with two responses each
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "prompts", "rewards", "why"),
+    [
+        (ROWS, 2, [0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4, 5], ""),
+        (ROWS[::-1], 2, [0, 0, 1, 1, 2, 2], [5, 4, 3, 2, 1, 0], ""),
+        ([ROWS[i] for i in (0, 2, 4, 1, 3, 5)], 2, [0, 1, 2, 0, 1, 2], [0, 2, 4, 1, 3, 5], ""),
+        (ROWS[:4], 2, [0, 0, 1, 1], [0, 1, 2, 3], ""),
+        ([ROWS[i] for i in (0, 2, 5)], 1, [0, 1, 2], [0, 2, 5], "the batch has 1 of the 2 responses"),
+        (ROWS[:5], 2, [0, 0, 1, 1, 2], [0, 1, 2, 3, 4], "which responses answer one prompt is not known"),
+        ([*ROWS[:5], (3, 99)], 2, [0, 0, 1, 1, 2, 2], None, "1 of the 6 responses in this batch were not generated"),
+        ([*ROWS, *ROWS[:0], (4, 17), (4, 18)], 2, [0, 0, 1, 1, 2, 2, 3, 3], None, "2 of the 8 responses"),
+    ],
+)
+def test_prompts_rewards_and_origins_are_those_of_the_rows_that_arrive(
+    rows: list[tuple[int, int]], group: int, prompts: list[int], rewards: list[float] | None, why: str
+) -> None:
+    rollouts = rollouts_of(0, generations=2)
+    found = begun(rollouts, ROWS, rows)
+    assert (found.prompt_index - 6).tolist() == prompts
+    assert rollouts.responses_per_prompt == group
+    assert (None if found.rewards is None else found.rewards.tolist()) == rewards
+    assert found.origin.why_no_sample.startswith(why)
+    assert bool(found.origin.why_no_sample) == bool(why)
+
+
+def test_the_same_prompt_twice_in_a_rollout_is_two_as_long_as_rows_lie_where_they_were_put() -> None:
+    rollouts = rollouts_of(0, generations=2)
+    rows = [(1, 11), (1, 12), (1, 13), (1, 14), (1, 15), (1, 16)]
+    assert (begun(rollouts, rows, rows).prompt_index - 6).tolist() == [0, 0, 1, 1, 2, 2]
+    assert rollouts.responses_per_prompt == 2
+
+
+@pytest.mark.parametrize(("learned", "again"), [(True, ROWS[:1]), (False, ROWS[4:5])])
+def test_a_row_of_an_earlier_rollout_is_reused_where_a_step_has_learned_from_it(learned: bool, again: Any) -> None:
+    """And off-policy, with the log-probabilities that the batch has of it."""
+    rollouts = rollouts_of(0, generations=2)
+    begun(rollouts, ROWS, ROWS[:4])
+    logps = torch.zeros(6, 1)
+    more = {batches.OLD_LOGPS: logps}
+    found = begun(
+        rollouts, [(7, 1), (7, 2), (8, 3), (8, 4), (9, 5), (9, 6)], [*again, (7, 2), *[(8, 3), (8, 4)] * 2], **more
+    )
+    assert found.origin.learned == learned
+    assert not found.on_policy
+    assert torch.equal(found.sampling_logps, logps)
+
+
+def test_what_one_process_has_put_in_is_no_fresh_sample_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(rank: int, reduce: Any) -> torch.Tensor:
+        monkeypatch.setattr(module, "all_ranks", lambda: ranks[threading.get_ident()])
+        ranks[threading.get_ident()] = Ranks(2, reduce, rank)
+        rollouts = rollouts_of(0, generations=2)
+        read = begun(rollouts, ROWS, ROWS if rank == 0 else [*ROWS[:5], (3, 99)])
+        reasons.append(read.origin.why_no_sample)
+        return torch.tensor([read.on_policy, read.rewards is None])
+
+    ranks: dict[int, Ranks] = {}
+    reasons: list[str] = []
+    assert [each.tolist() for each in on_two_ranks(found)] == [[False, True]] * 2
+    assert reasons[0] == reasons[1]
+    assert reasons[0].startswith("1 of the 12 responses")
+
+
+def test_processes_whose_prompts_have_unlike_numbers_of_responses_say_so_together(monkeypatch: Any) -> None:
+    def found(rank: int, reduce: Any) -> torch.Tensor:
+        monkeypatch.setattr(module, "all_ranks", lambda: ranks[threading.get_ident()])
+        ranks[threading.get_ident()] = Ranks(2, reduce, rank)
+        rollouts = rollouts_of(0, generations=2)
+        read = begun(rollouts, ROWS, ROWS[:4] if rank == 0 else [ROWS[0], ROWS[2]])
+        return torch.tensor([rollouts.responses_per_prompt, read.origin.why_uneven == module.UNEVEN])
+
+    ranks: dict[int, Ranks] = {}
+    assert [each.tolist() for each in on_two_ranks(found)] == [[2, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("apart", "rounded", "drops_out", "is_own"),
+    [
+        (0.005, "", False, True), (0.02, "", False, False), (0.02, "bf16", False, True), (0.2, "bf16", False, False),
+        (0.2, "", True, True),
+    ],
+)  # fmt: skip
+def test_log_probabilities_of_before_are_the_policy_s_own_up_to_rounding(
+    apart: float, rounded: str, drops_out: bool, is_own: bool
+) -> None:
+    """Of tokens that training has scored: the second row is hidden, the second column is no token."""
+    policy: Any = SimpleNamespace(
+        scorer=SimpleNamespace(why_training_rounds=rounded),
+        model=torch.nn.Sequential(torch.nn.Dropout(0.5 if drops_out else 0.0)),
+    )
+    rollouts = rollouts_of(0)
+    rollouts._policy = policy
+    ids, mask = torch.ones(2, 2, dtype=torch.long), torch.tensor([[1, 0], [1, 1]])
+    now = torch.tensor([[-1.0, 7.0], [9.0, 9.0]])
+    before = torch.tensor([[-1.0 - apart, -7.0], [-9.0, -9.0]])
+    rollout = Rollout(ids, ids, ids, mask, torch.zeros(2), None, torch.zeros(2), before, True, old_logps=before)
+    found = rollouts.with_ratios(rollout, Scores(now, now, mask), torch.tensor([False, True]))
+    assert found.on_policy == is_own
+    assert (found.old_logps is None) == is_own
+    assert (found.sampling_logps is None) == is_own
+    of_engine = dataclasses.replace(rollout, sampling_logps=now)
+    found = rollouts.with_ratios(of_engine, Scores(now, now, mask), torch.tensor([False, True]))
+    assert found.sampling_logps is now
+
+
+@pytest.mark.parametrize(
+    ("kept", "step", "count", "expected"),
+    [
+        ([4, 3, 2, 1], 0, 2, [4, 3]),
+        ([4, 3, 2, 1], 2, 2, [2, 1]),
+        ([4, 3, 2, 1], 2, 4, [2, 1, 2, 2]),  # two are not sampled yet
+        ([], 0, 3, [5, 5, 5]),  # a subclass keeps its batches elsewhere
+    ],
+)
+def test_a_step_is_planned_for_the_sizes_of_the_microbatches_that_are_there(
+    kept: list[int], step: int, count: int, expected: list[int]
+) -> None:
+    rollouts = rollouts_of(0, steps=4)
+    trainer: Any = rollouts._trainer
+    trainer.current_gradient_accumulation_steps, trainer._step = count, step
+    parts = [batch(size) for size in kept]
+    trainer._buffered_inputs = parts or None
+    assert rollouts.sizes_of_step(parts[step] if parts else batch(5)) == expected
