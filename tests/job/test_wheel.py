@@ -33,7 +33,7 @@ DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_con
 # Each command in a fork of one process that has imported what takes seconds, as has each process of a command's own.
 COMMANDS = """
 import gc, json, multiprocessing, os, sys
-import rl_training.__main__, rl_training.job.build, rl_training.job.evaluate
+import rl_training.__main__, rl_training.job.silence, rl_training.job.build, rl_training.job.evaluate
 gc.freeze()  # what no fork has to walk through
 fork = multiprocessing.get_context("fork")
 multiprocessing.get_context = lambda kind=None: fork
