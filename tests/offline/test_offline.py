@@ -230,7 +230,9 @@ def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) 
 
 def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, analysed: Analysis, tmp_path: Path) -> None:
     path = tmp_path / "here" / "result.json"
-    write_result(path, restored, analysed, {"offline": {"learning_rate": None, "update": {"filtered": False, "seed": 1}}})
+    write_result(
+        path, restored, analysed, {"offline": {"learning_rate": None, "update": {"filtered": False, "seed": 1}}}
+    )
     read = read_analysis(path)
     assert read["results"]["deltaH1"] == analysed.results["deltaH1"]
     assert read["settings"]["offline"]["learning_rate"] is None
