@@ -14,6 +14,7 @@ from rl_training.errors import UserError
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.vectors import SHARD, Vector, num_bytes
 
+ERRORS = {"variances", "steps"}  # what an average of errors keeps
 ERROR = "error."  # how names of averaged errors begin in a checkpoint
 
 
@@ -50,7 +51,14 @@ class KeptVector:
 
         ValueError for another model's, or where entries of this process are not there.
         """
-        self.errors.load_state_dict({k.removeprefix(ERROR): v for k, v in state.items() if k.startswith(ERROR)})
+        errors = {k.removeprefix(ERROR): v for k, v in state.items() if k.startswith(ERROR)}
+        if errors and errors.keys() != ERRORS:
+            raise UserError(
+                f"the checkpoint keeps {', '.join(sorted(errors))} of the errors of steps, where "
+                f"{', '.join(sorted(ERRORS))} are read: another version has written it. Delete its "
+                "probes*.safetensors, and the probes start afresh"
+            )
+        self.errors.load_state_dict(errors)
         self.vector = self.step = None
         if "update_step" not in state:
             return

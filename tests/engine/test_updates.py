@@ -16,6 +16,7 @@ from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import EntropySettings
 from rl_training.engine.updates import OptimizerPieces, StepsWithoutFolds, fold_means, whole_update
+from rl_training.errors import UserError
 from rl_training.mathematics import vectors
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.jackknife import unchanged
@@ -173,6 +174,11 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
     resumed.load_state_dict({})
     assert resumed.before(5) is None
     assert "first measured step" in resumed.why_none(5)
+
+
+def test_averaged_errors_that_another_version_has_written_are_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match="another version has written it"):
+        history_of(3).load_state_dict({"error.sum": torch.zeros(3), "error.weight": torch.ones(1)})
 
 
 def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:

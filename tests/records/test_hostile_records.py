@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -25,6 +26,7 @@ from rl_training.errors import UserError
 from rl_training.job.command_line import run_command
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare import command
+from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import consolidate, read_step, write_step
 from rl_training.records.frames import NUMBERS, read_analysis
 from rl_training.records.jsonl import (
@@ -36,6 +38,7 @@ from rl_training.records.jsonl import (
     read_metrics,
 )
 from rl_training.records.printable import printable
+from rl_training.records.report import write_report
 from rl_training.records.spreadsheet import as_csv
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
@@ -324,3 +327,18 @@ def test_an_unprintable_character_is_written_out_and_every_other_one_stays() -> 
         "\\x1b]0;title\\x07\n\\x9b2J\\u202e\\u2028\\ud800"
     )
     assert len(shown) == len(everything) + 3 * (32 - 2 + 33) + 5 * (2 + 5 + 4)
+
+
+def test_runs_whose_folders_have_odd_names_are_reported_and_compared(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 are written out, and markup is text."""
+    names = [os.fsdecode(b"a\xff"), "b<script>"]
+    for name in names:
+        (tmp_path / name / "logs").mkdir(parents=True)
+        rows = [{"step": step, "reward": 0.5, "reward_std": 0.1, "entropy": 0.3} for step in (1, 2)]
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (tmp_path / name / "logs" / "metrics.jsonl").write_text(lines, encoding="utf-8")
+        write_report(tmp_path / name)
+    page, _ = write_comparison([str(tmp_path / name) for name in names], tmp_path / "both.html", "")
+    text = Path(page).read_text(encoding="utf-8")
+    assert "\\udcff" in text
+    assert "b&lt;script&gt;" in text

@@ -19,6 +19,7 @@ from rl_training.errors import UserError
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE, read_settings
+from rl_training.records.printable import in_whole_characters
 from rl_training.records.report.series import Run, read_run, settings_in
 
 SEEDS = ("seed", "data_seed")  # last segments of a setting's name
@@ -98,7 +99,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
             path.parts[-len(name) - 1 :] if names.count(name) > 1 else name
             for path, name in zip(paths, names, strict=True)
         ]
-    return ["/".join(name) for name in names]
+    return [str(in_whole_characters("/".join(name))) for name in names]
 
 
 def _read_member(path: Path, name: str) -> Member:

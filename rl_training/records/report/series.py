@@ -22,6 +22,7 @@ from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.links import refuse_links_out
 from rl_training.records.masking import without_secrets
+from rl_training.records.printable import in_whole_characters
 from rl_training.records.stored_yaml import plain_yaml, read_text
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
@@ -42,7 +43,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        return str(in_whole_characters(self.folder.resolve().name))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
