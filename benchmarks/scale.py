@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rl_training import Rollout, measured_loop
-from rl_training.engine import step_check
+from rl_training.engine import length_and_reward, loss_terms, step_check
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.mathematics import linear_head
@@ -122,7 +122,9 @@ def model_of(name: str) -> Any:
 
 def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str, Counts]]:
     """Yields what each kind of step takes: "" without probes, and with each of these."""
-    step_check.LIMIT = step_check.LIMIT_ROUNDED = math.inf  # there are no values that could agree
+    step_check.LIMIT = step_check.LIMIT_ROUNDED = loss_terms.LIMIT = math.inf  # there are no values that could agree
+    loss_terms.SAME_SCORES = loss_terms.SAME_SCORES_ROUNDED = math.inf
+    length_and_reward.ROUNDING = math.inf  # nor that could say that the loss is the reward's: Dr-GRPO's is
     loop_refusals.FARTHEST_ENTROPY = -math.inf  # what stands for entropies is below 0
     simple = SimpleEntropyProbe(num_folds=settings.folds, rows_dtype=settings.rows)
     further = [p for p in (GradientNoiseScaleProbe(), InterventionsProbe()) if p.name in settings.probes]
