@@ -123,8 +123,8 @@ compat:
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
 	$(COMPAT)/bin/pip freeze | grep -iE '^(torch|trl|transformers|peft|accelerate|datasets|huggingface.hub)=='
-	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -k 'not setup_cfg' tests/hosts/trl/test_patches.py tests/hosts/trl/test_attach.py tests/engine/test_gradients.py \
-	  tests/engine/test_updates.py tests/engine/test_other_losses.py tests/mathematics/test_bias.py
+	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -k 'not setup_cfg' tests/hosts/trl/test_patches.py tests/hosts/trl/test_attach.py tests/gradients/test_gradients.py \
+	  tests/optim/test_updates.py tests/engine/test_other_losses.py tests/entropy/test_bias.py
 	rm -rf $(COMPAT)/demo
 	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo
 	@echo "All of it holds with the versions above: raise trl's bound in setup.cfg and what docs/reference/versions.md names."

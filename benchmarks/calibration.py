@@ -32,10 +32,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate
-from rl_training.engine.step import Step
-from rl_training.mathematics.importance import importance_weights, reweighted_replicates, sequence_totals
+from rl_training.entropy.importance import importance_weights, reweighted_replicates, sequence_totals
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
+from rl_training.step.data import Step
 
 CONDITIONS: dict[str, dict[str, Any]] = {
     "rate 1e-4": {"learning_rate": 1e-4},

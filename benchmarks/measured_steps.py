@@ -28,14 +28,14 @@ from peft import LoraConfig
 from torch import Tensor
 
 from rl_training import Estimate, Probe
-from rl_training.engine.batch import Rollout, as_rollout
-from rl_training.engine.step import Step
+from rl_training.entropy.previous_policy import differences_before
 from rl_training.hosts.trl.policy import respond
-from rl_training.mathematics.calibration import interval_covers
-from rl_training.mathematics.jackknife import estimates_over_units
-from rl_training.mathematics.looking_back import differences_before
-from rl_training.mathematics.scores import Scores
+from rl_training.policy.rollout import Rollout, as_rollout
+from rl_training.policy.scores import Scores
 from rl_training.probes.measured import CHANGES, ESS, KL, MIN_ESS, statistic
+from rl_training.statistics.calibration import interval_covers
+from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.step.data import Step
 
 PROMPTS, RESPONSES, BATCHES = 512, 8, 16
 SCORED = (1, 2, 8)  # responses of every prompt

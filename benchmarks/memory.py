@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_training import Rollout, measured_loop
-from rl_training.engine.batch import take_rows
+from rl_training.policy.rollout import take_rows
 from rl_training.probes import SimpleEntropyProbe
 
 PROCESSES, STEPS, G, PROMPT, COMPLETION = 4, 3, 4, 4, 8

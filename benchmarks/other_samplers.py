@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rl_training import DrGRPOTrainer, Probe
-from rl_training.engine.batch import as_rollout
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.policy.rollout import as_rollout
 
 LR, BETAS, EPS = 3e-4, (0.9, 0.99), 1e-8
 Named = dict[str, Tensor]

@@ -23,7 +23,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
-from rl_training.engine.step_check import StepGuard
+from rl_training.engine.verifier import StepGuard
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny

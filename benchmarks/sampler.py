@@ -30,19 +30,19 @@ from other_samplers import Frozen, Named, trainer_of
 from torch import Tensor
 
 from rl_training import DrGRPOTrainer
-from rl_training.engine.entropy_change import measure_entropy_change
-from rl_training.engine.memory import StepMemory
-from rl_training.engine.probe import Need
-from rl_training.engine.step import EntropyChange, Step
-from rl_training.engine.step_check import StepGuard
+from rl_training.engine.verifier import StepGuard
+from rl_training.entropy.prediction import measure_entropy_change
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.interventions.loss import loss_inputs
-from rl_training.mathematics.calibration import interval_covers
-from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.vectors import dot
+from rl_training.parallel.vectors import dot
 from rl_training.probes import InterventionsProbe, SamplerProbe, SimpleEntropyProbe
 from rl_training.probes.sampler import CUT
+from rl_training.statistics.calibration import interval_covers
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.data import EntropyChange, Step
+from rl_training.step.needs import Need
 
 StepGuard.notice_edits = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
 SAMPLERS = {

@@ -36,10 +36,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rl_training import Rollout, measured_loop
-from rl_training.engine import length_and_reward, loss_terms, step_check
+from rl_training.engine import loss_check, verifier
+from rl_training.entropy import length_and_reward
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.loop import MeasuredLoop
-from rl_training.mathematics import linear_head
+from rl_training.policy import linear_head
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
 
 # hidden size, intermediate size, layers, attention heads, key-value heads, tied embeddings, rank of a LoRA
@@ -122,8 +123,8 @@ def model_of(name: str) -> Any:
 
 def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str, Counts]]:
     """Yields what each kind of step takes: "" without probes, and with each of these."""
-    step_check.LIMIT = step_check.LIMIT_ROUNDED = loss_terms.LIMIT = math.inf  # there are no values that could agree
-    loss_terms.SAME_SCORES = loss_terms.SAME_SCORES_ROUNDED = math.inf
+    verifier.LIMIT = verifier.LIMIT_ROUNDED = loss_check.LIMIT = math.inf  # there are no values that could agree
+    loss_check.SAME_SCORES = loss_check.SAME_SCORES_ROUNDED = math.inf
     length_and_reward.ROUNDING = math.inf  # nor that could say that the loss is the reward's: Dr-GRPO's is
     loop_refusals.FARTHEST_ENTROPY = -math.inf  # what stands for entropies is below 0
     simple = SimpleEntropyProbe(num_folds=settings.folds, rows_dtype=settings.rows)

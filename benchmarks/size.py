@@ -36,9 +36,9 @@ from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_training import DrGRPOTrainer, Probe
-from rl_training.mathematics.calibration import interval_covers
 from rl_training.probes import GroundTruthProbe, MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
+from rl_training.statistics.calibration import interval_covers
 from rl_training.tasks.task import Task
 from rl_training.tasks.tiny import build_tokenizer
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rl_training.extras import of_an_extra
 
 if TYPE_CHECKING:
-    from rl_training.engine.batch import Rollout as Rollout
-    from rl_training.engine.batch import take_rows as take_rows
     from rl_training.engine.probe import Probe as Probe
     from rl_training.errors import UserError as UserError
     from rl_training.hosts.loop import measured_loop as measured_loop
@@ -17,7 +15,8 @@ if TYPE_CHECKING:
     from rl_training.hosts.trl.trainer import DrGRPOConfig as DrGRPOConfig
     from rl_training.hosts.trl.trainer import DrGRPOTrainer as DrGRPOTrainer
     from rl_training.job.offline_probe import OfflineEntropyProbe as OfflineEntropyProbe
-    from rl_training.mathematics.estimate import Estimate as Estimate
+    from rl_training.policy.rollout import Rollout as Rollout
+    from rl_training.policy.rollout import take_rows as take_rows
     from rl_training.probes import CovariancePredictorProbe as CovariancePredictorProbe
     from rl_training.probes import EffectiveSampleSizeProbe as EffectiveSampleSizeProbe
     from rl_training.probes import GradientNoiseScaleProbe as GradientNoiseScaleProbe
@@ -30,16 +29,17 @@ if TYPE_CHECKING:
     from rl_training.records.jsonl import Records as Records
     from rl_training.records.report import print_summary as print_summary
     from rl_training.records.report import write_report as write_report
+    from rl_training.statistics.estimate import Estimate as Estimate
 
 _NAMES = {  # by the module that they are imported from
-    "engine.batch": "Rollout take_rows",
+    "policy.rollout": "Rollout take_rows",
     "engine.probe": "Probe",
     "errors": "UserError",
     "hosts.loop": "measured_loop",
     "hosts.trl": "attach",
     "hosts.trl.trainer": "DrGRPOConfig DrGRPOTrainer",
     "job.offline_probe": "OfflineEntropyProbe",
-    "mathematics.estimate": "Estimate",
+    "statistics.estimate": "Estimate",
     "probes": "CovariancePredictorProbe EffectiveSampleSizeProbe GradientNoiseScaleProbe GroundTruthProbe "
     "InterventionsProbe MeasuredStepProbe SamplerProbe SimpleEntropyProbe TokenClassesProbe",
     "records.jsonl": "Records",

@@ -1,1 +1,1 @@
-"""One optimizer step, measured, in any training loop: nothing here knows a trainer."""
+"""One optimizer step in any training loop: recorded, measured, and held against what happened."""

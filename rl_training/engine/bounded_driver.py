@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_training.engine.batch import join_rollouts
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.open_step import Loop
 from rl_training.engine.probe import Probe
-from rl_training.mathematics.estimate import Estimate
+from rl_training.engine.recorder import Loop
+from rl_training.policy.rollout import join_rollouts
+from rl_training.statistics.estimate import Estimate
 
 
 class BoundedDriver(StepDriver):

@@ -22,24 +22,25 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.clock import SHARED, Clock
-from rl_training.engine.entropy_change import measure_entropy_change
-from rl_training.engine.fold_reduction import FoldReduction
-from rl_training.engine.gradient_rows import GradientRows
-from rl_training.engine.loss_terms import MadeLoss, TermsCheck
-from rl_training.engine.memory import StepMemory
-from rl_training.engine.open_step import LearnedPrompts, Loop, OpenStep, Shape
-from rl_training.engine.padding import PaddingCheck
-from rl_training.engine.probe import Need, Probe
+from rl_training.engine.fold_recorder import GradientRows
+from rl_training.engine.loss_check import MadeLoss, TermsCheck
+from rl_training.engine.probe import Probe
+from rl_training.engine.recorder import LearnedPrompts, Loop, OpenStep, Shape
 from rl_training.engine.requirements import Requirements, announcement, needs_of
-from rl_training.engine.rotary import tables_put_back
-from rl_training.engine.shards import reshard
-from rl_training.engine.step import Step
-from rl_training.engine.step_check import StepGuard, predicting, refuse_other_parameters
-from rl_training.engine.streams import streams_put_back
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.scores import Scores
+from rl_training.engine.timing import SHARED, Clock
+from rl_training.engine.verifier import StepGuard, predicting, refuse_other_parameters
+from rl_training.entropy.prediction import measure_entropy_change
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.parallel.fsdp import reshard
+from rl_training.policy.padding_check import PaddingCheck
+from rl_training.policy.rng import streams_put_back
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.rotary import tables_put_back
+from rl_training.policy.scores import Scores
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.data import Step
+from rl_training.step.needs import Need
 
 logger = logging.getLogger(__name__)
 

@@ -31,17 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, take_rows
-from rl_training.engine.optimizer import gradients_and_states, view_optimizer
-from rl_training.engine.policy import Policy
-from rl_training.engine.ranks import Ranks
-from rl_training.engine.shards import Shard
-from rl_training.engine.updates import OptimizerPieces, clipping, whole_update
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import response_number
-from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import dots
+from rl_training.gradients.folds import response_number
+from rl_training.optim.state import gradients_and_states, view_optimizer
+from rl_training.optim.updates import OptimizerPieces, clipping, whole_update
+from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import dots
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout, take_rows
+from rl_training.policy.scores import Scores
+from rl_training.statistics.estimate import Estimate
 
 EXCESS = 2.0  # of the target, up to which a step is left as it is
 SMALLEST_CUT, LARGEST_CUT = 0.7, 0.1  # by what one try may change the factor

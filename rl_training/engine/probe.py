@@ -13,29 +13,17 @@ one file, a three-line YAML in conf/probe and a test.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.options import check_whole
-from rl_training.engine.step import EntropySettings, Step
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
-
-
-class Need(enum.Flag):
-    """What costs memory or time and is therefore kept only if a probe asks for it."""
-
-    NOTHING = 0
-    FOLD_GRADIENTS = 1  # a vector of this process's entries per fold: step.gradients.rows
-    SQ_NORMS = 2  # two numbers per parameter, of each fold and of all: step.gradients.sq_norms
-    ENTROPY_GRADIENT = 4 | FOLD_GRADIENTS  # step.entropy_change, as far as the next two ask for more
-    ENTROPY_CHANGE = 8 | ENTROPY_GRADIENT  # its quantities, for which δθ of the step before is kept
-    ENTROPY_ROWS = 16 | ENTROPY_GRADIENT  # its rows: one more such vector per fold
-    LOSS_CHECK = 32  # now and then a fold's gradient anew: capabilities.other_terms does not rest on the loop's word
+from rl_training.options import check_whole
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.data import EntropySettings, Step
+from rl_training.step.needs import Need
 
 
 class Probe:

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from rl_training.engine.capabilities import ONE_RESPONSE
-from rl_training.engine.clock import SHARED
-from rl_training.engine.open_step import Loop, Shape
-from rl_training.engine.optimizer import view_optimizer
-from rl_training.engine.precision import named
-from rl_training.engine.probe import Need, Probe
-from rl_training.engine.shards import Shard
-from rl_training.engine.step import EntropySettings
+from rl_training.engine.probe import Probe
+from rl_training.engine.recorder import Loop, Shape
+from rl_training.engine.timing import SHARED
 from rl_training.errors import UserError
-from rl_training.mathematics.adamw import AdamWState
-from rl_training.mathematics.estimate import FEWEST_FOLDS
-from rl_training.mathematics.folds import ENOUGH, FoldGroup, plan_folds
+from rl_training.gradients.folds import ENOUGH, FoldGroup, plan_folds
+from rl_training.optim.adamw import AdamWState
+from rl_training.optim.state import view_optimizer
+from rl_training.parallel.sharding import Shard, dtype_name
+from rl_training.statistics.estimate import FEWEST_FOLDS
+from rl_training.step.data import EntropySettings
+from rl_training.step.limits import ONE_RESPONSE
+from rl_training.step.needs import Need
 
 VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entropy gradient and the sum of all
 
@@ -177,7 +177,7 @@ def _of_optimizer(shard: Shard) -> list[str]:
     missing += [ROUNDED.format(which=optimizer.rounded)] if optimizer.rounded else []
     adam = [state for state in (optimizer.states or {}).values() if isinstance(state, AdamWState)]
     stuck = [state for state in adam if 1.0 - state.betas[1] < torch.finfo(state.exp_avg_sq.dtype).eps / 2.0]
-    missing += [NO_DECAY.format(dtype=named(state.exp_avg_sq.dtype), beta2=state.betas[1]) for state in stuck[:1]]
+    missing += [NO_DECAY.format(dtype=dtype_name(state.exp_avg_sq.dtype), beta2=state.betas[1]) for state in stuck[:1]]
     return missing
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 from rl_training.evaluation.responses import GREEDY, Response
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.pass_at_k import majority_vote, pass_at_k
-from rl_training.mathematics.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.pass_at_k import majority_vote, pass_at_k
+from rl_training.statistics.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
 
 Metric = Callable[..., Mapping[str, float]]
 ByRow = Mapping[int, Sequence[Response]]

@@ -26,10 +26,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rl_training.engine.batch import Rollout, as_rollout
-from rl_training.engine.scorer import Scorer
 from rl_training.errors import UserError
-from rl_training.mathematics.next_token import divergences
+from rl_training.evaluation.next_token import divergences
+from rl_training.policy.rollout import Rollout, as_rollout
+from rl_training.policy.scorer import Scorer
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.tasks.models import ADAPTER_CONFIG, load_causal_lm, refuse_code_in_adapter
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn, optim
 
-from rl_training.engine.open_step import Loop
+from rl_training.engine.recorder import Loop
 
 # Of a parameter group: what a step is made of, whichever optimizer has it.
 OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import join_rollouts
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.open_step import OpenStep
-from rl_training.engine.ranks import all_ranks
+from rl_training.engine.recorder import OpenStep
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.rollout import join_rollouts
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.statistics.estimate import Estimate
 
 logger = logging.getLogger(__name__)
 

@@ -31,26 +31,27 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_training.engine.batch import Rollout, with_one_advantage_each
 from rl_training.engine.bounded_driver import BoundedDriver
-from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.loss_terms import MadeLoss
-from rl_training.engine.open_step import Loop, OpenStep, Shape
+from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
-from rl_training.engine.ranks import all_ranks
-from rl_training.engine.scorer import Scorer
-from rl_training.engine.shards import FullyShard, Shard
+from rl_training.engine.recorder import Loop, OpenStep, Shape
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.scores import Scores
+from rl_training.parallel.fsdp import FullyShard
+from rl_training.parallel.ranks import all_ranks
+from rl_training.parallel.sharding import Shard
+from rl_training.policy.rollout import Rollout, with_one_advantage_each
+from rl_training.policy.scorer import Scorer
+from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.limits import Fixes
 
 logger = logging.getLogger(__name__)
 

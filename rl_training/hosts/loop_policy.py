@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.batch import Rollout, join_rollouts
-from rl_training.engine.policy import Policy
-from rl_training.engine.ranks import all_ranks
-from rl_training.engine.scorer import Scorer
-from rl_training.engine.streams import seed_torch, streams_put_back
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.policy import Policy
+from rl_training.policy.rng import seed_torch, streams_put_back
+from rl_training.policy.rollout import Rollout, join_rollouts
+from rl_training.policy.scorer import Scorer
 
 Sample = Callable[[int], Rollout]
 NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample them: measured_loop(..., sample=...)"

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.amp import grad_scaler
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.open_step import OpenStep, Shape
-from rl_training.engine.options import check_num_folds
-from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
-from rl_training.engine.rotary import depends_on_longest_row
+from rl_training.engine.recorder import OpenStep, Shape
 from rl_training.errors import UserError
+from rl_training.options import check_num_folds
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.rotary import depends_on_longest_row
 
 FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
 FARTHEST_ENTROPY = 0.2  # of their mean: that of entropies, of which bits are .44 more

@@ -1,6 +1,6 @@
 """The input of an intervention: what the loss of one microbatch knows.
 
-    ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (engine/loss_weights.py)
+    ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (gradients/loss_weights.py)
 
 A loss is given by its derivatives with respect to log-probabilities and entropies. So an intervention is a function
 from the loss's inputs to new c and d. Its unit is a microbatch, as in training: the tokens of highest entropy, for
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, Correction, LossSettings, Rollout, take_rows
-from rl_training.engine.loss_weights import LossWeights
 from rl_training.errors import UserError
-from rl_training.mathematics.scores import Scores
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.policy.rollout import Rollout, take_rows
+from rl_training.policy.scores import Scores
+from rl_training.step.batch import Batch, Correction, LossSettings
 
 DR_GRPO = 0.1  # of the norm of the loss's weights: what bf16 makes of ratios that are 1, and a few tokens at a clip
 SIGNS = 1e-6  # of the largest weight: what rounding may leave

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_training.engine.loss_weights import LossWeights
 from rl_training.errors import UserError
+from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions import reweighting as rw
 from rl_training.interventions.loss import Function, LossInputs
 from rl_training.interventions.own import load_own

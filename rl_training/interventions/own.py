@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.user_code import naming
 from rl_training.errors import UserError
+from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import Function, LossInputs
 
 

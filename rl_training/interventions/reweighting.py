@@ -12,10 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Correction
-from rl_training.engine.loss_weights import LossWeights
+from rl_training.gradients.folds import over_the_others
+from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs
-from rl_training.mathematics.folds import over_the_others
+from rl_training.step.batch import Correction
 
 STD_EPSILON = 1e-4  # TRL's, beside a group's standard deviation
 SMALLEST_SCALE = 0.02  # STEER's: below it, the largest |Ω| does not set the scale

@@ -31,7 +31,6 @@ from rl_training.evaluation.workers import reason_of
 from rl_training.job.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
 from rl_training.job.loggers import MetricsLogger, loggers_of
 from rl_training.job.stored_settings import as_written
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import (
     TABLE_FILE,
     consolidate,
@@ -47,6 +46,7 @@ from rl_training.records.masking import mask_line
 from rl_training.records.printable import printable
 from rl_training.records.report import write_report
 from rl_training.records.report.writing import in_words
+from rl_training.statistics.estimate import Estimate
 
 # Columns of the table in the terminal, by metric.
 COLUMNS = {

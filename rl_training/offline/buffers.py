@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, as_rollout, join_rollouts, take_rows
-from rl_training.engine.evaluation_buffer import EvaluationBuffer
-from rl_training.engine.streams import seed_torch, streams_put_back
+from rl_training.entropy.fresh_sample import EvaluationBuffer
 from rl_training.errors import UserError
 from rl_training.hosts.trl import batches, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
-from rl_training.mathematics.jackknife import JackknifeUnits
-from rl_training.mathematics.scores import Scores
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, UpdateConfig
+from rl_training.policy.rng import seed_torch, streams_put_back
+from rl_training.policy.rollout import Rollout, as_rollout, join_rollouts, take_rows
+from rl_training.policy.scores import Scores
+from rl_training.statistics.jackknife import JackknifeUnits
 
 PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 

@@ -32,19 +32,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.attribution import Attribution
-from rl_training.engine.evaluation_buffer import TARGETS, weights_of_buffer, without_blocks
-from rl_training.engine.loss_weights import gradient_of
-from rl_training.engine.updates import CAUSES, split_products
-from rl_training.mathematics.adamw import AdamWState
-from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
-from rl_training.mathematics.jackknife import Replicates
-from rl_training.mathematics.vectors import JOINED, Layout, dot
+from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.entropy.attribution import Attribution
+from rl_training.entropy.fresh_sample import TARGETS, weights_of_buffer, without_blocks
+from rl_training.gradients.loss_weights import gradient_of
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
+from rl_training.optim.adamw import AdamWState
+from rl_training.optim.updates import CAUSES, split_products
+from rl_training.parallel.vectors import JOINED, Layout, dot
+from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.statistics.jackknife import Replicates
 
 WHOLE = "whole"
 TOKEN, SEQUENCE = 0, 1
@@ -121,7 +121,7 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
 def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Update) -> Replicates:
     """Returns −Cov(log π, A), (2,) per token and per sequence over all of U, and without each prompt.
 
-    The entropy predictor of Cui et al., whose scale is unknown: see mathematics/advantage_covariance.py.
+    The entropy predictor of Cui et al., whose scale is unknown: see entropy/advantage_covariance.py.
     """
     terms = covariance_terms(update.scores, buffer.rollout.advantages)
     by_prompt = terms.new_zeros(buffer.num_prompts, *terms.shape[1:])

@@ -34,11 +34,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.updates import CAUSES
 from rl_training.errors import UserError
-from rl_training.mathematics.sketches import CountSketches
-from rl_training.mathematics.vectors import dot
 from rl_training.offline.buffers import tokens_of
 from rl_training.offline.kernel_blocks import (
     COLUMNS,
@@ -54,7 +50,11 @@ from rl_training.offline.kernel_blocks import (
 )
 from rl_training.offline.settings import KernelSettings
 from rl_training.offline.structure import KERNEL_FILE
+from rl_training.optim.updates import CAUSES
+from rl_training.parallel.vectors import dot
+from rl_training.policy.rollout import Rollout
 from rl_training.records.atomic_write import write_atomically
+from rl_training.statistics.sketches import CountSketches
 
 BLOCK_FILE = "block-{:05d}.safetensors"
 GRADIENT_PART = "gradient_part"  # in the first block

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, as_rollout
-from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.mathematics.importance import LOGP, sequence_totals
+from rl_training.entropy.importance import LOGP, sequence_totals
+from rl_training.entropy.weights import surrogate_weights
 from rl_training.offline.buffers import gather_rollout, rewards_of, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.kernel import calculate_kernel, token_hash
@@ -28,6 +27,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import KernelSettings
 from rl_training.offline.structure import EVALUATION, SEQUENCES_FILE, UPDATE, Structure, headline
 from rl_training.offline.truth import by_name
+from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
 

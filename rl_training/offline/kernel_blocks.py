@@ -23,15 +23,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.loss_weights import gradient_of
-from rl_training.engine.precision import ieee_fp32, without_dropout
 from rl_training.errors import UserError
+from rl_training.gradients.loss_weights import gradient_of
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
-from rl_training.mathematics.scores import Scores
 from rl_training.offline.sequence_gradients import SequenceGradients
 from rl_training.offline.update import Update
+from rl_training.policy.precision import ieee_fp32, without_dropout
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 
 ROUNDED = 300.0  # how much wider limits are where the forward runs under bf16 autocast
 MAX_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, and of a row against that sequence's own backward, in fp32

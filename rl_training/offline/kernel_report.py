@@ -17,7 +17,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.clusters import average_linkage
 from rl_training.offline.structure import (
     CLASSES,
     OTHER_PROMPT,
@@ -38,6 +37,7 @@ from rl_training.records.report.charts import BLUE, Chart, Series, diagonal, dra
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.spreadsheet import as_csv
+from rl_training.statistics.clusters import average_linkage
 
 PAGE, EVOLUTION = "kernel.html", "evolution.html"
 MOST_CELLS = 64  # of a side of a matrix that is drawn: of more, blocks are averaged

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
-from rl_training.mathematics.jackknife import Replicates
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, condition, covariance_of, predict
 from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
@@ -20,6 +18,8 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 from rl_training.offline.truth import Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
+from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.statistics.jackknife import Replicates
 
 Numbers = tuple[dict[str, float], str]  # and why those are nan that are
 UNITS = (("", TOKEN), ("_sequence", SEQUENCE))

@@ -22,16 +22,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.optimizer import view_optimizer
-from rl_training.engine.step import OptimizerView
 from rl_training.errors import UserError
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
-from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.checkpoint_files import load_shards, refuse_other_weights, some
+from rl_training.optim.adamw import AdamWState
+from rl_training.optim.state import OptimizerView, view_optimizer
+from rl_training.policy.rollout import Rollout
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 from rl_training.records.pickles import UnpicklingError, load_tensors
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.mathematics.vectors import Layout
 from rl_training.offline.phases import is_short_of_memory
+from rl_training.parallel.vectors import Layout
 
 Scored = TypeVar("Scored")
 ADVICE = "freeze it (requires_grad_(False)), or train a LoRA adapter on linear layers"

@@ -25,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_training.engine.updates import CAUSES
 from rl_training.errors import UserError
-from rl_training.mathematics.clusters import participation_ratio
-from rl_training.mathematics.sketches import cosines
+from rl_training.optim.updates import CAUSES
 from rl_training.records.jsonl import from_json
+from rl_training.statistics.clusters import participation_ratio
+from rl_training.statistics.sketches import cosines
 
 SAME_TEXT, SAME_PROMPT, OTHER_PROMPT = "same text", "same prompt, other text", "other prompt"
 CLASSES = (SAME_TEXT, SAME_PROMPT, OTHER_PROMPT)

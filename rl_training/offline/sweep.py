@@ -17,8 +17,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from rl_training.mathematics.jackknife import Replicates
-from rl_training.mathematics.per_decision import first_order_change
+from rl_training.entropy.per_decision import first_order_change
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.first_order import covariance_of, without_folds
 from rl_training.offline.probe import UNITS, Analysis, in_both_units
@@ -26,6 +25,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings, UpdateConfig
 from rl_training.offline.truth import AtStep, Truth, measure
 from rl_training.offline.update import make_update
+from rl_training.statistics.jackknife import Replicates
 
 
 def sweep_tables(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> dict[str, list[dict[str, Any]]]:

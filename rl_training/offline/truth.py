@@ -2,7 +2,7 @@
 
 E is scored at θ + η δθ for each η asked for, and
 
-    deltaH_true  by per-decision importance sampling, or fresh responses (engine/evaluation_buffer.py)
+    deltaH_true  by per-decision importance sampling, or fresh responses (entropy/fresh_sample.py)
     deltaH_snis  with the weights of whole sequences: the older estimate, noisier
     deltaH_odd   ½ (ΔH(+δθ) − ΔH(−δθ)): without the second order. No training takes the step −δθ: it validates
                  the first order only
@@ -20,19 +20,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rl_training.engine.evaluation_buffer import (
-    MeasuredChange,
-    change_between,
-    measure_change,
-    score_in_other_batches,
-)
-from rl_training.mathematics.importance import sequence_totals
-from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
-from rl_training.mathematics.per_decision import first_order_change, mean_entropy, per_decision_change, slopes
-from rl_training.mathematics.scores import Scores
+from rl_training.entropy.fresh_sample import MeasuredChange, change_between, measure_change, score_in_other_batches
+from rl_training.entropy.importance import sequence_totals
+from rl_training.entropy.per_decision import first_order_change, mean_entropy, per_decision_change, slopes
 from rl_training.offline.buffers import SampledBuffer, gather_scores, sample_again
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.policy.scores import Scores
+from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 SLOPE_STEP = 0.125
 

@@ -22,26 +22,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.changed_steps import weighed
-from rl_training.engine.loss_weights import LossWeights, gradient_of
-from rl_training.engine.updates import (
-    OptimizerPieces,
-    Piece,
-    StepsWithoutFolds,
-    fold_means,
-)
+from rl_training.entropy.changed_steps import weighed
+from rl_training.gradients.folds import folds_of_prompts, plan_prompt_folds
+from rl_training.gradients.loss_weights import LossWeights, gradient_of
 from rl_training.hosts.trl.patches import FORWARD_PASS, wrap
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
-from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
-from rl_training.mathematics.folds import folds_of_prompts, plan_prompt_folds
-from rl_training.mathematics.jackknife import unchanged
-from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Memory
+from rl_training.optim.adamw import UpdateParts, clip_coefficient
+from rl_training.optim.updates import OptimizerPieces, Piece, StepsWithoutFolds, fold_means
+from rl_training.parallel.vectors import Layout
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
+from rl_training.statistics.jackknife import unchanged
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
 OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # what TRL's loss reads

@@ -1,15 +1,15 @@
 """The covariance probe: −Cov(log π, A) over the batch of each step, the entropy predictor of Cui et al.
 
-Its scale is unknown (see mathematics/advantage_covariance.py), so it is compared with measured changes by correlation.
+Its scale is unknown (see entropy/advantage_covariance.py), so it is compared with measured changes by correlation.
 Errors are delete-one-fold jackknife over folds of whole prompts. Source: Cui et al. 2025, arXiv 2505.22617.
 """
 
 from __future__ import annotations
 
 from rl_training.engine.probe import Probe
-from rl_training.engine.step import Step
-from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.mathematics.jackknife import estimates_over_units
+from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.step.data import Step
 
 
 class CovariancePredictorProbe(Probe):

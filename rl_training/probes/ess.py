@@ -19,12 +19,12 @@ import math
 
 import torch
 
-from rl_training.engine.capabilities import NO_SAMPLING_LOGPS
-from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.probe import Probe
-from rl_training.engine.step import Step
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.kish import kish_size_of_sums, kish_sums, without_rounding
+from rl_training.entropy.fold_gradients import log_ratios
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
+from rl_training.step.data import Step
+from rl_training.step.limits import NO_SAMPLING_LOGPS
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
 NO_WEIGHT = "every advantage of the step is zero, so no sequence has any weight"

@@ -1,7 +1,7 @@
 """The gradient noise scale, in the loop: how large a batch still pays, from square norms that stream by.
 
 B_simple = tr Σ / |G|² is the batch size at which noise and signal are equal. Both are estimated from the mean gradients
-of blocks (folds of whole prompts) and of the whole batch, see mathematics/noise_scale.py. The unit is the PROMPT
+of blocks (folds of whole prompts) and of the whole batch, see statistics/noise_scale.py. The unit is the PROMPT
 with its responses, whose advantages sum to zero and are not independent.
 
 One step is too noisy, so tr Σ and |G|² are averaged over steps with weights decay^age, apart, and divided last, both
@@ -23,17 +23,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.engine.attribution import KINDS, module_kind
-from rl_training.engine.entropy_gradients import gradients_of_processes
-from rl_training.engine.length_and_reward import why_not_of_rewards
-from rl_training.engine.options import check_share, check_whole
-from rl_training.engine.probe import Need, Probe
-from rl_training.engine.step import Step
-from rl_training.mathematics import noise_scale as noise
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import response_number
-from rl_training.mathematics.noise_scale import BOUNDS
-from rl_training.mathematics.vectors import dot
+from rl_training.engine.probe import Probe
+from rl_training.entropy.attribution import KINDS, module_kind
+from rl_training.entropy.fold_gradients import gradients_of_processes
+from rl_training.entropy.length_and_reward import why_not_of_rewards
+from rl_training.gradients.folds import response_number
+from rl_training.options import check_share, check_whole
+from rl_training.parallel.vectors import dot
+from rl_training.statistics import noise_scale as noise
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.noise_scale import BOUNDS
+from rl_training.step.data import Step
+from rl_training.step.needs import Need
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within

@@ -6,7 +6,7 @@ The training batch is no ground truth: it shares its noise with the update that 
               order predicted from E itself, X_E · δθ, where δθ has a formula
     after     E is scored at θ', and ΔH measured
 
-How: evaluation_buffer.py. `delta_h/evaluation_error` is the difference of prediction and truth of one E: the curvature
+How: fresh_sample.py. `delta_h/evaluation_error` is the difference of prediction and truth of one E: the curvature
 of the step. `delta_h/true_resampled` says whether E had to be drawn afresh at θ'.
 """
 
@@ -17,9 +17,10 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, in_one_width
-from rl_training.engine.entropy_gradients import gradients_of_processes
-from rl_training.engine.evaluation_buffer import (
+from rl_training.engine.probe import Probe
+from rl_training.entropy import importance
+from rl_training.entropy.fold_gradients import gradients_of_processes
+from rl_training.entropy.fresh_sample import (
     TARGETS,
     EvaluationBuffer,
     measure_change,
@@ -28,16 +29,16 @@ from rl_training.engine.evaluation_buffer import (
     weights_of_buffer,
     without_blocks,
 )
-from rl_training.engine.options import check_whole
-from rl_training.engine.probe import Need, Probe
-from rl_training.engine.step import Step
+from rl_training.entropy.per_decision import per_decision_change
 from rl_training.errors import UserError
-from rl_training.mathematics import importance
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
-from rl_training.mathematics.per_decision import per_decision_change
-from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import dot
+from rl_training.options import check_whole
+from rl_training.parallel.vectors import dot
+from rl_training.policy.rollout import Rollout, in_one_width
+from rl_training.policy.scores import Scores
+from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.statistics.jackknife import JackknifeUnits, Replicates
+from rl_training.step.data import Step
+from rl_training.step.needs import Need
 
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
 NOT_FINITE = "a log-probability or an entropy of the evaluation buffer is not a finite number"

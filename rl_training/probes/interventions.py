@@ -26,18 +26,20 @@ from dataclasses import replace
 
 import torch
 
-from rl_training.engine.changed_steps import Change
-from rl_training.engine.length_and_reward import reward_gradient
-from rl_training.engine.options import check_num_folds, check_share
-from rl_training.engine.probe import Need, Probe
-from rl_training.engine.step import OptimizerView, Step
-from rl_training.engine.step_by_folds import pairs_of, why_no_folds
+from rl_training.engine.probe import Probe
+from rl_training.entropy.changed_steps import Change
+from rl_training.entropy.length_and_reward import reward_gradient
+from rl_training.entropy.paired_effects import pairs_of, why_no_folds
 from rl_training.errors import UserError
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
-from rl_training.mathematics.adamw import AdamWState
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
+from rl_training.optim.adamw import AdamWState
+from rl_training.optim.state import OptimizerView
+from rl_training.options import check_num_folds, check_share
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
+from rl_training.step.data import Step
+from rl_training.step.needs import Need
 
 USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
 QUANTITIES = (

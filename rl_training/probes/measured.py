@@ -1,7 +1,7 @@
 """What the last optimizer step did, measured: to entropy, length and reward, whatever the optimizer is.
 
 This step's responses were sampled after the last one. Scored once more with the weights of before it, importance
-weights say what the policy was there: mathematics/looking_back.py has the formulas. No formula of the optimizer, no
+weights say what the policy was there: entropy/previous_policy.py has the formulas. No formula of the optimizer, no
 folds and no second backward are needed, and a step of any size is measured, clipped or edited as it may be. It takes
 one forward pass over the chosen responses, and one vector of this process's entries.
 
@@ -26,23 +26,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import take_rows
-from rl_training.engine.capabilities import NO_OTHERS, NO_REWARDS
-from rl_training.engine.entropy_gradients import log_ratios
-from rl_training.engine.memory import KeptVector
-from rl_training.engine.options import check_share, check_whole, half_by_measured_step
 from rl_training.engine.probe import Probe
-from rl_training.engine.score_check import ScoreCheck
-from rl_training.engine.step import Step
-from rl_training.mathematics.entropy import sums_before
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import over_the_others, response_number
-from rl_training.mathematics.jackknife import estimates_over_units
-from rl_training.mathematics.looking_back import differences_before
-from rl_training.mathematics.per_decision import slopes
-from rl_training.mathematics.running_variance import RunningVariance
-from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Vector
+from rl_training.entropy.fold_gradients import log_ratios
+from rl_training.entropy.per_decision import slopes
+from rl_training.entropy.previous_policy import differences_before
+from rl_training.entropy.previous_update import KeptVector
+from rl_training.entropy.weights import sums_before
+from rl_training.gradients.folds import over_the_others, response_number
+from rl_training.options import check_share, check_whole, half_by_measured_step
+from rl_training.parallel.vectors import Vector
+from rl_training.policy.rollout import take_rows
+from rl_training.policy.scores import Scores
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.statistics.running_variance import RunningVariance
+from rl_training.step.data import Step
+from rl_training.step.limits import NO_OTHERS, NO_REWARDS
+from rl_training.step.score_check import ScoreCheck
 
 CHANGES = tuple(f"measured/{name}" for name in ("delta_h", "delta_h_sequence", "delta_length", "delta_reward"))
 KL, ESS, STEPS = "measured/kl", "measured/ess", "measured/steps"

@@ -22,14 +22,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from rl_training.engine.capabilities import NO_REWARDS, NO_SAMPLING_LOGPS
-from rl_training.engine.entropy_gradients import log_ratios
-from rl_training.engine.options import check_flag
 from rl_training.engine.probe import Probe
-from rl_training.engine.step import Step
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import response_number
-from rl_training.mathematics.jackknife import estimates_over_units
+from rl_training.entropy.fold_gradients import log_ratios
+from rl_training.gradients.folds import response_number
+from rl_training.options import check_flag
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.step.data import Step
+from rl_training.step.limits import NO_REWARDS, NO_SAMPLING_LOGPS
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
 NUMERICS = ("numerics_kl", "numerics_outside")

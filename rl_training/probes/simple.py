@@ -4,13 +4,13 @@
 
 X and δθ from one batch share their noise, and their plain product always claims that entropy falls. Hence `forward`,
 the change on NEW prompts; `backward`, from the next step's fresh rollouts, independent by construction; and `reuse`,
-the biased product, a diagnostic only: engine/entropy_change.py.
+the biased product, a diagnostic only: entropy/prediction.py.
 Added to them is
 
     trapezoid    ½ (forward + backward)        exact to second order: compare this with the measured change
 
 in nats per token and, if asked for, in nats per sequence, and then with the first-order changes of length and reward
-(engine/length_and_reward.py). forward is split by cause (momentum, this step's gradient,
+(entropy/length_and_reward.py). forward is split by cause (momentum, this step's gradient,
 weight decay), by layer and by kind of module, and set beside what it would be without gradient clipping.
 
 The variances of single steps are averaged over about three (running_variance.py). Sums use each batch's own, but for
@@ -24,16 +24,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_change import LENGTH_AND_REWARD
-from rl_training.engine.entropy_gradients import levels_of_folds
-from rl_training.engine.fold_products import PRODUCTS
-from rl_training.engine.options import check_flag, check_num_folds, half_by_measured_step
-from rl_training.engine.probe import Need, Probe
-from rl_training.engine.step import EntropyChange, EntropySettings, Step
+from rl_training.engine.probe import Probe
+from rl_training.entropy.fold_gradients import levels_of_folds
+from rl_training.entropy.prediction import LENGTH_AND_REWARD
+from rl_training.entropy.products import PRODUCTS
+from rl_training.entropy.trapezoid import SUMS, TrapezoidSum
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.jackknife import estimates_over_units
-from rl_training.mathematics.trapezoid import SUMS, TrapezoidSum
+from rl_training.options import check_flag, check_num_folds, half_by_measured_step
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.step.data import EntropyChange, EntropySettings, Step
+from rl_training.step.needs import Need
 
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 UNITS = ("token", "sequence")  # that each sum is kept in

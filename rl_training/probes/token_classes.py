@@ -23,15 +23,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rl_training.engine.changed_steps import Direction, GradientParts, bases_of
-from rl_training.engine.entropy_change import NO_TOKENS
-from rl_training.engine.options import check_num_folds
-from rl_training.engine.probe import Need, Probe
-from rl_training.engine.step import Step
-from rl_training.engine.step_by_folds import StepByFolds, why_no_folds
-from rl_training.engine.updates import FoldMeans
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
+from rl_training.engine.probe import Probe
+from rl_training.entropy.changed_steps import Direction, GradientParts, bases_of
+from rl_training.entropy.paired_effects import StepByFolds, why_no_folds
+from rl_training.entropy.prediction import NO_TOKENS
+from rl_training.optim.updates import FoldMeans
+from rl_training.options import check_num_folds
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
+from rl_training.step.data import Step
+from rl_training.step.needs import Need
 
 CLASSES = {  # of each kind, in the order of their numbers
     "entropy": ("lower_half", "middle", "top_fifth"),

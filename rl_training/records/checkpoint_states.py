@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.mathematics.vectors import SHARD
+from rl_training.parallel.vectors import SHARD
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
 from rl_training.engine import driver as driver_module
-from rl_training.engine.clock import SHARED
-from rl_training.engine.fold_reduction import FoldReduction
-from rl_training.engine.open_step import OpenStep
-from rl_training.engine.padding import PaddingCheck
+from rl_training.engine.recorder import OpenStep
 from rl_training.engine.requirements import Requirements
+from rl_training.engine.timing import SHARED
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.policy.padding_check import PaddingCheck
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,

@@ -21,9 +21,9 @@ from trainers import graded
 from trl import GRPOTrainer
 
 from rl_training import Rollout, attach, measured_loop
-from rl_training.engine.batch import take_rows
-from rl_training.engine.open_step import OpenStep
-from rl_training.engine.ranks import Ranks
+from rl_training.engine.recorder import OpenStep
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.rollout import take_rows
 from rl_training.tasks.models import load_tiny
 
 ROLLOUTS = {1: 1, 2: 3}  # the given one that a step learns from

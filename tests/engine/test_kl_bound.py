@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Records, SimpleEntropyProbe, attach, measured_loop, write_report
 from rl_training.engine.kl_bound import BoundState, KLBound, kl_of_tokens, schedule_factor, search_factor
-from rl_training.mathematics.scores import Scores
+from rl_training.policy.scores import Scores
 from rl_training.tasks.models import load_tiny
 
 SHARE = 2e-3

@@ -22,22 +22,24 @@ from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
-from rl_training.engine.batch import LossSettings, Origin
-from rl_training.engine.capabilities import ONE_RESPONSE, Fixes
-from rl_training.engine.entropy_change import measure_entropy_change
-from rl_training.engine.memory import StepMemory
-from rl_training.engine.open_step import OpenStep
-from rl_training.engine.optimizer import view_optimizer
-from rl_training.engine.probe import Need, Probe
-from rl_training.engine.ranks import Ranks
-from rl_training.engine.shards import Shard
-from rl_training.engine.step import EntropySettings, OptimizerView, Step
-from rl_training.engine.step_by_folds import why_no_folds
+from rl_training.engine.probe import Probe
+from rl_training.engine.recorder import OpenStep
+from rl_training.entropy.paired_effects import why_no_folds
+from rl_training.entropy.prediction import measure_entropy_change
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.gradients.folds import ENOUGH, plan_folds
 from rl_training.hosts.trl import batches
-from rl_training.mathematics import adamw as adamw_module
-from rl_training.mathematics.estimate import Estimate, why_no_stderr
-from rl_training.mathematics.folds import ENOUGH, plan_folds
+from rl_training.optim import adamw as adamw_module
+from rl_training.optim.state import OptimizerView, view_optimizer
+from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.sharding import Shard
+from rl_training.policy.rollout import Origin
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
+from rl_training.statistics.estimate import Estimate, why_no_stderr
+from rl_training.step.batch import LossSettings
+from rl_training.step.data import EntropySettings, Step
+from rl_training.step.limits import ONE_RESPONSE, Fixes
+from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
 

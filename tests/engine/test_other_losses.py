@@ -12,11 +12,11 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.engine.loss_weights import LossWeights, gradient_of
-from rl_training.engine.probe import Need
+from rl_training.gradients.loss_weights import LossWeights, gradient_of
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
-from rl_training.mathematics.scores import Scores
+from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
 PLAIN = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": False, "use_cpu": True}

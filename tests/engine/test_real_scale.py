@@ -18,9 +18,9 @@ from trainers import FEW, graded
 
 from rl_training import Probe
 from rl_training.job.settings import accumulation_steps
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe, TokenClassesProbe
 from rl_training.records.jsonl import read_metrics
+from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.tasks import models
 from rl_training.tasks.models import load_causal_lm, load_tiny
 

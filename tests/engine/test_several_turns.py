@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 from two_turns import LOGITS, OUTCOMES, coverage, exact, policy_logp, tables
 
 from rl_training import DrGRPOTrainer, attach
+from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe
 from rl_training.tasks.models import load_tiny
 

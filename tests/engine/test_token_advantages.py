@@ -14,14 +14,14 @@ from trainers import differing, ending, graded
 from trl import GRPOTrainer
 
 from rl_training import Rollout, attach
-from rl_training.engine.batch import join_rollouts, with_one_advantage_each
-from rl_training.engine.length_and_reward import NO_MULTIPLE
-from rl_training.engine.loss_weights import LossWeights
+from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.entropy.length_and_reward import NO_MULTIPLE
+from rl_training.gradients.loss_weights import LossWeights
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, silent_share
 from rl_training.interventions.named import INTERVENTIONS
-from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.mathematics.scores import Scores
+from rl_training.policy.rollout import join_rollouts, with_one_advantage_each
+from rl_training.policy.scores import Scores
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,

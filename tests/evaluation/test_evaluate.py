@@ -36,8 +36,8 @@ from rl_training.evaluation.workers import run_in_process
 from rl_training.job import evaluation_plan
 from rl_training.job.evaluate import evaluate, print_table
 from rl_training.job.evaluation_plan import fingerprint, read_plan
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records import evaluated
+from rl_training.statistics.estimate import Estimate
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 

@@ -27,17 +27,16 @@ from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
 from rl_training import Estimate, Probe, Rollout, measured_loop
-from rl_training.engine import length_and_reward, step_by_folds
-from rl_training.engine.batch import Correction, LossSettings, Origin, take_rows
-from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.open_step import OpenStep
-from rl_training.engine.ranks import all_ranks
+from rl_training.engine.recorder import OpenStep
+from rl_training.entropy import length_and_reward, paired_effects
+from rl_training.gradients.folds import plan_folds
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.hosts.trl.batches import fixes
-from rl_training.mathematics.folds import plan_folds
-from rl_training.mathematics.scores import Scores
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.rollout import Origin, take_rows
+from rl_training.policy.scores import Scores
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -48,6 +47,8 @@ from rl_training.probes import (
     TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates
+from rl_training.step.batch import Correction, LossSettings
+from rl_training.step.limits import REUSED, Fixes
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
@@ -502,13 +503,13 @@ def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason(
 
 def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass(monkeypatch) -> None:
     """The loop does not say what its loss divides by. Where no multiple is one, rows of its own give the same."""
-    found, passes, bases_of = [], [], step_by_folds.bases_of
+    found, passes, bases_of = [], [], paired_effects.bases_of
 
     def counted(step: Any, weights: Any) -> Any:
         passes.append(len(weights))
         return bases_of(step, weights)
 
-    monkeypatch.setattr(step_by_folds, "bases_of", counted)
+    monkeypatch.setattr(paired_effects, "bases_of", counted)
     for rounding in (length_and_reward.ROUNDING, -1.0):
         monkeypatch.setattr(length_and_reward, "ROUNDING", rounding)
         loop = new_loop([InterventionsProbe(["lr"], every=1)], dr_grpo=True)

@@ -15,11 +15,11 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
-from rl_training.engine.loss_weights import LossWeights
 from rl_training.errors import UserError
+from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs, loss_inputs
 from rl_training.interventions.named import INTERVENTIONS, NEEDS
-from rl_training.mathematics.scores import Scores
+from rl_training.policy.scores import Scores
 from rl_training.probes import InterventionsProbe
 
 STEP: dict[str, Any] = PLAIN | {

@@ -31,10 +31,10 @@ from trainers import (
 )  # fmt: skip
 
 from rl_training import DrGRPOTrainer
-from rl_training.engine.scorer import Scorer
 from rl_training.hosts.trl.policy import SAMPLING
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import intervention
+from rl_training.policy.scorer import Scorer
 from rl_training.probes import InterventionsProbe, SamplerProbe
 from rl_training.tasks.models import load_tiny
 

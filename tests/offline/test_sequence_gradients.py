@@ -24,9 +24,9 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from rl_training.mathematics.vectors import Layout
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.sequence_gradients import Recording, SequenceGradients
+from rl_training.parallel.vectors import Layout
 
 BATCH, LENGTH, VOCABULARY, PADDING = 4, 9, 23, 0
 SMALL: dict[str, Any] = {

@@ -24,13 +24,9 @@ from trainers import L_MAX, trainer_maker
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer
-from rl_training.engine.optimizer import view_optimizer
-from rl_training.engine.step import OptimizerView
+from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sharding import replicated
-from rl_training.mathematics.adamw import AdamWState
-from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.mathematics.sketches import cosines
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.kernel import calculate_kernel, save_tensors
@@ -41,6 +37,9 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Structure, headline, load_kernel
 from rl_training.offline.update import make_update
+from rl_training.optim.adamw import AdamWState
+from rl_training.optim.state import OptimizerView, view_optimizer
+from rl_training.statistics.sketches import cosines
 from rl_training.tasks.arithmetic import arithmetic
 
 NUM_E, NUM_U = 7, 10

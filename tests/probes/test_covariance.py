@@ -12,10 +12,10 @@ import torch
 from seen import Kept
 from trainers import FEW, trainer_maker
 
-from rl_training.engine.step import Step
-from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.mathematics.scores import Scores
+from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.policy.scores import Scores
 from rl_training.probes import CovariancePredictorProbe
+from rl_training.step.data import Step
 
 NAMES = ("covariance/token", "covariance/sequence")
 

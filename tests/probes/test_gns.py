@@ -16,15 +16,17 @@ from example_steps import step_of
 from torch import Tensor, nn
 
 from rl_training import Estimate
-from rl_training.engine.batch import Rollout
-from rl_training.engine.fold_reduction import FoldReduction
-from rl_training.engine.gradient_rows import GradientRows
-from rl_training.engine.shards import Shard
-from rl_training.engine.step import Gradients, Step
-from rl_training.engine.updates import adam_roots
-from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
-from rl_training.mathematics.folds import FoldGroup, ranges_of
-from rl_training.mathematics.noise_scale import (
+from rl_training.engine.fold_recorder import GradientRows
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.folds import FoldGroup, ranges_of
+from rl_training.optim.adamw import WARM_STEPS, AdamWState
+from rl_training.optim.updates import adam_roots
+from rl_training.parallel.sharding import Shard
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
+from rl_training.probes import GradientNoiseScaleProbe
+from rl_training.probes.gns import BOUNDS
+from rl_training.statistics.noise_scale import (
     Averages,
     average,
     noise_moments,
@@ -32,9 +34,7 @@ from rl_training.mathematics.noise_scale import (
     signal_to_noise_interval,
     split_of_trace,
 )
-from rl_training.mathematics.scores import Scores
-from rl_training.probes import GradientNoiseScaleProbe
-from rl_training.probes.gns import BOUNDS
+from rl_training.step.data import Gradients, Step
 
 G = 2  # responses per prompt: here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}

@@ -25,14 +25,14 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate
-from rl_training.engine.batch import Rollout
-from rl_training.engine.policy import Policy
-from rl_training.engine.step import EntropySettings, Step
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.mathematics.jackknife import Replicates
-from rl_training.mathematics.scores import Scores
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 from rl_training.probes import GroundTruthProbe
 from rl_training.probes.ground_truth import _compared
+from rl_training.statistics.jackknife import Replicates
+from rl_training.step.data import EntropySettings, Step
 from rl_training.tasks.models import load_tiny
 
 ONE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # the truth's sequences 32 at a time

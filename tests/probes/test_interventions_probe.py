@@ -16,13 +16,13 @@ from trainers import graded, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, attach
-from rl_training.engine.changed_steps import changes_by_basis
-from rl_training.engine.step import OptimizerView
+from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.interventions.named import intervention
-from rl_training.mathematics.running_pairs import Pair
-from rl_training.mathematics.sgd import SGDState
+from rl_training.optim.sgd import SGDState
+from rl_training.optim.state import OptimizerView
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 from rl_training.probes.interventions import kept_factor, kept_halving
+from rl_training.statistics.running_pairs import Pair
 
 NUM_FOLDS, G, MICROBATCHES, L_MAX = 8, 4, 4, 24
 WHICH = [

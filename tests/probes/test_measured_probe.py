@@ -17,9 +17,9 @@ from torch import Tensor
 from trainers import LORA, graded, trainer_maker
 
 from rl_training import Estimate
-from rl_training.engine.step import Step
 from rl_training.probes import MeasuredStepProbe
 from rl_training.probes.measured import CHANGES, ESS, FIRST, KL, NAMES, OLD_ROLLOUT, SAME, STEPS, rounded_scores_before
+from rl_training.step.data import Step
 from rl_training.tasks.models import load_tiny
 
 G, PROMPTS = 4, 8

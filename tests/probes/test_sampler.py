@@ -15,13 +15,14 @@ from example_steps import ALONE
 from other_samplers import COPIES, OtherSampler
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, Correction, LossSettings, Rollout
-from rl_training.engine.capabilities import Capabilities
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.ranks import Ranks
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.scores import Scores
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 from rl_training.probes.sampler import CUT, METRICS, SamplerProbe
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.batch import Batch, Correction, LossSettings
+from rl_training.step.limits import Capabilities
 from rl_training.tasks.models import load_tiny
 
 G, PROMPTS, T = 4, 5, 6

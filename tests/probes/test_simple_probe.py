@@ -18,12 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from trainers import FEW, L_MAX, graded, trainer_maker
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.length_and_reward import NO_MULTIPLE
-from rl_training.engine.policy import Policy
-from rl_training.mathematics.jackknife import JackknifeUnits
-from rl_training.mathematics.per_decision import per_decision_change
-from rl_training.mathematics.scores import Scores
+from rl_training.entropy.length_and_reward import NO_MULTIPLE
+from rl_training.entropy.per_decision import per_decision_change
+from rl_training.policy.policy import Policy
+from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
+from rl_training.statistics.jackknife import JackknifeUnits
 from rl_training.tasks.models import load_tiny
 
 K, G = 8, 4

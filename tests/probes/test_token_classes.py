@@ -18,15 +18,15 @@ from torch import Tensor
 from trainers import graded, trainer_maker
 
 from rl_training import Estimate, measured_loop
-from rl_training.engine.changed_steps import Direction, GradientParts
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.updates import OptimizerPieces, StepsWithoutFolds, fold_means
-from rl_training.mathematics.jackknife import unchanged
-from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import Layout
+from rl_training.entropy.changed_steps import Direction, GradientParts
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.optim.sgd import SGDState
+from rl_training.optim.updates import OptimizerPieces, StepsWithoutFolds, fold_means
+from rl_training.parallel.vectors import Layout
+from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe, token_classes
 from rl_training.probes.token_classes import CLASSES
+from rl_training.statistics.jackknife import unchanged
 from rl_training.tasks.models import load_tiny
 
 NUM_FOLDS, LENGTH = 8, 12

@@ -10,11 +10,11 @@ from foreign_runs import foreign_run
 from safetensors.torch import save_file
 from torch import nn
 
-from rl_training.engine.memory import StepMemory
-from rl_training.engine.shards import Shard
-from rl_training.engine.step import EntropySettings
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.parallel.sharding import Shard
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.step.data import EntropySettings
 
 UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
 

@@ -18,8 +18,6 @@ from trl import GRPOTrainer
 
 from rl_training import attach
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import difference, is_significant
 from rl_training.probes import EffectiveSampleSizeProbe
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
@@ -38,6 +36,8 @@ from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.charts import framed
 from rl_training.records.report.series import read_run, to_rows
 from rl_training.records.report.writing import in_words
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.welch import difference, is_significant
 
 HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
 T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from a printed table

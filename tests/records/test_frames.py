@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records import evaluations, find_runs, metrics, probes
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import Records
+from rl_training.statistics.estimate import Estimate
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 

@@ -24,7 +24,6 @@ from recorded_runs import record_run
 
 from rl_training.errors import UserError
 from rl_training.job.command_line import run_command
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare import command
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import consolidate, read_step, write_step
@@ -40,6 +39,7 @@ from rl_training.records.jsonl import (
 from rl_training.records.printable import printable
 from rl_training.records.report import write_report
 from rl_training.records.spreadsheet import as_csv
+from rl_training.statistics.estimate import Estimate
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
 IN_JSON = re.compile(r"(?<!\\)(?:\\\\)*\\u(?:00[01]|202e|d8)")  # what a script of the page would make of it

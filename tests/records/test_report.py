@@ -20,7 +20,6 @@ import pytest
 from recorded_runs import record_run
 
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.command import main
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
@@ -33,6 +32,7 @@ from rl_training.records.report.page import pictures
 from rl_training.records.report.series import read_run, why_it_ends
 from rl_training.records.report.summary import step_numbers, summarize
 from rl_training.records.report.writing import MISSING, in_words, milli, normal_milli
+from rl_training.statistics.estimate import Estimate
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"

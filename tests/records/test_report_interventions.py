@@ -11,7 +11,6 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
 from rl_training.records.report.branches import branch_commands
@@ -19,6 +18,7 @@ from rl_training.records.report.charts import Section
 from rl_training.records.report.interventions import Effect, interventions_of_run, plane
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
+from rl_training.statistics.estimate import Estimate
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 NONE = Estimate.missing("it has no strength")

@@ -18,23 +18,37 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rl_training"
 # What each layer may import beside itself. Records and probes do not know each other. What is measured offline is
 # measured on a trainer, one that stands still: offline stands on hosts, which know nothing of it.
+STEP = {"statistics", "parallel", "policy", "gradients", "optim", "step"}
+MEASURED = {*STEP, "entropy", "engine", "interventions", "probes"}
 BELOW = {
-    "mathematics": set(),
+    "statistics": set(),
     "tasks": set(),
-    "engine": {"mathematics"},
-    "interventions": {"mathematics", "engine"},
-    "probes": {"mathematics", "engine", "interventions"},
-    "records": {"mathematics"},
-    "evaluation": {"mathematics", "engine", "records", "tasks"},
-    "hosts": {"mathematics", "engine", "interventions", "probes", "records"},
-    "offline": {"mathematics", "engine", "interventions", "probes", "records", "hosts"},
-    "job": {"mathematics", "engine", "interventions", "probes", "records", "hosts", "offline", "tasks", "evaluation"},
+    "parallel": {"statistics"},
+    "policy": {"statistics", "parallel"},
+    "gradients": {"statistics", "parallel", "policy"},
+    "optim": {"statistics", "parallel", "policy", "gradients"},
+    "step": STEP - {"step"},
+    "entropy": STEP,
+    "engine": {*STEP, "entropy"},
+    "interventions": {*STEP, "entropy", "engine"},
+    "probes": MEASURED - {"probes"},
+    "records": {"statistics", "parallel"},
+    "evaluation": {"statistics", "parallel", "policy", "records", "tasks"},
+    "hosts": {*MEASURED, "records"},
+    "offline": {*MEASURED, "records", "hosts"},
+    "job": {*MEASURED, "records", "hosts", "offline", "tasks", "evaluation"},
 }
 # A loop's own libraries: what stands in hosts itself serves any loop.
 LOOPS = {"trl", "accelerate", "deepspeed"}
 LIBRARIES = {
-    "mathematics": {"torch", "numpy", "scipy"},
-    "engine": {"torch", "numpy"},
+    "statistics": {"torch", "numpy", "scipy"},
+    "parallel": {"torch"},
+    "policy": {"torch", "numpy"},
+    "gradients": {"torch"},
+    "optim": {"torch"},
+    "step": {"torch"},
+    "entropy": {"torch"},
+    "engine": {"torch"},
     "interventions": {"torch", "scipy"},
     "probes": {"torch"},
     "records": {
@@ -54,7 +68,7 @@ LIBRARIES = {
         "PIL", "pandas", "numpy", "scipy",
     },
 }  # fmt: skip
-TOP = {"__init__", "__main__", "errors", "extras", "shadowing", "version"}
+TOP = {"__init__", "__main__", "errors", "extras", "options", "shadowing", "version"}
 FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 
 
@@ -122,7 +136,7 @@ def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
 
 def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
     """The same for what writes and reads records; jinja2 comes with pages only."""
-    layers = ("mathematics", "engine", "interventions", "probes", "records", "hosts")
+    layers = (*MEASURED, "records", "hosts")
     files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
     assert "jinja2" in imported_with("rl_training.records.report")
     assert "trl" in imported_with("rl_training.job.build")
@@ -131,7 +145,7 @@ def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
         assert not imported_with(module) & {*LOOPS, "transformers", "peft", "jinja2"}, module
 
 
-@pytest.mark.parametrize("layer", sorted({*BELOW} - {"mathematics", "engine", "probes"}))
+@pytest.mark.parametrize("layer", sorted({*BELOW} - STEP - {"entropy", "engine", "probes"}))
 def test_what_is_refused_is_a_user_error(layer: str) -> None:
     """A command shows any other error with its traceback; ValueErrors below are of code that misuses a function."""
     for path in (PACKAGE / layer).rglob("*.py"):

@@ -11,9 +11,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import Records
+from rl_training.statistics.estimate import Estimate
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "training_analysis.ipynb"
 

@@ -14,12 +14,12 @@ from configs import QUICK, composed, composing
 from torch import Tensor
 
 from rl_training import Estimate, Probe
-from rl_training.engine.step import Step
 from rl_training.job.build import build_restored, build_run
 from rl_training.job.run_settings import run_settings
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
+from rl_training.step.data import Step
 
 RUN = [
     *QUICK, "batch.microbatch_size=8", "probe=none",

@@ -10,22 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.batch import Batch, Rollout
-from rl_training.engine.capabilities import Capabilities
-from rl_training.engine.entropy_change import measure_entropy_change
-from rl_training.engine.fold_reduction import FoldReduction
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.memory import StepMemory
-from rl_training.engine.policy import Policy
-from rl_training.engine.probe import Need
-from rl_training.engine.ranks import Ranks
-from rl_training.engine.shards import Shard
-from rl_training.engine.step import Gradients, OptimizerView, Step
-from rl_training.engine.updates import EVERY_FOLD, OptimizerPieces, fold_means
-from rl_training.mathematics.folds import FoldGroup, ranges_of
-from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import Layout, Vector
+from rl_training.entropy.prediction import measure_entropy_change
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.folds import FoldGroup, ranges_of
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.optim.sgd import SGDState
+from rl_training.optim.state import OptimizerView
+from rl_training.optim.updates import EVERY_FOLD, OptimizerPieces, fold_means
+from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import Layout, Vector
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
+from rl_training.step.batch import Batch
+from rl_training.step.data import Gradients, Step
+from rl_training.step.limits import Capabilities
+from rl_training.step.needs import Need
 
 ALONE = Ranks(1, lambda tensor: tensor)
 PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)

@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from rl_training import Estimate, Probe, Rollout, measured_loop
-from rl_training.engine.batch import take_rows
-from rl_training.engine.step import Step
+from rl_training.policy.rollout import take_rows
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -35,6 +34,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
+from rl_training.step.data import Step
 from rl_training.tasks.models import load_tiny
 
 STEPS, FOLD, PROMPTS = 2, 8, 8  # optimizer steps; sequences of a fold; prompts of a step

@@ -37,10 +37,9 @@ from torch.distributed.tensor import DTensor
 from trainers import trainer_maker
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
-from rl_training.engine.probe import Need
-from rl_training.engine.ranks import all_ranks
 from rl_training.hosts.trl.batches import REWARD
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.parallel.ranks import all_ranks
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -51,6 +50,7 @@ from rl_training.probes import (
     TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records
+from rl_training.step.needs import Need
 
 ROOT = Path(__file__).parents[2]
 MICROBATCH = 16  # two of them on each of two processes
@@ -142,7 +142,7 @@ def log_collectives() -> list[int]:
 def probes_of(run: str) -> list[Probe]:
     """Returns the probes of a run: under FSDP2 those that the host has something of its own for.
 
-    Interventions and token classes are the engine's: engine/test_shards.py has them under FSDP2.
+    Interventions and token classes are the engine's: parallel/test_sharding.py has them under FSDP2.
     """
     if run.endswith(("bare", "remedied", "bounded")):
         return []

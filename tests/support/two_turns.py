@@ -10,14 +10,14 @@ import torch
 from example_steps import shard_of, step_of
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.memory import StepMemory
-from rl_training.engine.policy import Policy
-from rl_training.engine.step import EntropySettings, Step
-from rl_training.mathematics.adamw import AdamWState
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.scores import Scores
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.optim.adamw import AdamWState
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.data import EntropySettings, Step
 
 STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
 ANSWERS = [(0,), (1, 1)]  # what the environment says, of unlike lengths

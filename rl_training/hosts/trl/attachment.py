@@ -17,15 +17,12 @@ from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from rl_training.engine.batch import LossSettings
 from rl_training.engine.bounded_driver import BoundedDriver
-from rl_training.engine.capabilities import MIXED_PROMPTS, REUSED
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.loss_terms import MadeLoss
-from rl_training.engine.open_step import Loop
+from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
-from rl_training.engine.ranks import all_ranks
+from rl_training.engine.recorder import Loop
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_refusals import probes_in
@@ -39,10 +36,13 @@ from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_T
 from rl_training.hosts.trl.sharding import has_sharded_weights, shard_of
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.interventions.named import Intervention
-from rl_training.mathematics.estimate import Estimate
+from rl_training.parallel.ranks import all_ranks
 from rl_training.records.checkpoint_states import NamedStateful, load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.workspace import CORE
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.batch import LossSettings
+from rl_training.step.limits import MIXED_PROMPTS, REUSED
 
 
 class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):

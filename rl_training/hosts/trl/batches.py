@@ -12,12 +12,13 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from rl_training.engine.batch import Correction, LossSettings, Rollout, with_one_advantage_each
-from rl_training.engine.capabilities import Fixes
-from rl_training.engine.open_step import Shape
-from rl_training.engine.ranks import all_ranks
+from rl_training.engine.recorder import Shape
 from rl_training.errors import UserError
 from rl_training.hosts.trl.generated import rows_as_bytes
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.rollout import Rollout, with_one_advantage_each
+from rl_training.step.batch import Correction, LossSettings
+from rl_training.step.limits import Fixes
 
 # Keys that ride along in TRL's batch dictionaries.
 PROMPT = "rollout_prompt"  # its number within the rollout

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from rl_training.engine.batch import in_one_width
 from rl_training.errors import UserError
 from rl_training.hosts.trl import batches
+from rl_training.policy.rollout import in_one_width
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
 Metrics = Mapping[str, Sequence[float]]

@@ -8,8 +8,8 @@ from typing import Any
 
 from trl import GRPOTrainer
 
-from rl_training.engine.ranks import all_ranks
 from rl_training.hosts.described import settings_of_model, settings_of_optimizer
+from rl_training.parallel.ranks import all_ranks
 
 # How arguments begin that do not affect training: what the trainer says, and where; beside those of records/folder.py.
 NOT_OF_TRAINING = (

@@ -2,8 +2,8 @@
 
 The private members of TRL and transformers that this package relies on stand in one table: a version that lacks one, or
 returns something else in its first forward pass, is refused by name. DeepSpeed's are in sharding.py, FSDP2's
-in engine/shards.py. A setting that only one estimate cannot handle is not refused: that estimate is nan, see
-engine/capabilities.py.
+in parallel/sharding.py. A setting that only one estimate cannot handle is not refused: that estimate is nan, see
+step/limits.py.
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from rl_training.engine.batch import Rollout, as_rollout, take_rows
-from rl_training.engine.policy import Policy
-from rl_training.engine.precision import measuring
-from rl_training.engine.scorer import Scorer
-from rl_training.engine.shards import reshard
-from rl_training.engine.streams import seed_torch, streams_put_back
 from rl_training.errors import UserError
 from rl_training.hosts.trl.sharding import has_sharded_weights
-from rl_training.mathematics.scores import Scores
+from rl_training.parallel.fsdp import reshard
+from rl_training.policy.policy import Policy
+from rl_training.policy.precision import measuring
+from rl_training.policy.rng import seed_torch, streams_put_back
+from rl_training.policy.rollout import Rollout, as_rollout, take_rows
+from rl_training.policy.scorer import Scorer
+from rl_training.policy.scores import Scores
 
 REGEX = "vllm_structured_outputs_regex"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what TRL has settings of its own for

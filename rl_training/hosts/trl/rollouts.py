@@ -18,15 +18,15 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from rl_training.engine.batch import Origin, Rollout, in_one_width
-from rl_training.engine.padding import LIMIT, LIMIT_ROUNDED
-from rl_training.engine.precision import has_dropout
-from rl_training.engine.ranks import all_ranks
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
 from rl_training.hosts.trl.patches import SHUFFLE, wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
-from rl_training.mathematics.scores import Scores
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.padding_check import LIMIT, LIMIT_ROUNDED
+from rl_training.policy.precision import has_dropout
+from rl_training.policy.rollout import Origin, Rollout, in_one_width
+from rl_training.policy.scores import Scores
 
 NOT_GENERATED = (
     "{count} of the {rows} responses in this batch were not generated for it (a replay buffer, demonstrations), and it "

@@ -17,8 +17,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from rl_training.engine.shards import FullyShard, Shard, chunk_of
 from rl_training.errors import UserError
+from rl_training.parallel.fsdp import FullyShard
+from rl_training.parallel.sharding import Shard, chunk_of
 
 
 def shard_of(trainer: GRPOTrainer) -> Shard:

@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.policy import Policy
-from rl_training.engine.ranks import all_ranks
 from rl_training.errors import UserError
+from rl_training.gradients.loss_weights import LossWeights
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, microbatch_inputs, silent_share
 from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention
-from rl_training.mathematics.scores import Scores
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 
 logger = logging.get_logger(__name__)
 

@@ -10,10 +10,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, in_one_width
-from rl_training.engine.scorer import CHUNK_LOGITS
 from rl_training.errors import UserError
-from rl_training.mathematics.linear_head import scores_of_logits
+from rl_training.policy.linear_head import scores_of_logits
+from rl_training.policy.rollout import Rollout, in_one_width
+from rl_training.policy.scorer import CHUNK_LOGITS
 
 
 def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens: Sequence[int]) -> Rollout:

@@ -22,21 +22,21 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from rl_training.engine.batch import LossSettings
-from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.loss_terms import MadeLoss
-from rl_training.engine.open_step import Loop, Shape
-from rl_training.engine.ranks import all_ranks
-from rl_training.engine.scorer import Scorer
-from rl_training.engine.shards import FullyShard
+from rl_training.engine.loss_check import MadeLoss
+from rl_training.engine.recorder import Loop, Shape
 from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
-from rl_training.mathematics.scores import Scores
+from rl_training.parallel.fsdp import FullyShard
+from rl_training.parallel.ranks import all_ranks
+from rl_training.policy.scorer import Scorer
+from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
+from rl_training.step.batch import LossSettings
+from rl_training.step.limits import Fixes
 
 SETTINGS = "rl_training"  # the key of a batch under which the trainer says what is to be measured
 ENTROPIES = "entropies of probes"  # the key of a model's output where verl has none

@@ -10,7 +10,7 @@ seeds that ended earlier are left out of its figures. Two groups are compared at
 Several seeds' noise scale is 1 / the mean of 1/B, the signal-to-noise ratio, with the ends of that mean's interval
 turned over; one seed's has Fieller's interval, as its run's own report.
 
-That the same seeds in two groups share data and initial weights is not used in differences (mathematics/welch.py): it
+That the same seeds in two groups share data and initial weights is not used in differences (statistics/welch.py): it
 makes the interval too wide, if anything. Means over logged steps are over the same steps in both.
 
 Changes of entropy of two runs that are one run up to a branching point are compared from there on: the errors of the
@@ -18,7 +18,7 @@ steps before it are the same in both, and cancel. With `first`, the step after i
 
 measured    H(step) of one run − H(step) of the other: entropy at `first` is the same
 predicted   Σ ½(F_j + B_{j+1}) over first ≤ j < step of each: ½F_first + Σ_{first<j<step} ½(F_j + B_j) + ½B_step, whose
-            terms have independent errors (mathematics/trapezoid.py). Σ v of their variances has the degrees of freedom
+            terms have independent errors (entropy/trapezoid.py). Σ v of their variances has the degrees of freedom
             of (Σ v)²/Σ v² batches (Satterthwaite)
 
 The two runs' errors since then count as independent. That the batch at `first` is the same in both, and that later ones
@@ -34,13 +34,13 @@ from itertools import combinations, pairwise
 
 import pandas as pd
 
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.noise_scale import noise_scale_interval
-from rl_training.mathematics.welch import difference, mean_of
 from rl_training.records.compare.groups import Group, Member, common_steps
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.report.findings import MAX_WINDOW, origins
 from rl_training.records.report.series import Run, finite, last_of
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.noise_scale import noise_scale_interval
+from rl_training.statistics.welch import difference, mean_of
 
 MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
 # Of the trainer's own evaluations: what it logs beside these is of its clipping and its clock.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import is_significant
 from rl_training.records.compare.final import Difference
 from rl_training.records.report.writing import in_words, on_one_line
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.welch import is_significant
 
 SAID = ("reward", "token entropy")
 ONE_SEED = " This is a single seed: another may change it by more than the noise within a run."

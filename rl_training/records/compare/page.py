@@ -10,8 +10,6 @@ from typing import Any
 import pandas as pd
 
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare import final
 from rl_training.records.compare.findings import describe, one_group
 from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups, trunks_of
@@ -24,6 +22,8 @@ from rl_training.records.report.findings import origins
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.series import Run, finite, to_estimates, to_rows
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.welch import difference, is_significant
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", TEXT, "#56B4E9", "#E69F00")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rl_training.mathematics.welch import is_significant
 from rl_training.records.report.writing import in_words, short
+from rl_training.statistics.welch import is_significant
 
 ENVIRONMENT = Environment(
     loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.mathematics.calibration import calibration
 from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.records.report import charts, findings
@@ -18,6 +17,7 @@ from rl_training.records.report.charts import BLUE, GREEN, NAMED, ORANGE, TEXT, 
 from rl_training.records.report.findings import MIN_POINTS
 from rl_training.records.report.series import Run, finite, to_estimates, what_is_missing
 from rl_training.records.report.writing import MILLI, in_words
+from rl_training.statistics.calibration import calibration
 
 MAX_BARS = 80  # with more points than this, error bars would hide them
 OFFSET = 0.14  # of a step: keeps the two error bars of a step apart

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
 from rl_training.records.report.series import Run, finite, last_of, to_rows
 from rl_training.records.report.writing import milli, on_one_line
+from rl_training.statistics.estimate import Estimate
 
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import is_significant
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw
 from rl_training.records.report.findings import present_rate
 from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.writing import MILLI, MISSING, in_words, milli, on_one_line, spoken
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.welch import is_significant
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 # Of an intervention, in the order of the fields of Effect.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.report import findings
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.writing import in_words, spoken
+from rl_training.statistics.welch import difference, is_significant
 
 ENOUGH_SURVIVES = 0.9  # of a step, after rounding
 

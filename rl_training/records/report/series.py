@@ -15,7 +15,6 @@ import yaml
 from scipy.special import stdtrit
 
 from rl_training.errors import UserError
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.folder import CONFIG_FILE, checkpoints_of
 from rl_training.records.frames import evaluations, metrics, probes
@@ -24,6 +23,7 @@ from rl_training.records.links import refuse_links_out
 from rl_training.records.masking import without_secrets
 from rl_training.records.printable import in_whole_characters
 from rl_training.records.stored_yaml import plain_yaml, read_text
+from rl_training.statistics.estimate import Estimate
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 # source: the file of logs/, or the name of the evaluation. low, high: the ends of the 95 % interval; is_interval where

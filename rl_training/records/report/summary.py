@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.report import findings
 from rl_training.records.report.interventions import NO_FALL, Effect, effects_of, halving, is_falling, keeping
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
 from rl_training.records.report.writing import MILLI, MISSING, in_words, on_one_line
+from rl_training.statistics.estimate import Estimate
 
 STEP_NUMBERS = {  # what a step does: how it is shown, as it was measured, as it was predicted
     "entropy, 1e-3 nats per token": (MILLI, "measured/delta_h", "delta_h/forward"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rl_training.mathematics.estimate import Estimate
+from rl_training.statistics.estimate import Estimate
 
 MISSING = "–"
 MILLI, Z_95 = 1e3, 1.96  # changes of a step are shown in thousandths

@@ -17,9 +17,8 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, attach
-from rl_training.engine.policy import Policy
-from rl_training.engine.probe import Need
 from rl_training.hosts.trl.batches import RIDING_ALONG
+from rl_training.policy.policy import Policy
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -27,6 +26,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates
+from rl_training.step.needs import Need
 
 
 class Witness(Seen):

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import attach
-from rl_training.engine.capabilities import NO_REWARDS, OTHER_SIZES, REUSED
 from rl_training.hosts.trl import generated
 from rl_training.hosts.trl.generated import GeneratedResponses
 from rl_training.hosts.trl.rollouts import UNEVEN
@@ -27,6 +26,7 @@ from rl_training.probes import (
     SamplerProbe,
     SimpleEntropyProbe,
 )
+from rl_training.step.limits import NO_REWARDS, OTHER_SIZES, REUSED
 
 G = 4
 # Eight microbatches of one prompt each.

@@ -18,7 +18,6 @@ from trainers import logged_numbers, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.engine.batch import Rollout
 from rl_training.hosts.trl.buffer import (
     FilteredBuffer,
     are_mixed,
@@ -29,6 +28,7 @@ from rl_training.hosts.trl.buffer import (
 )
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.job.build import TrainingRun
+from rl_training.policy.rollout import Rollout
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
 from rl_training.records.checkpoints import what_is_wrong_with

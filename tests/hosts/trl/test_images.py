@@ -18,9 +18,9 @@ from trl import GRPOTrainer
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from rl_training import attach
-from rl_training.engine.batch import Rollout, images_of, join_rollouts
 from rl_training.hosts.trl import batches
-from rl_training.mathematics.scores import Scores
+from rl_training.policy.rollout import Rollout, images_of, join_rollouts
+from rl_training.policy.scores import Scores
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 

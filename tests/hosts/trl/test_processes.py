@@ -93,7 +93,7 @@ def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path)
     assert too_far(differences(estimates(runs, "plain_1"), estimates(runs, "plain_2"), fields=1)) == {}
 
 
-@pytest.mark.parametrize("run", ["zero1_2", "zero2_2", "zero3_2"])  # of DDP and FSDP2: engine/test_shards.py
+@pytest.mark.parametrize("run", ["zero1_2", "zero2_2", "zero3_2"])  # of DDP and FSDP2: parallel/test_sharding.py
 def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path, run: str) -> None:
     """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too."""
     saved(runs, run)  # skipped where DeepSpeed is not installed

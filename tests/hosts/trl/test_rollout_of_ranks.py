@@ -12,12 +12,12 @@ import pytest
 import torch
 from ranks_in_threads import on_two_ranks
 
-from rl_training.engine.batch import Rollout
-from rl_training.engine.ranks import Ranks
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl import rollouts as module
 from rl_training.hosts.trl.rollouts import Rollouts
-from rl_training.mathematics.scores import Scores
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 
 NONE: Any = None
 

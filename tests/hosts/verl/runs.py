@@ -43,9 +43,10 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 import rl_training.hosts.verl  # noqa: F401, it registers the engine
-from rl_training.engine.probe import Need, Probe
+from rl_training.engine.probe import Probe
 from rl_training.hosts.verl.engine import SETTINGS
-from rl_training.mathematics.estimate import Estimate
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
 CLIP, LR, EPS = 0.05, 3e-4, 1e-5  # every step is clipped; a first step that is no sign: rounding would decide it

@@ -18,9 +18,8 @@ from plain_loop import CLIP, train
 from same_estimates import OF_TRL_ALONE, differences, of_records, too_far
 from shared_rollouts import MICROBATCH, PROMPTS, STEPS, G, of_another_sampler
 
-from rl_training.engine.batch import Rollout
 from rl_training.hosts.loop import measured_loop
-from rl_training.mathematics.estimate import Estimate
+from rl_training.policy.rollout import Rollout
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -30,6 +29,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import read_metrics
+from rl_training.statistics.estimate import Estimate
 from rl_training.tasks.models import load_tiny
 
 RUNS_FILE = Path(__file__).with_name("runs.py")

@@ -1,0 +1,194 @@
+"""The training gradient of each fold of a step, this process's entries, kept as rows or measured as square norms.
+
+A loop's loss is a mean over the B sequences that a process has of the step, and its gradient the mean over N processes.
+So of fold k, with n_k sequences of all Σ n, the leaves see parts that add up to
+
+    N n_k / Σ n · g_k,        g_k the mean gradient of the fold,
+
+which is undone once, at the end of the step: the optimizer's gradient is the mean of the rows, weighted by n_k.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.verifier import why_not_the_sum
+from rl_training.entropy.fold_gradients import add_gradients
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.folds import FoldGroup
+from rl_training.optim.state import view_optimizer
+from rl_training.optim.updates import adam_roots
+from rl_training.parallel.vectors import Vector, add, copy, dot, dots, num_bytes, square_norms
+from rl_training.step.data import Step
+from rl_training.step.needs import Need
+
+
+class GradientRows:
+    """Catches the gradients of one step at a time. Nothing of parameter size is held between steps.
+
+    offload  rows are kept in host memory    dtype  and in this one; None: as the layout's
+    """
+
+    def __init__(self, reduction: FoldReduction, offload: bool = False, dtype: torch.dtype | None = None) -> None:
+        self._reduction, self.layout = reduction, reduction.shard.layout
+        self._device, self._dtype = "cpu" if offload else None, dtype
+        self.rows: Vector | None = None  # (F, n) of each bucket
+        # (F + 1, parameters, 2) fp64: of this process's entries, |g_k|² and Σ P g_k², and last those of the step's g.
+        self.sq_norms: Tensor | None = None
+        self.most_bytes = 0  # of all vectors that the step has kept here at once
+        self._groups: Sequence[FoldGroup] = ()
+        self._roots: Vector | None = None
+        self._group: int | None = None  # whose gradients arrive
+        self._passing: Vector | None = None  # its rows, where rows are not kept
+        self._sum: Vector | None = None  # and of all that have passed
+
+    def make_room(self, groups: Sequence[FoldGroup], needs: Need, is_sliced: bool) -> None:
+        """Begins a step with what probes need of its folds.
+
+        is_sliced  folds cut microbatches: their norms take rows
+        """
+        shard, roots = self._reduction.shard, None
+        if Need.SQ_NORMS in needs:
+            roots = adam_roots(self.layout, shard.weights(), view_optimizer(shard).states)
+        self.start_step(groups, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
+
+    def start_step(self, groups: Sequence[FoldGroup], keep_rows: bool = True, roots: Vector | None = None) -> None:
+        """Makes room for the step that begins.
+
+        keep_rows  keep every row
+        roots      √P of Adam's metric, nan where it is not one; square norms are measured where it is given, with the
+                   rows of one group of folds at a time in memory where rows are not kept
+        """
+        self.release()
+        self._reduction.late = self.most_bytes = 0
+        self._groups, self._roots = groups, roots
+        num_folds = groups[-1].folds.stop
+        if keep_rows:
+            self.rows = self.layout.zeros(num_folds, device=self._device, dtype=self._dtype)
+        if roots is not None:
+            self.sq_norms = torch.zeros(
+                num_folds + 1, len(self.layout.names), 2, dtype=torch.float64, device=self.layout.device
+            )
+
+    def arm(self, first_row: int) -> None:
+        """Sets the hooks: the gradients that reach the leaves from now on are of the microbatch that begins there.
+
+        It sets none where the step keeps nothing of them.
+        """
+        if self.rows is None and self.sq_norms is None:
+            return
+        number = next(i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.passes))
+        if number != self._group:
+            self._measure_passing()
+        self._group = number
+        group = self._groups[number]
+        if self.rows is not None:
+            target = _folds_of(self.rows, group)
+        else:
+            if self._passing is None:
+                self._passing = self.layout.zeros(len(group.folds))
+            target = self._passing
+        self._reduction.arm(target)
+
+    def disarm(self) -> None:
+        """Removes the hooks: the backward is over. A collective, if they were set."""
+        self._reduction.disarm()
+
+    def complete(self, step: Step) -> tuple[Step, Tensor]:
+        """Return a step with the gradients of its folds, and the square norms of these, (F,). A collective."""
+        if len(step.folds) > len(step.batch.microbatch_rows):
+            self.fill_slices(step)
+        mean = self.layout.vector(step.gradients.mean.values())
+        squares = self.finish(step.fold_sizes, step.ranks.count, mean)
+        sq_norms = None if self.sq_norms is None else step.ranks.reduce(self.sq_norms)
+        if sq_norms is not None and step.optimizer.states is not None:  # nothing in any metric, cold or warm
+            sq_norms[:, [not state.moves for state in step.optimizer.states.values()], 1] = 0.0
+        tensors = [*self._reduction.shard.leaves.values(), *(self.rows or ())]
+        is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
+        squares = step.ranks.reduce(squares)
+        why_not = why_not_the_sum(squares, is_rounded)
+        gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms, why_no_rows=why_not)
+        return dataclasses.replace(step, gradients=gradients), squares[3:]
+
+    def fill_slices(self, step: Step) -> None:
+        """Splits each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.
+
+        Each slice takes a forward pass and a backward, except the last one, whose gradient is the difference: s slices
+        cost (s − 1)/s of training's own passes. A collective.
+        """
+        assert self.rows is not None
+        batch = step.batch
+        numbers = torch.arange(batch.rollout.num_sequences, device=batch.fold.device)
+        shares = torch.ones(len(numbers), 1, device=numbers.device)
+        for microbatch in batch.microbatch_rows:
+            slices = [group for group in self._groups if group.passes[0].start in microbatch]
+            rest = [part.clone() for part in _folds_of(self.rows, slices[0])]
+            for group in slices[:-1]:
+                total = self.layout.zeros(len(group.folds))
+                rows = numbers[group.passes[0].start : group.passes[0].stop]
+                add_gradients(step, [total], rows, [batch.loss_weights], shares)
+                copy(_folds_of(self.rows, group), total)
+                add(rest, total, -1.0)
+            copy(_folds_of(self.rows, slices[-1]), rest)
+
+    def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> Tensor:
+        """Puts rows and square norms on the scale of means: all gradients are in.
+
+        Returns (3 + F,) fp64: how many gradients came in several parts, of which only the first were caught; and sums
+        of squares over this process's entries, of the step's gradient less the mean of all that were caught, of the
+        step's gradient, and of each fold's.
+
+        sizes  (F,), n_k over all processes
+        mean   the step's gradient, whose square norms come last
+        """
+        self._measure_passing()
+        self._count_bytes()
+        factors = float(sizes.sum()) / (num_ranks * sizes)
+        if self.rows is None:
+            assert self._sum is not None
+            assert self.sq_norms is not None
+            caught = self._sum
+            self.sq_norms[:-1] *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
+            squares = self.sq_norms[:-1, :, 0].sum(dim=1)
+        else:
+            caught = [part.sum(dim=0, dtype=self.layout.dtype) for part in self.rows]
+            of_rows = factors.to(self.rows[0].device, self.layout.dtype).unsqueeze(1)
+            for part in self.rows:
+                part *= of_rows
+            squares = dot(self.rows, self.rows).to(self.layout.device)
+            if self.sq_norms is not None:
+                self.sq_norms[:-1] = square_norms(self.layout, self.rows, self._roots)
+        if self.sq_norms is not None:
+            self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._roots)
+        rest = (one - part.to(one.device) / num_ranks for one, part in zip(mean, caught, strict=True))
+        off = torch.stack([dots(part, part) for part in rest]).sum()
+        late = torch.full_like(off, float(self._reduction.late))
+        return torch.cat([torch.stack([late, off, dot(mean, mean)]), squares])
+
+    def release(self) -> None:
+        """Frees the rows."""
+        self._reduction.forget()
+        self.rows = self.sq_norms = self._passing = self._sum = self._roots = self._group = None
+
+    def _count_bytes(self) -> None:
+        held = sum(map(num_bytes, (self.rows, self._passing, self._sum, self._roots)))
+        self.most_bytes = max(self.most_bytes, held)
+
+    def _measure_passing(self) -> None:
+        if self._passing is not None and self._group is not None:
+            assert self.sq_norms is not None
+            folds = self._groups[self._group].folds
+            self.sq_norms[folds.start : folds.stop] = square_norms(self.layout, self._passing, self._roots)
+            self._sum = self._sum or self.layout.zeros()
+            self._count_bytes()
+            add(self._sum, [part.sum(dim=0) for part in self._passing])
+        self._passing = None
+
+
+def _folds_of(rows: Vector, group: FoldGroup) -> Vector:
+    """Returns the rows of a group's folds: views."""
+    return [part[group.folds.start : group.folds.stop] for part in rows]

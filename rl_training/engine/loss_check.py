@@ -1,0 +1,190 @@
+"""Whether a step's gradient is that of its loss weights alone, or of further terms of the loss too.
+
+    gradient of the step = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik + that of other terms
+
+Other terms are whatever reaches the model by another way than the scores: an auxiliary loss of a mixture of experts, a
+supervised loss on other sequences, a penalty on weights. No setting lists them all. Two checks see them:
+
+- Where the loss is at hand, its graph says it at every microbatch, without any computation (`MadeLoss`).
+- Now and then the gradient of one fold is made anew from its weights and compared (`TermsCheck`). This also sees a loss
+  that the loop does not hand over, and hooks that change gradients on their way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.entropy.fold_gradients import shares_of_folds
+from rl_training.gradients.folds import FoldGroup
+from rl_training.parallel.vectors import dot
+from rl_training.policy.padding_check import LIMIT as SAME_SCORES
+from rl_training.policy.padding_check import LIMIT_ROUNDED as SAME_SCORES_ROUNDED
+from rl_training.policy.precision import has_dropout
+from rl_training.policy.scores import Scores
+from rl_training.step.batch import Batch, LossSettings
+from rl_training.step.data import Step
+from rl_training.step.limits import Capabilities
+
+EVERY = 16  # measured steps from one comparison to the next, after those at steps 1, 2, 4, 8
+LIMIT = 0.01  # of the norm of a fold's gradient: how far it may be from the one that its weights give
+LIMIT_ROUNDED = (
+    0.5  # the same where training's passes are rounded: of a sum that nearly cancels, rounding leaves percents
+)
+ROUNDING = 1e-5  # of the sum of all folds' norms
+NOT_OF_THE_WEIGHTS = (
+    "the gradient of a fold is {distance:.2g} of its norm off the one that its log-probabilities and entropies give: "
+    "the loss has another term (tell it with other_terms=True), or something changes gradients on their way"
+)
+
+
+@dataclass(frozen=True)
+class MadeLoss:
+    """What a loop says of the loss that it makes of a microbatch's scores."""
+
+    value: Tensor | None = None  # the loss itself; None where the loop makes it later
+    settings: LossSettings | None = None  # as they are now; None: as they were when training began
+    other_terms: bool = False  # the loop knows of terms beside the scores
+
+    def has_other_terms(self, scores: Scores, leaves: Iterable[Tensor]) -> bool:
+        """Return whether it is known to reach one of these parameters by another way than through the scores."""
+        return self.other_terms or (self.value is not None and has_other_terms(self.value, scores, leaves))
+
+
+def has_other_terms(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> bool:
+    """Return whether the loss reaches a leaf by another way than through these scores.
+
+    A walk over the graph between the loss and the scores, some hundred nodes; a way around them leads to a leaf.
+
+    >>> w = torch.ones(1, 1, requires_grad=True)
+    >>> scores = Scores(2 * w, 3 * w, torch.ones(1, 1))
+    >>> loss = (scores.logps * scores.entropies).sum()
+    >>> has_other_terms(loss, scores, [w]), has_other_terms(loss + (w - 1).square().sum(), scores, [w])
+    (False, True)
+    """
+    ends = {(part.grad_fn, part.output_nr) for part in (scores.logps, scores.entropies) if part.grad_fn is not None}
+    numbers = {id(leaf) for leaf in leaves}
+    waiting, seen = [(loss.grad_fn, loss.output_nr)], set()
+    while waiting:
+        node, output = waiting.pop()
+        if node is None or (node, output) in ends or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in numbers:
+            return True
+        waiting.extend(node.next_functions)
+    return False
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A fold's gradient as the loop's backward left it, and as its weights give it: square norms over all processes."""
+
+    off: float  # of the difference
+    caught: float
+    expected: float
+    is_same_policy: bool  # the scores are training's own, up to rounding: else nothing is said of the loss
+
+
+class TermsCheck:
+    """Compares one fold's gradient with its weights', at measured steps 1, 2, 4, 8, 16 and every EVERY-th from there.
+
+    The folds take turns. It costs a forward pass and a backward over the fold, and none where its weights are all 0.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.reason = ""  # what the latest comparison has said
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that is measured now is compared."""
+        count = self._count + 1
+        return count % EVERY == 0 or count & (count - 1) == 0
+
+    def why_no_slices(self, folds: Sequence[FoldGroup], batch: Batch, capabilities: Capabilities) -> str:
+        """Return why microbatches are not cut into several folds, "" if they are not, or can be.
+
+        The share of a slice in another term is not known.
+        """
+        if len(folds) <= len(batch.microbatch_rows):
+            return ""
+        other_terms = capabilities.other_terms or ("" if self.is_due else self.reason)
+        return f"{other_terms}: leave num_folds out, so that no microbatch is cut" if other_terms else ""
+
+    def checked(self, step: Step, squares: Tensor, asked: bool) -> Step:
+        """Return the step with what the comparison says of its loss. A collective.
+
+        squares  (F,), square norms of the folds' mean gradients over all processes
+        asked    a probe needs it; slices of microbatches always do
+        """
+        is_sliced = len(step.folds) > len(step.batch.microbatch_rows)
+        if step.gradients.why_no_rows or step.capabilities.other_terms or not (asked or is_sliced):
+            return step
+        is_due, self._count = self.is_due, self._count + 1
+        if is_due:
+            ends = {part.stop for part in step.batch.microbatch_rows}  # what comes before in a slice is our own
+            groups = [group for group in step.folds if group.passes[-1].stop in ends]
+            self.reason = _why_not_of_the_weights(step, groups[self._count % len(groups)], squares, self.reason)
+        if not self.reason:
+            return step
+        can = dataclasses.replace(step.capabilities, other_terms=self.reason)
+        why_no_rows = self.why_no_slices(step.folds, step.batch, can)
+        gradients = dataclasses.replace(step.gradients, why_no_rows=why_no_rows)
+        return dataclasses.replace(step, capabilities=can, gradients=gradients)
+
+
+def _why_not_of_the_weights(step: Step, group: FoldGroup, squares: Tensor, unknown: str) -> str:
+    """Return why the gradient of these folds is not that of their weights, "" if it is.
+
+    unknown  where the scores are not training's, as under dropout, and nothing can be said
+    """
+    if has_dropout(step.policy.model):
+        return unknown
+    found = _compare(step, group, squares)
+    if not found.is_same_policy:
+        return unknown
+    is_rounded = bool(step.policy.scorer.why_training_rounds)
+    norm, off = math.sqrt(max(found.caught, found.expected)), math.sqrt(max(found.off, 0.0))
+    allowed = (LIMIT_ROUNDED if is_rounded else LIMIT) * norm + ROUNDING * float(squares.sqrt().sum())
+    return "" if off <= allowed else NOT_OF_THE_WEIGHTS.format(distance=off / norm)
+
+
+def _compare(step: Step, group: FoldGroup, squares: Tensor) -> _Comparison:
+    """Return the gradient of these folds, made anew, beside the one that was caught, of which norms alone may be kept.
+
+    A collective.
+    """
+    batch, gradients, rows = step.batch, step.gradients, step.gradients.rows
+    made = gradients.layout.zeros(len(group.folds))
+    shares, distance, count = shares_of_folds(step), torch.zeros_like(squares[0]), torch.zeros_like(squares[0])
+    weighed = batch.loss_weights.stacked()[:, group.passes[0].start : group.passes[-1].stop].count_nonzero()
+    if float(step.ranks.reduce(weighed.double())):
+        for part in group.passes:
+            numbers = torch.arange(part.start, part.stop, device=batch.fold.device)
+            fresh = step.policy.score(batch.rollout, numbers)
+            width, there = fresh.logps.shape[1], fresh.mask.bool()
+            distance += (fresh.logps.detach() - batch.scores.logps[numbers, :width])[there].double().abs().sum()
+            count += there.sum()
+            own = batch.loss_weights.of_rows(numbers, width, shares[numbers].to(fresh.logps.dtype))
+            gradients.reduction.add(made, fresh, own)
+    expected = dot(made, made)
+    if rows is None:
+        off = torch.zeros_like(expected)
+    else:
+        own_rows = [part[group.folds.start : group.folds.stop].to(x) for part, x in zip(rows, made, strict=True)]
+        rest = [part - x for part, x in zip(own_rows, made, strict=True)]
+        off = dot(rest, rest)
+    sums = step.ranks.reduce(torch.cat([expected, off, torch.stack([distance, count]).to(expected)]))
+    expected, off, (distance, count) = sums[: len(expected)], sums[len(expected) : -2], sums[-2:]
+    caught = squares[group.folds.start : group.folds.stop].to(expected)
+    if rows is None:
+        off = (caught.sqrt() - expected.sqrt()).square()
+    limit = SAME_SCORES_ROUNDED if step.policy.scorer.why_training_rounds else SAME_SCORES
+    is_same = not float(count) or float(distance / count) <= limit
+    return _Comparison(float(off.sum()), float(caught.sum()), float(expected.sum()), is_same)

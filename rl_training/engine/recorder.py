@@ -1,0 +1,293 @@
+"""The step that is being measured: begun before its first microbatch, filled by each of them, dropped at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.loss_check import TermsCheck
+from rl_training.engine.probe import Probe
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.folds import FoldGroup, folds_of_prompts, plan_prompt_folds, ranges_of
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.optim.state import gradients_and_states, view_optimizer
+from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.sharding import Shard
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout, in_one_width, join_origins, join_rollouts
+from rl_training.policy.scores import Scores
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.batch import Batch, LossSettings
+from rl_training.step.data import Gradients, Step
+from rl_training.step.limits import (
+    HOOKED,
+    MISMATCHED,
+    MIXED_PROMPTS,
+    ONE_RESPONSE,
+    OTHER_SIZES,
+    OTHER_TERMS,
+    REUSED,
+    SPLIT_PROMPTS,
+    Capabilities,
+    Fixes,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an optimizer step of a loop is cut into microbatches."""
+
+    responses_per_prompt: int
+    microbatch_size: int  # sequences of one forward and backward
+    microbatches: int  # of an optimizer step on this rank; the last step of an epoch may have fewer
+    num_ranks: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sequences of each microbatch of a whole step."""
+        return [self.microbatch_size] * self.microbatches
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the driver must know about a training loop, once its parameters are laid out over processes."""
+
+    shape: Shape
+    shard: Shard
+    policy: Policy
+    ranks: Ranks
+    dr_grpo: bool = True  # by its settings the loss is Dr-GRPO's and nothing else's
+    loss_settings: LossSettings | None = None  # when training begins; None where they are not known
+    mixed_prompts: str = ""  # why all steps will have microbatches of mixed prompts
+    reused: str = ""  # why some will learn from responses again
+    sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
+    no_fresh_responses: str = ""  # why `policy.sample` may not be asked
+    fixes: Fixes = field(default_factory=Fixes)
+
+    def more_folds(self, probes: Sequence[Probe]) -> str:
+        """Return what to type so that a step that these probes measure has enough folds."""
+        shape = self.shape
+        cutting = (probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters)
+        return self.fixes.more_folds(
+            shape.responses_per_prompt, shape.microbatch_size, shape.microbatches, shape.num_ranks, next(cutting, None)
+        )
+
+
+@dataclass
+class LearnedPrompts:
+    """The prompts of a rollout that optimizer steps have learned from, on this process."""
+
+    rollout_number: int = 0  # the latest
+    numbers: set[int] = field(default_factory=set)
+
+    def turn_to(self, rollout_number: int) -> None:
+        """Begins anew where this is another rollout."""
+        if rollout_number != self.rollout_number:
+            self.rollout_number, self.numbers = rollout_number, set()
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Takes what a step has learned from."""
+        if rollouts:
+            self.numbers.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
+
+
+@dataclass
+class OpenStep:
+    """The step that is being measured: filled by each microbatch, dropped at its end."""
+
+    number: int
+    probes: Sequence[Probe]  # that measure it; there may be none
+    folds: Sequence[FoldGroup] = ()  # of its microbatches
+    sizes: Sequence[int] = ()  # of these, as it was planned
+    responses_per_prompt: int = 0
+    num_folds: int | None = None  # that the probes ask for
+    rollouts: list[Rollout] = field(default_factory=list)  # by microbatch
+    scores: list[Scores] = field(default_factory=list)
+    loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
+    other_terms: bool = False  # the loss has terms beside these
+    loss_settings: LossSettings | None = None  # of its latest microbatch
+    is_ready: bool = False  # all gradients are in
+    view: Step | None = None  # then, if it is measured
+    check: Mapping[str, Estimate] = field(default_factory=dict)  # of what was predicted, once the optimizer has stepped
+
+    @property
+    def microbatch_rows(self) -> tuple[range, ...]:
+        """The rows of the step that each microbatch holds."""
+        return ranges_of([rollout.num_sequences for rollout in self.rollouts])
+
+    @property
+    def planned_start(self) -> int:
+        """The row at which the latest microbatch was planned to begin: on all ranks that of the same fold."""
+        starts = [rows.start for rows in ranges_of(self.sizes)]
+        return starts[min(len(self.rollouts), len(starts)) - 1]
+
+    def watch_loss(self, scores: Scores) -> None:
+        """Keeps the gradients that the loop's own backward will give these scores."""
+        weights: dict[str, Tensor] = {}
+        self.loss_weights.append(weights)
+
+        def keep(name: str, weight: Tensor | None) -> None:
+            if weight is not None:  # None: the loss does not depend on this score
+                weights[name] = weight
+
+        if scores.logps.requires_grad:  # otherwise the loss is not made of them
+            scores.logps.register_hook(functools.partial(keep, "logps"))
+        if scores.entropies.requires_grad:
+            scores.entropies.register_hook(functools.partial(keep, "entropies"))
+
+    def capabilities(self, loop: Loop, learned: set[int], mismatch: str) -> Capabilities:
+        """Returns what cannot be measured at this step, and why not. What holds on one rank holds on all: a collective.
+
+        learned   prompts of this rollout and process that earlier steps have learned from
+        mismatch  why the sequences are not samples of the policy that is scored
+        """
+        index, group = torch.cat([rollout.prompt_index for rollout in self.rollouts]), self.responses_per_prompt
+        prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
+        origin, fixes = join_origins([rollout.origin for rollout in self.rollouts]), loop.fixes
+        is_reused = origin.learned or not learned.isdisjoint(prompts.tolist())
+        is_hooked = any(leaf._backward_hooks for leaf in loop.shard.leaves.values())
+        is_misfit = [len(rows) for rows in self.microbatch_rows] != [*self.sizes]
+        is_incomplete, is_mixed = bool((counts != group).any()), self._mixes(place, len(prompts))
+        own = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), is_misfit]
+        facts = index.new_tensor(own, dtype=torch.float64)
+        incomplete, mixed, reused, hooked, other_terms, mismatched, misfit = loop.ranks.reduce(facts).tolist()
+        mismatch = mismatch or (MISMATCHED if mismatched else "")
+        # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
+        mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
+        split = origin.why_uneven or (f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if incomplete else "")
+        mixed_prompts = origin.why_uneven or (f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "")
+        return Capabilities(
+            sampling_mismatch=mismatch or origin.why_no_sample,
+            no_fresh_responses=mismatch or loop.no_fresh_responses,
+            reused=REUSED if reused else "",
+            split_prompts=split,
+            no_baseline=ONE_RESPONSE if group == 1 else split,
+            mixed_prompts=OTHER_SIZES if misfit else mixed_prompts,
+            other_terms=OTHER_TERMS if other_terms else "",
+            hooked=HOOKED if hooked else "",
+            more_folds=loop.more_folds(self.probes) if sum(len(group.folds) for group in self.folds) < 2 else "",
+            another_loss=fixes.dr_grpo,
+        )
+
+    def _mixes(self, place: Tensor, num_prompts: int) -> bool:
+        """Return whether a prompt lies in several of the planned folds.
+
+        Args:
+            place: Which of the prompts each sequence answers, (B,).
+        """
+        # The passes of all groups follow one another.
+        groups = [torch.full((len(rows),), number) for number, own in enumerate(self.folds) for rows in own.passes]
+        group = torch.cat(groups).to(place.device)
+        return len(group) == len(place) and len((place * len(self.folds) + group).unique()) > num_prompts
+
+    def join_rollouts(self, ranks: Ranks) -> Rollout:
+        """Return all microbatches as one, in which what is known of one is known of all. A collective.
+
+        Where one has a sampler's log-probabilities, the policy has sampled those without itself, with a ratio of 1; an
+        off-policy one without leaves those of all unknown. So are rewards, where one has none.
+        """
+        parts = self.rollouts
+        flags = [
+            any(part.sampling_logps is not None for part in parts),
+            any(part.old_logps is not None for part in parts),
+            not all(part.on_policy for part in parts),
+            any(part.sampling_logps is None and not part.on_policy for part in parts),
+            any(part.rewards is None for part in parts),
+        ]
+        facts = torch.tensor(flags, dtype=torch.float64, device=parts[0].prompt_index.device)
+        sampled, old, off_policy, unknown, unrewarded = ranks.reduce(facts).tolist()
+        names = ["sampling_logps"] * bool(sampled) + ["old_logps"] * bool(old)
+        filled = []
+        for part, scores in zip(parts, self.scores, strict=True):
+            own: dict[str, Any] = {name: scores.logps for name in names if getattr(part, name) is None}
+            filled.append(dataclasses.replace(part, **own))
+        joined = dataclasses.replace(join_rollouts(filled), on_policy=not off_policy)
+        if unknown:
+            joined = dataclasses.replace(joined, sampling_logps=None, old_logps=None)
+        return dataclasses.replace(joined, rewards=None) if unrewarded else joined
+
+    def as_seen(
+        self, loop: Loop, rollout: Rollout, capabilities: Capabilities, reduction: FoldReduction, terms: TermsCheck
+    ) -> Step:
+        """Return what probes see of the step once all gradients are in, but the gradients of its folds. A collective.
+
+        Args:
+            rollout: All microbatches of the step.
+        """
+        folds, fold = self.place_in_folds(loop, rollout, mixed=bool(capabilities.mixed_prompts))
+        batch = self.join(rollout, fold, folds[-1].folds.stop)
+        mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
+        why_no_rows = capabilities.mixed_prompts or terms.why_no_slices(self.folds, batch, capabilities)
+        ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
+        return Step(
+            number=self.number,
+            batch=batch,
+            gradients=Gradients(loop.shard.weights(), mean, loop.shard.layout, reduction, None, why_no_rows),
+            optimizer=optimizer,
+            policy=loop.policy,
+            ranks=loop.ranks,
+            folds=folds,
+            fold_sizes=loop.ranks.reduce(batch.sum_by_fold(ones)).cpu(),
+            capabilities=capabilities,
+        )
+
+    def place_in_folds(self, loop: Loop, rollout: Rollout, mixed: bool) -> tuple[Sequence[FoldGroup], Tensor]:
+        """Return the folds that the step has, and which of them each sequence is in, (B,). A collective if mixed.
+
+        Args:
+            rollout: All microbatches of the step.
+            mixed: The folds of microbatches do not hold whole prompts. Then those of other folds do.
+        """
+        rank, index = loop.ranks.number, rollout.prompt_index
+        if mixed:
+            num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
+            fewest = int(-loop.ranks.largest(-num_prompts))
+            folds: Sequence[FoldGroup] = plan_prompt_folds(fewest, loop.ranks.count, self.num_folds)
+            return folds, folds_of_prompts(index, folds, rank)
+        fold = torch.empty_like(index)
+        for group in self.folds:
+            for rows in group.passes:
+                fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[rank]]
+        return self.folds, fold
+
+    def join_scores(self, rollout: Rollout) -> Scores:
+        """Return the scores of the whole step, (B, T) each, padded to the width of its rollout."""
+        return Scores(
+            logps=in_one_width([scores.logps for scores in self.scores]),
+            entropies=in_one_width([scores.entropies for scores in self.scores]),
+            mask=rollout.completion_mask,
+        )
+
+    def join(self, rollout: Rollout, fold: Tensor, num_folds: int) -> Batch:
+        """Returns sequences, scores and loss weights of the whole step, padded to one width.
+
+        rollout   all of its microbatches    fold  that each sequence is in, (B,)
+        """
+        scores = self.join_scores(rollout)
+        logp_weights, entropy_weights = (
+            in_one_width(
+                [
+                    weights.get(name, torch.zeros_like(scores.logps))
+                    for weights, scores in zip(self.loss_weights, self.scores, strict=True)
+                ]
+            )
+            for name in ("logps", "entropies")
+        )
+        has_entropies = any("entropies" in weights for weights in self.loss_weights)
+        return Batch(
+            rollout=rollout,
+            scores=scores,
+            loss_weights=LossWeights(logp_weights, entropy_weights if has_entropies else None),
+            microbatch_rows=self.microbatch_rows,
+            fold=fold,
+            num_folds=num_folds,
+            responses_per_prompt=self.responses_per_prompt,
+            loss_settings=self.loss_settings,
+        )

@@ -1,0 +1,221 @@
+"""Whether a step was what its predictions are made of: the folds' gradients, and the optimizer's formula.
+
+A loop may scale, edit or forget gradients, clip otherwise than it said, or step with another optimizer. None of that is
+listed anywhere: what happens is held against what was calculated, and a step that differs has no predictions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.probe import Probe
+from rl_training.entropy.attribution import layer
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.errors import UserError
+from rl_training.optim.rounding import kept_change
+from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import Layout, sums_of_spans
+from rl_training.statistics.estimate import Estimate
+from rl_training.step.data import Step
+from rl_training.step.needs import Need
+from rl_training.step.quantities import NOT_FINITE
+
+SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
+LIMIT = 1e-3  # of the norm of what was calculated
+LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
+LIMIT_OF_ROUNDED_WEIGHTS = 0.25  # a sixteenth of those that move may be others
+HALF_PRECISION = 2.0**-5  # of a step: how much that of an optimizer may differ that calculates in half precision
+KEPT = 0.9  # share of a step below which what is lost is worth a remark
+NOT_THE_FORMULA = (
+    "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
+    "(step/formula_error); clip as max_grad_norm says, step once, with this optimizer and learning rate, and change "
+    "weights by nothing else"
+)
+NOT_TO_NEAREST = "; if all of that is so, it rounds otherwise than to nearest, and its steps are not predicted"
+SHARE = "update/surviving_share"
+LEAST = f"{SHARE}/least"  # of a layer, which its detail names; outside of layers, of a kind of module
+NO_STEP = "the formula moves no weight here"
+NO_BAR = "no error bar: it describes this step"
+LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
+IN_PARTS = (
+    "the gradient differs from that of the microbatches, since parameters got theirs in several parts: call backward "
+    "once for each microbatch, and use checkpointing with use_reentrant=False"
+)
+OTHERS = "something else than the optimizer that probes know of (a second one, an average of weights, an edit)"
+EDITED = f"weights were changed after it by {OTHERS}"
+EDITED_BEFORE = f"weights were changed between the probes' look at it and its optimizer's step by {OTHERS}"
+LEFT_OUT = "this step was left out: the optimizer has not changed the weights"
+EDITED_WITHIN = (
+    "weights were changed in this step before the optimizer's, so its responses and gradients are not those of the "
+    "policy that is updated: swap or edit weights between steps"
+)
+ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
+
+
+def why_not_the_sum(sums: Tensor, rounded: bool) -> str:
+    """Returns why the step's gradient is not the mean of its folds' gradients, "" if it is.
+
+    sums     as GradientRows.finish returns them, over all processes
+    rounded  gradients are summed in half precision
+    """
+    late, off, norm, *norms = sums.sqrt().tolist()
+    if late:
+        return IN_PARTS
+    allowed = (LIMIT_ROUNDED if rounded else LIMIT) * norm + ROUNDING * sum(norms)
+    if not math.isfinite(off) or off <= allowed:
+        return ""
+    return (
+        f"the gradient differs from that of the microbatches by {off / norm if norm else math.inf:.2g} of its norm: a "
+        "backward too many, a zero_grad missing or between microbatches, a GradScaler, or gradients that were edited"
+    )
+
+
+def refuse_other_parameters(shard: Shard) -> None:
+    """Raises ValueError where parameters are no longer those that were trained when measuring began."""
+    trained = {name for name, param in shard.model.named_parameters() if param.requires_grad}
+    for name in sorted(trained ^ shard.trained.keys()):
+        raise UserError(
+            f"{name} is {'' if name in trained else 'not '}trained now, unlike when probes began to measure: freeze, "
+            "unfreeze and untie before training, or train and measure each stage by itself"
+        )
+
+
+def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
+    """Returns some entries of each parameter, at most SAMPLED in all: a copy in fp64."""
+    stride = max(1, math.ceil(layout.num_entries / SAMPLED))
+    return torch.cat([values[::stride] for values in entries]).to(layout.device, torch.float64)
+
+
+class StepGuard:
+    """Holds what each step does against the optimizer's formula, and discards the predictions of one that differs."""
+
+    def __init__(self, shard: Shard, memory: StepMemory, reduce: Callable[[Tensor], Tensor]) -> None:
+        self._shard, self._layout, self._memory, self._reduce = shard, shard.layout, memory, reduce
+        weights, layers = shard.weights(), [layer(name) for name in shard.trained]
+        self._layers = list(dict.fromkeys(layers))
+        self._layer_of = torch.tensor([self._layers.index(own) for own in layers], device=self._layout.device)
+        is_short = [torch.tensor(weight.dtype.itemsize < 4).expand(len(weight)) for weight in weights.values()]
+        self._is_short = sampled(self._layout, is_short).bool()
+        self._sizes = tuple(len(sampled(self._layout, [part])) for part in is_short)  # of each parameter's sample
+        dtypes = {weight.dtype for weight in weights.values()}
+        self._short = min(dtypes, key=lambda dtype: dtype.itemsize)
+        self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
+        self._probes: list[Probe] = []  # of the step that is checked
+        self._states: list[Mapping[str, Tensor]] = []  # theirs before it
+        self._why_unknown = self._rounded = ""
+        self._begun: Tensor | None = None  # some weights, when the step begins
+        self._before = torch.empty(0)  # when the probes look at it, and what the formula adds to them
+        self._formula: Tensor | None = None
+        self._at_step: Tensor | None = None  # right before the optimizer's step, where there is no formula
+        self._after: Tensor | None = None  # and after it
+
+    def notice_edits(self) -> None:
+        """Forgets the step before where weights are no longer those that it ended with. A collective."""
+        self._begun = self._sampled_weights()
+        if self._after is not None and self._differ(self._begun, self._after):
+            self._memory.forget(EDITED)
+        self._after = None
+
+    def why_edited(self) -> str:
+        """Returns that weights were changed since the step has begun, "" if they were not. A collective."""
+        self._before = self._sampled_weights()
+        if self._begun is None or not self._differ(self._begun, self._before):
+            return ""
+        return EDITED_WITHIN
+
+    def _sampled_weights(self) -> Tensor:
+        return sampled(self._layout, self._shard.weights().values())
+
+    def _differ(self, one: Tensor, other: Tensor) -> bool:
+        changed = (one.view(torch.int64) != other.view(torch.int64)).any()  # bit by bit: nan is itself
+        return float(self._reduce(changed.double())) > 0.0
+
+    def ready(self, step: Step, probes: Sequence[Probe]) -> None:
+        """Keeps what it takes to check the step that follows."""
+        self._probes, self._formula, change = predicting(probes), None, step.first_order
+        if self._probes and change is not None:
+            self._states = [probe.state_dict() for probe in self._probes]
+            self._rounded, self._why_unknown = step.optimizer.rounded, change.why_none or step.optimizer.reason
+            if change.intended is not None:
+                self._formula = sampled(self._layout, self._layout.by_name(change.intended).values())
+
+    def about_to_step(self) -> None:
+        """Looks at the weights right before the optimizer's step. With a formula, what comes before is found after."""
+        if self._probes and self._formula is None:
+            self._at_step = self._sampled_weights()
+
+    def stepped(self, made: bool) -> dict[str, Estimate]:
+        """Returns how far the step was from the formula, and what rounding has left of it. A collective.
+
+        made  False: the loop has left it out
+        """
+        if not self._probes:
+            return {}
+        names = ["step/formula_error", SHARE, LEAST]
+        self._after = self._sampled_weights()
+        if self._formula is None:
+            at_step, self._at_step = self._at_step, None
+            if not made:
+                self._memory.forget(LEFT_OUT)
+            elif at_step is not None and self._differ(self._before, at_step):
+                self._memory.forget(EDITED_BEFORE)
+            return dict.fromkeys(names, Estimate.missing(self._why_unknown))
+        error, share, *of_layers = self._compare(self._after - self._before, self._formula)
+        if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT) or not made:
+            reason = NOT_THE_FORMULA.format(error=error) + (NOT_TO_NEAREST if self._rounded else "")
+            is_made = made and self._differ(self._before, self._after)
+            reason = reason if is_made else LEFT_OUT
+            if not self._rounded or not is_made:  # then δθ is the formula's, and not measured
+                self._memory.forget(reason)
+            for probe, state in zip(self._probes, self._states, strict=True):
+                probe.load_state_dict(state)
+                probe.discard(reason)
+        moved = [(own, name) for own, name in zip(of_layers, self._layers, strict=True) if not math.isnan(own)]
+        least, layer_name = min(moved, default=(math.nan, ""))
+        return {
+            names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR),
+            SHARE: _remaining(share),
+            LEAST: dataclasses.replace(_remaining(least), detail={"layer": layer_name}),
+        }
+
+    def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
+        """Returns the error beyond rounding, and (δ_actual · δ) / δ² of all weights and of each layer.
+
+        The error is inf where weights move that would not, or become no numbers, and nan where the formula has none. A
+        share is nan where the formula moves nothing.
+        """
+        kept, off = formula, ((moved - formula).abs() - self._precision * self._before.abs()).clamp_(min=0.0)
+        if self._short.itemsize < 4:
+            kept, *ends = (self._kept(part * formula) for part in (1.0, 1.0 - HALF_PRECISION, 1.0 + HALF_PRECISION))
+            between = moved.clamp(torch.minimum(*ends), torch.maximum(*ends))
+            off = torch.where(self._is_short, moved - between, off)
+        products = (off.square(), kept.square(), moved * formula, formula.square())
+        sums = sums_of_spans(torch.cat(products), self._sizes * len(products)).view(len(products), -1)
+        by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=moved.device)
+        by_layer = self._reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
+        by_part = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # all of it first
+        off_square, square = by_part[0, :2].tolist()
+        error = math.sqrt(off_square / square) if square else math.inf if off_square else 0.0
+        if math.isnan(error) and math.isfinite(square):
+            error = math.inf
+        return [error, *(by_part[:, 2] / by_part[:, 3]).tolist()]
+
+    def _kept(self, change: Tensor) -> Tensor:
+        """Returns what rounding leaves of a change of the sampled weights."""
+        return torch.where(self._is_short, kept_change(self._before.to(self._short), change), change)
+
+
+def _remaining(share: float) -> Estimate:
+    if math.isnan(share):
+        return Estimate.missing(NO_STEP)
+    return Estimate(share, reason=LOST.format(lost=1.0 - share) if share < KEPT else NO_BAR)
+
+
+def predicting(probes: Sequence[Probe]) -> list[Probe]:
+    """Returns those that multiply something with the optimizer's step."""
+    return [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]

@@ -1,0 +1,1 @@
+"""The entropy gradient, and what a step does to entropy, length and reward."""

@@ -1,0 +1,57 @@
+"""The covariance of log-probability and advantage, a predictor of how entropy changes. Pure functions.
+
+For a softmax policy over single actions whose logits each move by η A(a) (natural policy gradient),
+
+    dH/dη = −Cov_{a~π}(log π(a), A(a))                 exact at η = 0
+
+The entropy falls where likely actions are rewarded. In language models the same covariance is taken over the tokens of
+a batch, each with its response's advantage. That is a heuristic: weights are shared between tokens, the optimizer is
+not the natural gradient, it ignores momentum and step size, and its scale is unknown. It is in nats per unit of η;
+only its correlation with measured changes means something.
+
+    per token       −Cov over all tokens of the batch of log π(t_ik) and A_i
+    per sequence    −Cov over its sequences of S_i = Σ_k log π(t_ik) and A_i
+
+Both are centred by means over the WHOLE batch, all microbatches and processes. Centring within microbatches would drop
+the differences between them, and the result would depend on their size.
+
+Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
+(arXiv 2505.22617), theorems 1 and 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_training.policy.scores import Scores
+
+
+def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
+    """Returns (B, 2, 4) in float64, what each sequence adds: count, Σx, Σy, Σxy with x = log π, y = A.
+
+    First over its tokens, then over the sequence as one value. `minus_covariance` takes sums of these over sequences.
+
+    advantages  (B,), or (B, T) of tokens: a sequence's is their mean
+    """
+    exact, of_tokens = scores.exact(), advantages.double().view(len(advantages), -1)
+    logp, length = exact.logps.sum(dim=1), exact.mask.sum(dim=1)
+    over_tokens = (of_tokens * exact.mask).sum(dim=1)
+    advantage = of_tokens[:, 0] if of_tokens.shape[1] == 1 else over_tokens / length.clamp(min=1.0)
+    token_sums = torch.stack([length, logp, over_tokens, (of_tokens * exact.logps).sum(dim=1)], dim=1)
+    sequence_sums = torch.stack([torch.ones_like(length), logp, advantage, logp * advantage], dim=1)
+    return torch.stack([token_sums, sequence_sums], dim=1)
+
+
+def minus_covariance(sums: Tensor) -> Tensor:
+    """Returns −Cov(log π, A), (..., 2) nats, per token and per sequence, from (..., 2, 4) sums of `covariance_terms`.
+
+    The mean over values, Σxy/n − Σx Σy/n². Positive: entropy is predicted to rise.
+
+    >>> scores = Scores(torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]]))
+    >>> sums = covariance_terms(scores, torch.tensor([0.5, -1.0])).sum(dim=0)
+    >>> minus_covariance(sums)  # tokens (−1, ½), (−2, ½), (−3, −1): −1.5/3; both sequences have S = −3
+    tensor([-0.5000,  0.0000], dtype=torch.float64)
+    """
+    count, x, y, xy = sums.unbind(dim=-1)
+    return x * y / count.square() - xy / count

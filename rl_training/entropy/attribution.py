@@ -1,0 +1,65 @@
+"""Which part of a sum over parameters comes from where: by cause of the update, by layer and by kind of module.
+
+Each of the three splits adds up to the whole. Kinds and layers are read from parameter names of Hugging Face models.
+A LoRA parameter counts towards the module that it adapts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_training.optim.updates import CAUSES
+
+KINDS = ("attention", "mlp", "embedding", "norm", "other")
+_WORDS = (
+    ("norm", ("norm", "ln_", "layernorm")),  # first: input_layernorm lies in no attention, q_norm is a norm
+    ("embedding", ("embed", "wte", "wpe", "lm_head")),
+    ("attention", ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj")),
+    ("mlp", ("mlp", "feed_forward", "ffn", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")),
+)
+
+
+class Attribution:
+    """The splits of numbers that belong to these parameters, given by name.
+
+    labels  part/momentum, part/gradient, part/decay, layer/0, …, layer/<kind outside of layers>, kind/attention, …
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        splits = [[f"layer/{layer(name)}" for name in names], [f"kind/{module_kind(name)}" for name in names]]
+        members = {
+            label: [float(other == label) for other in labels] for labels in splits for label in dict.fromkeys(labels)
+        }
+        self.labels = (*(f"part/{cause}" for cause in CAUSES), *members)
+        by_parameter = torch.tensor(list(members.values()), dtype=torch.float64)
+        self._member = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
+
+    def sum(self, products: Tensor) -> Tensor:
+        """Returns the sums by label, (…, labels, q), of `split_products`, (…, causes + parameters, q)."""
+        return self._member.to(products.device) @ products
+
+
+def module_kind(name: str) -> str:
+    """Returns the kind of the module that the parameter of this name belongs to, one of KINDS.
+
+    >>> module_kind("model.layers.0.self_attn.q_proj.weight")
+    'attention'
+    """
+    for kind, words in _WORDS:
+        if any(word in name for word in words):
+            return kind
+    return "other"
+
+
+def layer(name: str) -> str:
+    """Returns the number of the layer that the parameter of this name belongs to; outside of layers, its kind.
+
+    >>> layer("model.layers.11.mlp.up_proj.lora_A.default.weight"), layer("model.norm.weight")
+    ('11', 'norm')
+    """
+    number = re.search(r"\.(?:layers|layer|h|blocks)\.(\d+)\.", name)
+    return number.group(1) if number else module_kind(name)

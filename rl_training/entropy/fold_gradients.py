@@ -1,0 +1,176 @@
+"""The entropy gradient of each fold of a step, by a small forward and backward over some responses of every prompt.
+
+Where the responses come from another sampler μ — an engine with other numerics, or older weights —, each token is
+weighed by the ratio of its prefix, ρ_ik = exp Σ_{j<k} log π(t_ij) − log μ(t_ij), normalised at each position over all
+sequences: entropy/weights.py. On-policy ρ = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rl_training.entropy.weights import PrefixRatios, policy_first, surrogate_weights
+from rl_training.gradients.folds import FoldGroup, response_number
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.parallel.vectors import Vector
+from rl_training.policy.rollout import Rollout, in_one_width
+from rl_training.step.batch import Batch
+from rl_training.step.data import EntropySettings, Step
+from rl_training.step.score_check import ScoreCheck
+
+
+def log_ratios(batch: Batch) -> Tensor | None:
+    """Returns log π − log μ of each token, (B, T) fp64, 0 off the mask; None where they are not known.
+
+    They are 0 where the policy sampled itself.
+    """
+    rollout, scores = batch.rollout, batch.scores
+    if rollout.sampling_logps is None:
+        return torch.zeros_like(rollout.completion_mask, dtype=torch.float64) if rollout.on_policy else None
+    difference = scores.logps.double() - rollout.sampling_logps.double()
+    return difference.masked_fill(scores.mask == 0, 0.0)
+
+
+def prefix_ratios(step: Step) -> PrefixRatios | None:
+    """Returns the ratios of prefixes to the sampler, normalised over all sequences of the step; None where all are 1.
+
+    Those of the widest process in width. A collective.
+    """
+    logs, mask = log_ratios(step.batch), step.batch.scores.mask
+    if step.batch.rollout.sampling_logps is None or logs is None:
+        return None
+    width = int(step.ranks.largest(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))
+    logs, mask = (in_one_width([part], at_least=width) for part in (logs, mask))
+    return PrefixRatios.of(logs, mask).normalised(step.ranks.reduce)
+
+
+def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
+    """Returns (F, 3): the sequences of each fold, Σ ρh and Σ ρ over their tokens. A collective.
+
+    What a sequence does to the normaliser of position k, (1 − ρ_ik) times the mean there, is in its row for the sake of
+    errors, and adds up to 0 over all.
+    """
+    exact = step.batch.scores.exact()
+    entropies, mask = exact.entropies, exact.mask
+    sums = [entropies.sum(dim=1), mask.sum(dim=1)]
+    if ratios is not None:
+        before, order = ratios.before, policy_first(mask)
+        terms = before * torch.stack(
+            [in_one_width([part.gather(1, order)], at_least=before.shape[1]) for part in (entropies, mask)]
+        )
+        means = step.ranks.reduce(terms.sum(dim=1, keepdim=True)) / step.num_sequences
+        sums = list((terms - (before - 1.0) * means).sum(dim=-1))
+    return step.sum_by_fold(torch.stack([torch.ones_like(sums[0]), *sums], dim=1))
+
+
+def fold_gradients(
+    step: Step, ratios: PrefixRatios | None, level: float, settings: EntropySettings, check: ScoreCheck
+) -> Iterator[tuple[FoldGroup, list[Vector]]]:
+    """Yields X of the folds of each group, (folds, n) of each bucket, from some responses of each of its prompts.
+
+    One or two directions, each a mean over the fold's responses: ∂H_seq − H_tok ∂E[T], and ∂H_seq; baselines use all
+    responses of a prompt. A collective.
+
+    level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
+    check  takes all scores that X is made of
+
+    A small forward pass and a backward for each direction; `.grad` and a loop's own reduction are not touched.
+    """
+    batch, gradients = step.batch, step.gradients
+    scores, index = batch.scores, batch.rollout.prompt_index
+    (sequence_weights, entropy_weights), (length_weights, _) = (  # the length has no ∂h term
+        surrogate_weights(scores.entropies, scores.mask, index, target, ratios=ratios)
+        for target in ("sequence", "length")
+    )
+    logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
+    taken = min(settings.responses_per_prompt, batch.responses_per_prompt)
+    chosen = response_number(index) < taken
+    sizes = step.fold_sizes.to(batch.fold.device)
+    shares = (batch.responses_per_prompt / taken / sizes[batch.fold]).unsqueeze(1)
+    directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
+    for group, passes in passes_in_lockstep(step, chosen):
+        found = [gradients.layout.zeros(len(group.folds)) for _ in directions]
+        for rows in passes:
+            add_gradients(step, found, rows, directions, shares, check=check)
+        yield group, found
+
+
+def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
+    """Yield the chosen rows of each group of folds, in as many parts on every process, of which some may be empty.
+
+    Rows go by the fold that they are in, wherever they lie. The passes of the groups follow one another. A collective,
+    once.
+
+    Args:
+        chosen: (B,) bool.
+    """
+    batch = step.batch
+    at_once = max(len(rows) for rows in batch.microbatch_rows)
+    rows = chosen.nonzero().squeeze(1)
+    group_of_row = batch.fold[rows] // len(step.folds[0].folds)  # all groups have as many folds
+    sizes = group_of_row.bincount(minlength=len(step.folds)).tolist()
+    of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
+    parts = [torch.split(some, at_once) if len(some) else () for some in of_groups]
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
+    for group, part, count in zip(step.folds, parts, step.ranks.largest(counts).tolist(), strict=True):
+        yield group, [*part, *[rows[:0]] * (int(count) - len(part))]
+
+
+def add_gradients(
+    step: Step,
+    targets: Sequence[Vector],
+    rows: Tensor,
+    weights: Sequence[LossWeights],
+    shares: Tensor,
+    rollout: Rollout | None = None,
+    check: ScoreCheck | None = None,
+) -> None:
+    """Adds Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target, for its weights. A collective.
+
+    rows    of this process; where there are none it runs the passes as the others do, with weight 0
+    shares  (B, 1)            rollout  whose rows they are, where it is not the step's
+    check   takes the scores, where they are of the step's
+    """
+    fresh, last, num_own = None, len(weights) - 1, len(rows)
+    if not len(rows):
+        rows, shares = torch.zeros(1, dtype=torch.long, device=rows.device), torch.zeros_like(shares)
+    for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
+        keep_graph = number < last and step.gradients.reduction.shard.graph_lasts
+        if fresh is None:
+            fresh = step.policy.score(rollout or step.batch.rollout, rows)
+        if check is not None and num_own and number == 0:
+            check.add(rows, fresh)
+        share = shares[rows].to(fresh.logps.dtype)
+        own = weight.of_rows(rows, fresh.logps.shape[1], share)
+        step.gradients.reduction.add(target, fresh, own, keep_graph)
+        fresh = fresh if keep_graph else None
+
+
+def shares_of_folds(step: Step) -> Tensor:
+    """Returns what makes of the loss's weights those of the mean gradient of each sequence's fold, (B, 1).
+
+    Weights are of a process's own mean over its sequences, and the loss is the mean over processes.
+    """
+    share_of_fold = step.num_sequences / step.ranks.count / step.fold_sizes
+    return share_of_fold.to(step.batch.fold.device)[step.batch.fold].unsqueeze(1)
+
+
+def gradients_of_processes(
+    step: Step,
+    parts: Sequence[Tensor],
+    weights: Sequence[LossWeights],
+    shares: Tensor,
+    rollout: Rollout | None = None,
+) -> Iterator[list[Vector]]:
+    """Yields what `add_gradients` adds, part after part: a row for each process, of its own part. A collective.
+
+    parts  rows of this process; a process that has fewer parts than others gets zeros for the rest
+    """
+    layout, none = step.gradients.layout, torch.zeros(0, dtype=torch.long, device=shares.device)
+    for rows in step.ranks.in_step(list(parts), none):
+        found = [layout.zeros(step.ranks.count) for _ in weights]
+        add_gradients(step, found, rows, weights, shares, rollout)
+        yield found

@@ -1,0 +1,116 @@
+"""The change of entropy between two parameters, from sequences that were sampled at the first. Pure functions.
+
+Sequences t_i ~ π, scored under π and under π'. With S the log-probability of a sequence, T its length and H = Σ_k h_k
+the sum of the exact next-token entropies along it (the Rao-Blackwell form: same expectation as −S, less noise),
+self-normalised importance sampling (SNIS) gives
+
+    w_i = exp(S'_i − S_i)
+    ΔH_seq = Σ w H' / Σ w   − Σ H / N          nats per sequence
+    ΔH_tok = Σ w H' / Σ w T − Σ H / Σ T        nats per token
+    ESS = (Σ w)² / Σ w²                        Kish: how many sequences of equal weight are as good
+
+Weights are not clipped: that would be a hidden bias. (They are computed relative to the largest, which cancels:
+none overflows, and not all underflow.) Where the ESS is below MIN_ESS_SHARE of N, sample afresh under π' and take the
+difference of the two samples; common random numbers make it a difference of pairs, one pair per prompt. Where scores
+are known token by token, per_decision.py has less noise on the same sequences.
+
+MIN_ESS_SHARE is near 1 because the ESS cannot see what was not drawn: sequences that π' makes frequent and π rare. A
+sample without them has even weights, and both its change and its error are too small. Pareto's k̂ of the weights
+(Vehtari et al. 2024) does not help: where π is peaked it is above 1 even for small steps (benchmarks/README.md). A
+difference of pairs costs a second sample; below about MIN_ESS_SHARE its error is no larger.
+
+Standard errors are the delete-one jackknife, jackknife.py, over independent units: sequences (pairs) where each answers
+a prompt of its own, else prompts with all their responses.
+
+Source: Owen 2013, "Monte Carlo theory, methods and examples", ch. 9.2 (SNIS) and 8.6 (common random numbers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.errors import UserError
+from rl_training.policy.scores import Scores
+from rl_training.statistics.jackknife import JackknifeUnits, Replicates
+from rl_training.statistics.kish import kish_size
+
+LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
+MIN_SEQUENCES = 2  # an error needs one to leave out and one to stay
+MIN_ESS_SHARE = 0.95  # of the sequences, below which fresh ones are drawn: see the module's docstring
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How far the second policy is from the first, in weights w = π'(t)/π(t) of sequences t sampled from the first."""
+
+    ess: float  # effective number of sequences, 1 .. N; nan when a log-probability is not a finite number
+    largest: float  # inf where it is beyond what float64 holds
+    smallest: float
+
+
+def sequence_totals(scores: Scores) -> Tensor:
+    """Returns (B, 3) in float64: S, H and T of each sequence, the sums over its tokens."""
+    exact = scores.exact()
+    return torch.stack([exact.logps, exact.entropies, exact.mask], dim=1).sum(dim=2)
+
+
+def importance_weights(before: Tensor, after: Tensor) -> Weights:
+    """Returns ESS, largest and smallest of w = exp(S' − S), from `sequence_totals` of all sequences."""
+    weights, log_ratio = _relative_weights(before, after), after[:, LOGP] - before[:, LOGP]
+    return Weights(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
+
+
+def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
+    """Returns the SNIS estimate from N sequences, (2,) per token and per sequence, and without each unit of them.
+
+    before  (N, 3), `sequence_totals` under the policy they were sampled from
+    after   (N, 3), of the same sequences under the other
+    units   what is left out at a time instead of one sequence
+
+    Example: two sequences of one token with H = (1, 1), H' = (2, 4) and w = (3, 1) have ΔH = 10/4 − 2/2 = 1.5.
+    """
+    units = units or JackknifeUnits.of_rows(before)
+    return replicates_of_terms(units.gather(change_terms(before, after, _relative_weights(before, after))))
+
+
+def paired_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
+    """Returns the difference of two samples, (2,) per token and per sequence, and without each pair, (N, 2).
+
+    Row i of both answers the same prompt with common random numbers.
+
+    before  (N, 3), `sequence_totals` of sequences sampled and scored under the first policy
+    after   (N, 3), of others, sampled and scored under the second
+    units   what is left out at a time instead of one pair
+    """
+    units = units or JackknifeUnits.of_rows(before)
+    return replicates_of_terms(units.gather(change_terms(before, after, torch.ones_like(before[:, 0]))))
+
+
+def change_terms(before: Tensor, after: Tensor, weights: Tensor) -> Tensor:
+    """Returns (N, 6): what has to be summed over sequences for `change_of_sums`: w, wH', wT', 1, H, T."""
+    columns = [weights, weights * after[:, ENTROPY], weights * after[:, LENGTH]]
+    return torch.stack([*columns, torch.ones_like(weights), before[:, ENTROPY], before[:, LENGTH]], dim=1)
+
+
+def change_of_sums(sums: Tensor) -> Tensor:
+    """Returns (..., 2): ΔH per token and per sequence, from (..., 6) sums of `change_terms`."""
+    weight, entropy_after, length_after, count, entropy, length = sums.unbind(-1)
+    per_token = entropy_after / length_after - entropy / length
+    return torch.stack([per_token, entropy_after / weight - entropy / count], dim=-1)
+
+
+def replicates_of_terms(terms: Tensor) -> Replicates:
+    """Returns the change, (2,), of (N, 6) `change_terms` of independent units, and without each of them, (N, 2)."""
+    if len(terms) < MIN_SEQUENCES:
+        raise UserError(f"{len(terms)} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
+    sums = terms.sum(dim=0)
+    return Replicates(change_of_sums(sums), change_of_sums(sums - terms))
+
+
+def _relative_weights(before: Tensor, after: Tensor) -> Tensor:
+    """Returns (N,) weights w / max w."""
+    log_ratio = after[:, LOGP] - before[:, LOGP]
+    return (log_ratio - log_ratio.max()).exp()

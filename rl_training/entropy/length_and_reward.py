@@ -1,0 +1,123 @@
+"""What a step does to length and reward to first order, leave-fold-out like `forward`, from what is there for entropy.
+
+length  Σ_k n_k ∂E[T]_k · δθ_(−k) / N     X per sequence less X per token is H_tok ∂E[T]: no further backward
+reward  Σ_k n_k J_k · δθ_(−k) / N         J_k is the gradient of the mean reward
+
+    J = 1/S Σ_i (r_i − mean of the n responses to its prompt) n/(n−1) ρ_i Σ_k ∂log π(t_ik)
+
+over the S responses that have a reward; one that is alone with it has no mean to be held against, and adds nothing.
+n/(n−1) takes a response's own reward out of its group's mean, and ρ_i is its ratio to the sampler, 1 where the policy
+sampled itself.
+
+Dr-GRPO's gradient is a multiple of J, which then costs nothing. Whether a step's is one is seen from the weights that
+its loss had, and from nothing else: settings may say otherwise, and a loss may be anybody's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.entropy.changed_steps import ChangedSteps, Direction, multiples
+from rl_training.entropy.fold_gradients import log_ratios
+from rl_training.gradients.folds import over_the_others
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.optim.updates import StepsWithoutFolds
+from rl_training.step.data import Step
+from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS
+
+ROUNDING = 1e-6  # of a sum of squares of weights: what the loss's may be off a multiple of the reward's
+NO_MULTIPLE = (
+    "the loss weighs log-probabilities otherwise than by reward less the mean of the prompt's, so that the step's "
+    "gradient is no multiple of the reward's"
+)
+
+
+@dataclass(frozen=True)
+class RewardGradient:
+    """J of a step, as cheap as it comes."""
+
+    weights: LossWeights | None  # of a loss whose gradient is J; None where it is not known
+    why_none: str  # "" where it is known
+    factor: float | None  # J as a multiple of the step's own gradient; None where it is none
+    why_no_factor: str  # "" where it is one
+
+
+def reward_gradient(step: Step) -> RewardGradient:
+    """Returns J, the gradient of the mean reward of a response. A collective."""
+    by_response, why_none = _above_the_others(step)
+    logs, no_logs = log_ratios(step.batch), NO_SAMPLING_LOGPS
+    if not why_none and float(step.ranks.reduce(by_response.new_tensor(float(logs is None)))):
+        why_none = no_logs
+    if why_none or logs is None:
+        return RewardGradient(None, why_none, None, why_none)
+    weights = _on_tokens(step, by_response * logs.sum(dim=1).exp())
+    factor, why_no_factor = _multiple_of_the_step(step, weights)
+    return RewardGradient(weights, "", factor, why_no_factor)
+
+
+def why_not_of_rewards(step: Step) -> str:
+    """Returns why the step's gradient is not that of rewards less their groups' means, "" if it is. A collective.
+
+    Whoever has sampled the responses: ratios to a sampler are not in it.
+    """
+    by_response, why_none = _above_the_others(step)
+    return why_none or _multiple_of_the_step(step, _on_tokens(step, by_response))[1]
+
+
+def _above_the_others(step: Step) -> tuple[Tensor, str]:
+    """Returns (r_i − mean) n/(n−1) / S of each response, (B,), and why it is not known. A collective.
+
+    Times the number of processes: as training's weights, of whose sums the mean over processes is taken.
+    """
+    rollout, ranks = step.batch.rollout, step.ranks
+    rewards = torch.full_like(rollout.prompt_index, torch.nan, dtype=torch.float64)
+    if rollout.rewards is not None:
+        rewards = rollout.rewards.double()
+    above, sizes = over_the_others(rewards, rollout.prompt_index)
+    has_reward = ~rewards.isnan()
+    has_others = has_reward & (sizes > 1)
+    counts = torch.stack([has_reward.sum(), has_others.sum(), has_reward.new_tensor(rollout.rewards is None)])
+    number, number_with_others, unknown = ranks.reduce(counts.double()).tolist()
+    if unknown or not number_with_others:
+        return rewards, NO_REWARDS if unknown else NO_OTHERS
+    return (above * sizes / (sizes - 1.0)).where(has_others, 0.0) * (ranks.count / number), ""
+
+
+def _on_tokens(step: Step, by_response: Tensor) -> LossWeights:
+    weights = by_response.unsqueeze(1) * step.batch.scores.mask
+    return LossWeights(weights.to(step.batch.scores.logps), None)
+
+
+def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | None, str]:
+    """Returns the gradient of these weights as a multiple of the step's own; None and why it is none. A collective."""
+    if step.capabilities.other_terms:
+        return None, step.capabilities.other_terms
+    own, other = (table.stacked().double().flatten() for table in (step.batch.loss_weights, weights))
+    square, product, others = step.ranks.reduce(torch.stack([own @ own, own @ other, other @ other])).unbind()
+    table = torch.stack([torch.stack([square, product]), torch.stack([product, others])])
+    rounding = ROUNDING + torch.finfo(step.batch.loss_weights.logps.dtype).eps ** 2  # bf16 rounds the loss's own
+    factors = multiples(table, 1, [0], rounding)
+    if factors is not None:
+        return factors[0], ""
+    settings = step.capabilities.another_loss
+    return None, f"{NO_MULTIPLE}: {settings}" if settings else NO_MULTIPLE
+
+
+def reward_factor(step: Step) -> float | None:
+    """Returns J as a multiple of the step's own gradient; None where it is none. A collective."""
+    return reward_gradient(step).factor
+
+
+def reward_products(step: Step, steps: StepsWithoutFolds | None, factor: float | None) -> Tensor:
+    """Returns n_k J_k · δθ_(−k) of each fold, and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) without each, (F, 2) fp64.
+
+    A collective. nan where J is not a multiple of the step's own gradient, and without steps.
+    """
+    if factor is None or steps is None:
+        return torch.full((step.num_folds, 2), torch.nan, dtype=torch.float64)
+    direction = Direction(steps.gradient.rows, steps.gradient.mean, factor)
+    ((own, lost),) = ChangedSteps(steps, step.ranks.reduce).products([None], [direction])
+    return torch.cat([step.fold_sizes.unsqueeze(1) * own, lost], dim=1)

@@ -1,0 +1,101 @@
+"""Sums over a step's folds of products with its changes: ΔH and Δreward, with errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.entropy.changed_steps import Change, ChangedSteps, Direction, bases_of, changes_by_basis
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.optim.updates import FoldMeans
+from rl_training.statistics.estimate import why_no_stderr
+from rl_training.statistics.jackknife import jackknife_covariance
+from rl_training.statistics.running_pairs import Pair
+from rl_training.step.data import Step
+
+
+def why_no_folds(step: Step, off_policy: str) -> str:
+    """Returns why there are no products by folds, with errors, "" if there are.
+
+    off_policy  why not off-policy
+    """
+    change, reused = step.entropy_change, step.capabilities.reused
+    other_policy = "" if step.batch.rollout.on_policy else off_policy
+    return reused or other_policy or change.why_none or change.why_no_forward or why_no_stderr(step.num_folds)
+
+
+class StepByFolds:
+    """The steps without each fold, X of each, and the numbers that their products are divided by. A collective.
+
+    Only where `why_no_folds` is "".
+    """
+
+    def __init__(self, step: Step) -> None:
+        change = step.entropy_change
+        steps, rows = change.steps_without, change.rows
+        assert steps is not None
+        assert change.levels is not None
+        assert rows is not None, "it takes Need.ENTROPY_ROWS"
+        self.steps, self.rows = steps, rows
+        self._step = step
+        self._by_fold = change.levels[:, [0, 2]].cpu()
+
+    def pair(self, own: Tensor, lost: Tensor) -> Pair:
+        """Returns ΔH per token and Δreward per response of one change, from its products by fold.
+
+        own, lost  (F, directions), as ChangedSteps.products has them, of X, or of X and the gradient of the reward
+        """
+        by_fold = torch.cat([self._by_fold, self._by_fold[:, :1] * own], dim=1)
+        total = by_fold.sum(dim=0)
+        without = total - by_fold
+        without[:, 2:] += lost
+        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without)
+        return Pair(values, covariance, self._step.num_folds - 1)
+
+
+def pairs_of(
+    step: Step,
+    changes: Mapping[str, Change | None],
+    weights: Mapping[str, Tensor],
+    reward: float | LossWeights | None,
+) -> dict[str, Pair]:
+    """Returns ΔH per token and Δreward per response of each change, by name. A collective.
+
+    Only where `why_no_folds` is "".
+
+    changes  that need no gradient but the step's own; None for the step as it is
+    weights  (2, B, T), of losses changed
+    reward   its gradient, as a multiple of the step's own, or by the weights of a loss; None: every Δreward is nan
+    """
+    folds, reduce, plain = StepByFolds(step), step.ranks.reduce, step.batch.loss_weights.stacked()
+    further = {name: table - plain for name, table in weights.items()}
+    without_basis, by_basis = changes_by_basis(further, None if step.capabilities.other_terms else plain, reduce)
+    directions, names = [Direction(folds.rows)], list(by_basis)
+    first = [reward] if isinstance(reward, LossWeights) else []
+    bases = bases_of(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])
+    if reward is not None:
+        gradient, factor = (folds.steps.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
+        directions.append(Direction(gradient.rows, gradient.mean, factor))
+    pairs: dict[str, Pair] = {}
+
+    def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
+        products = ChangedSteps(folds.steps, reduce, basis).products(list(changes.values()), directions)
+        pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
+
+    measure({**changes, **without_basis})
+    for number, basis in bases:  # one after another: they are large
+        measure(by_basis[names[number - len(first)]], basis)
+        del basis
+    return pairs
+
+
+def _per_unit(sums: Tensor) -> Tensor:
+    """Returns (..., 2): ΔH per token and Δreward per response, nan where that has no gradient.
+
+    sums  (..., 2 + directions): responses, tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k)
+    """
+    number, length = sums[..., 0:1], sums[..., 1:2]
+    values = sums[..., 2:] / torch.cat([length, number], dim=-1)[..., : sums.shape[-1] - 2]
+    return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)

@@ -1,0 +1,151 @@
+"""The change of entropy by per-decision importance sampling (PDIS), from the scores of every token. Pure functions.
+
+The entropy h_k at a token depends on the tokens before it and on nothing after. So it needs the ratio of its prefix
+only, where importance.py weights the whole sequence: for sequences t_i ~ π scored under π and π',
+
+    ρ_ik   = exp Σ_{j<k} (log π'(t_ij) − log π(t_ij))             prefix ratio; after the last token, the full ratio
+    H'_seq = Σ_k  Σ_i ρ_ik m_ik h'_ik / Σ_i ρ_ik                  m_ik = 1 while sequence i lasts
+    T'     = Σ_k  Σ_i ρ_ik m_ik       / Σ_i ρ_ik
+    ΔH_seq = H'_seq − mean H,   ΔH_tok = H'_seq / T' − Σ H / Σ T
+
+The normaliser of position k runs over ALL N sequences. One that has ended counts with entropy 0 from there on and with
+the ratio that it ended with. Leaving it out, or giving it weight 1, is wrong where the step makes responses longer or
+shorter.
+
+To first order in the step this is the estimator of entropy.py with the baseline of the buffer, in which ended sequences
+count as 0; SNIS corresponds to a noisier one. So PDIS and `first_order_change` on the same sequences share their noise,
+and their difference is the curvature of the step. That function works from the slopes of every
+token along the step.
+
+Errors are delete-one jackknife over sequences, or over units of them that are independent, such as prompts with several
+responses: each left-out value is exact, baseline and normalisers included.
+
+Source: Precup, Sutton & Singh 2000, "Eligibility traces for off-policy policy evaluation" (per-decision weights).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_training.entropy.importance import MIN_SEQUENCES
+from rl_training.entropy.weights import sums_after, sums_before
+from rl_training.errors import UserError
+from rl_training.policy.scores import Scores
+from rl_training.statistics.jackknife import JackknifeUnits, Replicates
+
+
+def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | None = None) -> Replicates:
+    """Returns ΔH, (2,) nats per token and per sequence, and without each sequence, (N, 2), from N sequences.
+
+    before  scores under the policy that they were sampled from
+    after   scores of the same tokens under the other
+    units   what is left out at a time instead of one sequence, and over which processes the sequences are spread, whose
+            tables must be of one width. Processes exchange a few sums for each position
+
+    Example: a = "x." and b = ".", h = 1 everywhere before the step, h' = 2 at the first tokens and 4 after "x". The
+    step makes "x" 1.5 times as likely and "." at the start half as likely, so that at k = 1 ρ_a = 1.5, and b has ended
+    with ρ_b = 0.5. H' = 2 + 1.5·4/(1.5 + 0.5) = 5 and T' = 1 + 1.5/2 = 1.75: ΔH_seq = 5 − 1.5, ΔH_tok = 5/1.75 − 1.
+    """
+    units = units or JackknifeUnits.of_rows(before.mask)
+    now, then = _exact(before, units), _exact(after, units)
+    log_ratios = sums_before(then.logps - now.logps)
+    # Relative to the largest of each position, which cancels: none overflows, not all underflow.
+    ratios = (log_ratios - units.largest(log_ratios)).exp()
+    terms = torch.stack([ratios * then.entropies, ratios * now.mask, ratios], dim=1)  # (B, 3, T)
+    total, (own, unit_sums) = units.reduce(terms.sum(dim=0)), units.local(terms)
+
+    def sum_of_positions(sums: Tensor) -> Tensor:
+        return (sums[..., :2, :] / sums[..., 2:, :]).sum(dim=-1)
+
+    without = total.new_zeros(units.count, 2)
+    without[own] = sum_of_positions(total - unit_sums)
+    changed = Replicates(sum_of_positions(total), units.reduce(without))  # each row is one process's
+    return _per_token_and_sequence(changed) - mean_entropy(before, units)
+
+
+def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replicates:
+    """Returns H, (2,) nats per token and per sequence, of sequences under the policy that they were sampled from."""
+    units = units or JackknifeUnits.of_rows(scores.mask)
+    exact = _exact(scores, units)
+    sums = _sums(torch.stack([exact.entropies, exact.mask], dim=1).sum(dim=2), units)
+    return _per_token_and_sequence(_ratio(sums, _sums(torch.ones_like(exact.mask[:, :1]), units)))
+
+
+def first_order_change(
+    scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor, units: JackknifeUnits | None = None
+) -> Replicates:
+    """Returns X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2); baseline "buffer".
+
+    logp_slopes, entropy_slopes  (N, T): ∂log π(t_ik)·δθ and ∂h_ik·δθ; see `slopes`
+    units                        what is left out at a time instead of one sequence
+
+    It is what weights by `surrogate_weights(baseline="buffer")` give, without a backward; a left-out sequence is left
+    out of the baseline, of the level H_tok and of the mean length too.
+    """
+    units = units or JackknifeUnits.of_rows(scores.mask)
+    exact, along = _exact(scores, units), Scores(logp_slopes, entropy_slopes, scores.mask).exact()
+    mask, entropy, logp_terms, entropy_terms = exact.mask, exact.entropies, along.logps, along.entropies
+    count = _sums(torch.ones_like(mask[:, :1]), units)
+    lengths, entropies, direct = (
+        _ratio(_sums(values.sum(dim=1, keepdim=True), units), count) for values in (mask, entropy, entropy_terms)
+    )
+    through_prefixes, length_change = (
+        _ratio(_centred_products(sums_after(cost), logp_terms, mask, units), count) for cost in (entropy, mask)
+    )
+    change = direct + through_prefixes
+
+    def combine(change: Tensor, length_change: Tensor, entropy: Tensor, length: Tensor) -> Tensor:
+        return torch.cat([(change - entropy / length * length_change) / length, change], dim=-1)
+
+    parts = (change, length_change, entropies, lengths)
+    return Replicates(combine(*(p.value for p in parts)), combine(*(p.without for p in parts)))
+
+
+def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
+    """Returns (∂log π·δθ, ∂h·δθ), both (N, T), by central differences of the scores at θ ± size·δθ; error O(size²)."""
+    return (
+        (ahead.logps.double() - behind.logps.double()) / (2.0 * size),
+        (ahead.entropies.double() - behind.entropies.double()) / (2.0 * size),
+    )
+
+
+def _exact(scores: Scores, units: JackknifeUnits) -> Scores:
+    if units.count < MIN_SEQUENCES:
+        raise UserError(f"{units.count} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
+    return scores.exact()
+
+
+def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
+    """Returns (H/T, H) of (H, T)."""
+
+    def ratio(values: Tensor) -> Tensor:
+        return torch.stack([values[..., 0] / values[..., 1], values[..., 0]], dim=-1)
+
+    return Replicates(ratio(entropy_and_length.value), ratio(entropy_and_length.without))
+
+
+def _sums(values: Tensor, units: JackknifeUnits) -> Replicates:
+    """Returns the sum of (N, …) over all sequences, and without each unit."""
+    by_unit = units.gather(values)
+    total = by_unit.sum(dim=0)
+    return Replicates(total, total - by_unit)
+
+
+def _ratio(sums: Replicates, counts: Replicates) -> Replicates:
+    return Replicates(sums.value / counts.value, sums.without / counts.without)
+
+
+def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: JackknifeUnits) -> Replicates:
+    """Returns Σ_ik (v_ik − loo_k) d_ik, (1,), and the same without each unit; loo the mean over the others alive at k.
+
+    Of n alive sequences it is (n Σ v d − Σ v Σ d) / (n − 1) at each position, and where there is one, v d.
+    """
+    values = values * alive
+
+    def centred(product: Tensor, value: Tensor, slope: Tensor, count: Tensor) -> Tensor:
+        others = (count - 1.0).clamp(min=1.0)
+        return torch.where(count > 1, (count * product - value * slope) / others, product).sum(dim=-1, keepdim=True)
+
+    sums = [_sums(column, units) for column in (values * slopes, values, slopes, alive)]
+    return Replicates(centred(*(s.value for s in sums)), centred(*(s.without for s in sums)))

@@ -1,0 +1,240 @@
+"""What a step does to entropy to first order: X by fold times the optimizer's step, summed over whole-prompt folds.
+
+    forward   Σ_k n_k X_k · δθ_(−k) / N     leave-fold-out: the step that the other folds alone would have made
+    backward  Σ_k n_k X_k · δθ_before / N   the step before, which is independent of this batch
+    reuse     Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
+
+Each fold k contributes a row: its levels (number of sequences, their entropies and lengths, weighed by each prefix's
+ratio to the sampler, where that is another), and n_k X_k · δθ for every update δθ of interest, with X = E[T] ∂H_tok
+= ∂H_seq − H_tok ∂E[T] and, if asked for, X = ∂H_seq. Everything reported is one smooth function, `statistic`, of the
+sums of these rows.
+Where the second is asked for, the sums without a fold have the H_tok of the other folds in them. Where it is not, H_tok
+is taken as given, and bars per token are some percent too small (docs/explanation/theory.md).
+
+Vectors are this process's entries, and a fold may have sequences on several processes: products are sums over entries,
+and are summed over the processes once, at the end.
+
+Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ, and with S = Σ_k n_k X_k
+
+    Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
+
+So only S and one entropy gradient at a time are held in memory: besides the K rows of the folds' gradients, a step
+holds δθ, the previous δθ, S and one X; and all X_k only where they are small, or for probes that multiply them with
+changes of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rl_training.entropy.fold_gradients import fold_gradients, levels_of_folds, log_ratios, prefix_ratios
+from rl_training.entropy.length_and_reward import reward_gradient, reward_products
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.products import PRODUCTS, FoldProducts
+from rl_training.gradients.folds import FoldGroup
+from rl_training.optim.rounding import kept_change
+from rl_training.optim.updates import OptimizerPieces, StepsWithoutFolds, clipping, fold_means, whole_update
+from rl_training.parallel.vectors import Vector, add, dots
+from rl_training.statistics.estimate import FEWEST_FOLDS
+from rl_training.statistics.jackknife import jackknife_stderr
+from rl_training.statistics.kish import kish_size_of_sums, kish_sums
+from rl_training.step.data import EntropyChange, Step
+from rl_training.step.limits import NO_SAMPLING_LOGPS
+from rl_training.step.needs import Need
+from rl_training.step.quantities import Quantity
+from rl_training.step.score_check import ScoreCheck
+
+LEVELS = 3  # columns of a row before the products
+FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
+LENGTH_AND_REWARD = "length_and_reward"  # the two numbers of this quantity
+MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
+TOO_FAR = (
+    "the sampler is too far from this policy: the effective sample size is {ess:.2f} of the sequences, below {least}. "
+    "Fewer stale steps, sampling in fp32 or shorter responses help"
+)
+NO_TOKENS = "no response of this step has a token of the policy"
+ONE_FOLD = "there is only one fold, so none can be left out: use {more_folds}"
+
+
+def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> EntropyChange:
+    """Returns what the step does to entropy to first order, as far as `needs` asks for it. A collective.
+
+    The memory keeps δθ for the step after.
+    """
+    settings, labels = memory.settings, memory.attribution.labels
+    why_none = _why_no_entropy_gradient(step)
+    if why_none:
+        memory.leave_out(step.number, why_none)
+        return EntropyChange(settings, labels, why_none)
+    ratios = prefix_ratios(step)
+    levels = levels_of_folds(step, ratios)
+    _, entropy, length = levels.sum(dim=0).tolist()
+    if not length:
+        memory.leave_out(step.number, NO_TOKENS)
+        return EntropyChange(settings, labels, NO_TOKENS)
+    intended, update, steps = _updates(step)
+    layout, sizes = step.gradients.layout, step.fold_sizes
+    products, rows = None, None
+    if Need.ENTROPY_CHANGE in needs:
+        before = memory.before(step.number)
+        products = FoldProducts(layout, sizes, memory.attribution, update, before, steps, 1 + settings.per_sequence)
+    if Need.ENTROPY_ROWS in needs:
+        rows = layout.zeros(len(sizes), device=memory.device)
+    check = ScoreCheck(step.batch, step.policy)
+    found: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(step, ratios, entropy / length, settings, check)
+    if layout.is_small:  # then all come first: passes and products in turns would drive each other out of a CPU's cache
+        found = list(found)
+    at_once = len(sizes) if layout.is_small else len(step.folds[0].folds)
+    sums = products.sums if products is not None else []
+    memory.count_bytes(intended, update, rows, *sums, more=at_once * (1 + settings.per_sequence))
+    for group, directions in found:
+        for number, k in enumerate(group.folds):
+            if products is not None:
+                products.add(k, [[part[number] for part in x] for x in directions])
+            if rows is not None:
+                add([part[k] for part in rows], [part[number] for part in directions[0]])
+        del directions  # before the next ones are made, beside weights that are gathered
+    change = EntropyChange(
+        settings,
+        labels,
+        why_no_forward=_why_no_forward(step),
+        why_no_backward=memory.why_none(step.number) or step.capabilities.reused,
+        intended=intended,
+        update=update,
+        levels=levels,
+        rows=rows,
+        steps_without=steps,
+    )
+    memory.keep(step.number, None if step.optimizer.rounded else update, step.gradients.weights)
+    other_scores = check.why_not(step.ranks.reduce)
+    if other_scores:  # the step itself is what it is
+        return EntropyChange(settings, labels, other_scores, other_scores, intended=intended, update=update)
+    return change if products is None else _with_quantities(change, step, memory, levels, products)
+
+
+def _why_no_entropy_gradient(step: Step) -> str:
+    """Returns why X is not available, "" if it is. With another sampler a collective.
+
+    X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
+    """
+    logs, can = log_ratios(step.batch), step.capabilities
+    reason = can.sampling_mismatch or can.no_baseline or can.hooked
+    if reason or logs is None:
+        return reason or NO_SAMPLING_LOGPS
+    if step.batch.rollout.sampling_logps is None:
+        return ""
+    total, total_of_squares = step.ranks.reduce(kish_sums(logs.sum(dim=1).exp())).tolist()
+    ess = kish_size_of_sums(total, total_of_squares) / step.num_sequences
+    return "" if ess >= MIN_ESS else TOO_FAR.format(ess=ess, least=MIN_ESS)
+
+
+def _why_no_forward(step: Step) -> str:
+    """Returns why no fold can be left out of the step, "" if one can."""
+    one_fold = ONE_FOLD.format(more_folds=step.capabilities.more_folds) if step.num_folds < 2 else ""
+    return step.optimizer.reason or step.gradients.why_no_rows or one_fold or step.capabilities.reused
+
+
+def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFolds | None]:
+    """Returns δθ by the formula, as the weights keep it, and the steps without each fold; None where not available."""
+    gradients, max_grad_norm, reduce = step.gradients, step.optimizer.max_grad_norm, step.ranks.reduce
+    layout = gradients.layout
+    if step.optimizer.states is None:
+        return None, None, None
+    mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined piece by piece
+    pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
+    square = torch.zeros((), dtype=torch.float64, device=layout.device)
+    for own in (piece.of(mean) for piece in pieces):
+        square += dots(own, own)
+    clip = float(clipping(reduce(square), max_grad_norm))
+    intended = whole_update(layout, pieces, mean, clip)
+    update = intended
+    if step.optimizer.rounded:
+        by_name = layout.by_name(intended)
+        update = layout.vector(kept_change(weight, by_name[name]) for name, weight in gradients.weights.items())
+    if gradients.rows is None or _why_no_forward(step):
+        return intended, update, None
+    folds = fold_means(mean, gradients.rows, step.fold_sizes)
+    return intended, update, StepsWithoutFolds(pieces, folds, max_grad_norm, reduce, clip)
+
+
+def _with_quantities(
+    change: EntropyChange, step: Step, memory: StepMemory, levels: Tensor, products: FoldProducts
+) -> EntropyChange:
+    """Returns the change with the entropy, each product and each split of forward, by name. A collective.
+
+    They are nan with a reason where not available. Variances of products are averaged over a few steps, because one
+    batch can miss rare responses and look too certain.
+    """
+    per_sequence = change.settings.per_sequence
+    names = ("entropy", *PRODUCTS, *change.labels, *[LENGTH_AND_REWARD] * per_sequence)
+    multiplied, lost = products.over_processes(step.ranks.reduce)
+    table = torch.cat([levels, multiplied.flatten(1), lost.flatten(1)], dim=1).cpu()
+    factor = None
+    if per_sequence:
+        gradient = reward_gradient(step)
+        factor, change = gradient.factor, dataclasses.replace(change, why_no_reward=gradient.why_no_factor)
+    reward, lost_reward = reward_products(step, change.steps_without, factor).split(1, dim=1)
+    products_by_fold, lost = table.split([LEVELS + multiplied[0].numel(), lost[0].numel()], dim=1)
+    by_fold = torch.cat([products_by_fold, torch.full_like(reward, torch.nan), reward], dim=1)
+    lost = torch.cat([lost, torch.zeros_like(reward), lost_reward], dim=1).unflatten(1, (-1, 2))
+    total = by_fold.sum(dim=0)
+    level = float(total[1] / total[2]) if per_sequence else 0.0  # without any entropy none to vary
+    without = sums_without(total, by_fold, lost, level or None)
+    values, stderrs = statistic(total), jackknife_stderr(statistic, total, without)
+    half_step = stderrs[-1] if step.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
+    if step.num_folds < FEWEST_FOLDS:
+        stderrs = torch.full_like(stderrs, torch.nan)
+    reasons = {"entropy": "", "backward": change.why_no_backward, "reuse": step.optimizer.reason}
+    entropy, *rows = (
+        Quantity(name, value, stderr, step.number).unless(reasons.get(name, change.why_no_forward))
+        for name, value, stderr in zip(names, values, stderrs, strict=False)
+    )
+    variances, batches = memory.errors.add(torch.stack([row.stderr for row in rows]).square(), step.number)
+    averaged = [
+        dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
+        for row, stderr, count in zip(rows, variances.sqrt(), batches, strict=True)
+    ]
+    quantities = {row.name: row for row in (entropy, *averaged)}
+    quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
+    return dataclasses.replace(change, quantities=quantities, half_step_stderr=half_step)
+
+
+# --- sums over folds --------------------------------------------------------------------------------------------------
+
+
+def statistic(sums: Tensor) -> Tensor:
+    """Returns (..., 1 + products + 2, 2) from sums over folds, of which the last two are those of the reward.
+
+    The entropy and each product, per token and per sequence; the changes of length and reward; ½(forward + backward),
+    which of ONE batch is its share of the cumulative trapezoid: the two are not independent, so that its error is taken
+    from the sum.
+    """
+    sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
+    number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens, of sequences
+    levels, products = entropy[..., None, None].expand_as(number), sums[..., LEVELS:].unflatten(-1, (-1, 2))
+    *values, reward = torch.cat([levels, products], dim=-2).div(number).unbind(-2)
+    per_token, per_sequence = products[..., FORWARD, :].unbind(-1)  # they differ by H_tok ∂E[T]
+    longer = (per_sequence - per_token) * length / entropy / sequences
+    half_step = 0.5 * (values[1 + FORWARD] + values[1 + BACKWARD])
+    return torch.stack([*values, torch.stack([longer, reward[..., 1]], dim=-1), half_step], dim=-2)
+
+
+def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | None) -> Tensor:
+    """Returns (F, columns), row l the sums without fold l.
+
+    total    (columns,), over all folds
+    by_fold  (F, columns), what each fold adds
+    lost     (F, products, 2), what the other folds lose with each: Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of `forward`
+    level    the H_tok in X, which row l replaces by that of the other folds; None: it is taken as given
+    """
+    without = total - by_fold
+    pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
+    pairs += lost
+    if level is not None:  # ∂E[T] is what ∂H_seq and ∂H_seq − H_tok ∂E[T] differ by, over H_tok
+        token, sequence = pairs.unbind(-1)
+        token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
+    return without

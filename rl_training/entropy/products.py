@@ -1,0 +1,124 @@
+"""Products of each fold's entropy gradient with the steps that the optimizer would make with and without each fold.
+
+A product is given per direction: X per token and, if asked for, per sequence. It is a sum over entries: what is
+calculated here is this process's part, and all parts are added up once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.entropy.attribution import Attribution
+from rl_training.optim.adamw import UpdateParts
+from rl_training.optim.updates import CAUSES, Piece, StepsWithoutFolds, split_products
+from rl_training.parallel.vectors import Layout, Vector, add, dot, dots
+
+# What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
+PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
+
+
+def as_pairs(values: Tensor) -> Tensor:
+    """Returns (…, 2) of (…, 1 or 2): nan per sequence where it was not asked for."""
+    return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
+
+
+@dataclass
+class FoldProducts:
+    """Takes the folds one by one. It holds one entropy gradient at a time, and their sum.
+
+    update    δθ of the step, None without a formula
+    previous  that of the step before, None if it is not known
+    steps     those without a fold, None where none can be left out
+    """
+
+    layout: Layout
+    sizes: Tensor  # (F,) fp64, n_k
+    attribution: Attribution
+    update: Vector | None
+    previous: Vector | None
+    steps: StepsWithoutFolds | None
+    num_targets: int
+    sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
+    _products: list[Tensor] = field(default_factory=list)  # by fold, (·, targets)
+
+    def __post_init__(self) -> None:
+        self.sums = [self.layout.zeros() for _ in range(self.num_targets)]
+
+    def add(self, k: int, directions: list[Vector]) -> None:
+        """Takes X_k, a vector for each target."""
+        for total, x in zip(self.sums, directions, strict=True):
+            add(total, x, float(self.sizes[k]))
+        reuse, backward = self._dots(self.update, directions), self._dots(self.previous, directions)
+        forward, unclipped, split = self._forward(k, directions)
+        self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
+
+    def over_processes(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns n_k X_k · δθ of PRODUCTS and of forward's splits, and what the others lose with a fold. A collective.
+
+        Both fp64, a pair for each: (F, products, 2). The second is Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, of
+        what is made of steps without a fold: forward, with clipping and without, and its parts by cause.
+        """
+        by_fold = torch.stack(self._products)
+        own, split = by_fold[:, : len(PRODUCTS)], self.attribution.sum(by_fold[:, len(PRODUCTS) :])
+        sizes, (forward, _, reuse, _) = self.sizes.to(own), own.unbind(dim=1)
+        whole, by_cause = self._lost_with_a_fold(sizes.unsqueeze(1) * (forward - reuse))
+        lost = torch.zeros_like(torch.cat([own, split], dim=1))
+        lost[:, [PRODUCTS.index("forward"), PRODUCTS.index("forward_unclipped")]] = whole.unsqueeze(1)
+        lost[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
+        parts = as_pairs(reduce(torch.stack([torch.cat([own, split], dim=1), lost])))
+        return sizes.view(-1, 1, 1) * parts[0], parts[1]
+
+    def _lost_with_a_fold(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the others lose with each fold l, (F, targets), and of that each cause, (F, causes, targets).
+
+        In all S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), which is given. Momentum and decay
+        depend on a fold's gradient through the preconditioner alone, or not at all: of theirs the share n_l / N is left
+        out, as if each fold's own were that of any other. The gradient has the rest.
+        """
+        by_cause = own.new_full((len(own), len(CAUSES), len(self.sums)), torch.nan)
+        if self.steps is None:
+            return by_cause[:, 0], by_cause
+        by_cause.zero_()
+        for piece in self.steps.pieces:
+            xs = [piece.of(x) for x in self.sums]
+            products = [dots(change, x) for change in self.steps.changes(piece) for x in xs]
+            by_cause += torch.stack(products).view(len(own), len(xs), -1).transpose(1, 2)
+        whole = by_cause.sum(dim=1) - own
+        by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(own).view(-1, 1, 1)
+        gradient = CAUSES.index("gradient")
+        by_cause[:, gradient] = 0.0
+        by_cause[:, gradient] = whole - by_cause.sum(dim=1)
+        return whole, by_cause
+
+    def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
+        """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""
+        if update is None:
+            return torch.full((len(directions),), torch.nan, dtype=torch.float64, device=self.layout.device)
+        return torch.stack([dot(update, x) for x in directions])
+
+    def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns X_k · δθ_(−k), the same without clipping, and the first by cause and by parameter."""
+        if self.steps is None:
+            nan = self._dots(None, directions)
+            return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)
+        steps, clip = self.steps, float(self.steps.clips[k])
+        unclipped: list[Tensor] = []
+
+        def parts() -> Iterator[tuple[Piece, UpdateParts]]:  # clipped and not, together: joining a piece takes time
+            for piece in steps.pieces:
+                gradient = steps.gradient.without(k, piece)
+                if clip != 1.0:
+                    moved = piece.total(gradient)
+                    unclipped.extend(dots(moved, piece.of(x)) for x in directions)
+                    gradient.mul_(clip)
+                yield piece, piece.delta(gradient)
+
+        products = split_products(parts(), directions, len(self.layout.names))
+        forward = products[: len(CAUSES)].sum(dim=0)
+        if not unclipped:
+            return forward, forward, products
+        return forward, torch.stack(unclipped).view(-1, len(forward)).sum(dim=0), products

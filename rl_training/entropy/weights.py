@@ -1,0 +1,184 @@
+"""The gradient of the policy's entropy, as weights on log-probabilities and entropies. Pure functions.
+
+With S = Σ_k log π(t_k) the log-probability of a response t of T tokens and h_k the exact entropy of the next-token
+distribution at its k-th prefix, the sequence entropy is
+
+    H_seq = E[−S] = E[Σ_k h_k]                          nats per sequence,
+    H_tok = E[Σ_k h_k] / E[T]                           nats per token (a ratio of means).
+
+Differentiating E[Σ_k h_k] gives two terms: the entropies themselves change, and so do the prefixes that are visited.
+The estimate is a mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k  with detached weights:
+
+    entropy  w_k = R_k − loo_k(R),     u_k = 1    R_k = Σ_{j>k} h_j, the entropy still to come
+    length   w_k = (T−k) − loo_k(T−k), u_k = 0    ∂E[T], for H_tok and for its own sake
+
+loo_k is the mean over the OTHER responses of the same prompt that are still alive at k, 0 if none is.
+Leaving oneself out matters: a mean that includes the response itself shrinks the estimate by (G−1)/G. Dropping the w
+term altogether — the gradient of the mean measured entropy — is biased: it ignores that the visited prefixes change.
+Where each sequence answers a prompt of its own, the baseline is the mean over all other sequences. It predicts less,
+but is just as independent of the response, so the estimate stays unbiased. Copies of one response are not independent.
+
+Where the responses were sampled from another policy μ, costs and entropies are weighed by ρ_<k, the ratio π/μ of the
+tokens before k, and the baseline by ρ_≤k, that of k too (`PrefixRatios`; costs c_k = h_k, or 1 for the length):
+
+    w_k = Σ_{j>k} ρ_<j c_j − ρ_≤k b_k,   u_k = ρ_<k,   b_k = Σ_others Σ_{j>k} ρ_<j c_j / Σ_others ρ_≤k
+
+With all ρ = 1 these are the weights above. The weights of h less H_tok times those of the length are those of the
+centred costs h − H_tok. Of h alone the noise is 3 to 150 times larger at a KL of 1e-3 per token.
+
+Over several turns an environment (a tool, a user) answers between the policy's tokens. What it writes does not depend
+on the parameters given what came before. So the same forms hold with k and j over the policy's tokens only, and E
+includes the environment's randomness: docs/explanation/theory.md.
+
+Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
+REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k. The classic
+−E[(S − S̄) ∂S] needs sixteen times the sequences for the same error: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_training.errors import UserError
+from rl_training.statistics.jackknife import unchanged
+
+Target = Literal["sequence", "token", "length"]
+Baseline = Literal["prompt", "buffer"]
+
+
+class PrefixRatios(NamedTuple):
+    """ρ = π/μ of what comes before each of the policy's tokens, and with it: (B, T) fp64.
+
+    Column k is the policy's k-th token. A sequence that has ended keeps the ratio that it ended with.
+    """
+
+    before: Tensor  # ρ_<k
+    through: Tensor  # ρ_≤k
+
+    @classmethod
+    def of(cls, log_ratios: Tensor, mask: Tensor) -> PrefixRatios:
+        """Returns those of log π − log μ of each token, (B, T), where mask is 1."""
+        logs = log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, policy_first(mask))
+        return cls(sums_before(logs).exp(), running_sum(logs).exp())
+
+    def normalised(self, reduce: Callable[[Tensor], Tensor] = unchanged) -> PrefixRatios:
+        """Returns them over their mean over all N sequences at each position: 1 in expectation, so less noise.
+
+        reduce  sums a tensor over the processes that hold the sequences, in tables of one width
+        """
+        sums = torch.stack([self.before.sum(dim=0), self.through.sum(dim=0)])
+        count = sums.new_full((1,), float(len(self.before)))
+        before, through = reduce(sums) / reduce(count)
+        return PrefixRatios(self.before / before, self.through / through)
+
+
+def policy_first(mask: Tensor) -> Tensor:
+    """Returns an order of the columns of each row of (B, T): first those where mask is 1, as they come."""
+    return (mask == 0).long().argsort(dim=1, stable=True)
+
+
+def surrogate_weights(
+    entropies: Tensor,
+    mask: Tensor,
+    prompt_index: Tensor,
+    target: Target = "sequence",
+    baseline: Baseline = "prompt",
+    reduce: Callable[[Tensor], Tensor] = unchanged,
+    ratios: PrefixRatios | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns (logp_weights, entropy_weights), both (B, T), detached, zero where mask is 0.
+
+    The entropy gradient is the gradient of
+        mean over the B sequences of Σ_k logp_weights·logps + entropy_weights·entropies.
+
+    entropies     (B, T) nats, of the distributions that the tokens were sampled from
+    mask          (B, T) 1 on sampled tokens. Between them an environment may have written others: positions, and who is
+                  alive at them, count the policy's tokens only
+    prompt_index  (B,)   equal for the responses of one prompt; each prompt needs at least two
+    target        "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T]
+    baseline      the mean over the other responses of the "prompt", or over all others of the "buffer", whose sequences
+                  must be independent given their prompts; `prompt_index` then does not matter
+    reduce        with the buffer: sums a tensor over the processes that hold it, in tables of one width; all means are
+                  then over all of them
+    ratios        where the sequences were sampled from another policy; at least as wide
+
+    Raises ValueError when a prompt, or the buffer, has a single response: there is no leave-one-out baseline then.
+    """
+    if baseline not in ("prompt", "buffer"):
+        raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
+    order, dtype = policy_first(mask), entropies.dtype
+    real, mask = mask.bool().gather(1, order), mask.to(entropies.dtype).gather(1, order)
+    entropies = entropies.detach().gather(1, order).masked_fill(~real, 0.0)  # 0·inf is nan
+    group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
+    ones = torch.ones_like(mask)
+    before, through = (ones, ones) if ratios is None else (part[:, : mask.shape[1]] for part in ratios)
+    costs, entropy_weights = _costs(target, entropies, before * mask, reduce)
+    to_go = sums_after(costs) * mask
+    weights = (to_go - through * _leave_one_out_mean(to_go, mask, through, group, reduce)) * mask
+    weights, entropy_weights = (torch.zeros_like(w).scatter(1, order, w).to(dtype) for w in (weights, entropy_weights))
+    return weights, entropy_weights
+
+
+def running_sum(values: Tensor) -> Tensor:
+    """Returns the sums of (B, T) values up to each position.
+
+    On the CPU where torch may use deterministic algorithms only: it has none for this on a GPU, and would raise.
+    """
+    place = "cpu" if torch.are_deterministic_algorithms_enabled() else values.device
+    return values.to(place).cumsum(dim=1).to(values.device)
+
+
+def sums_before(values: Tensor) -> Tensor:
+    """Returns the sums of (B, T) values strictly before each position."""
+    return running_sum(values) - values
+
+
+def sums_after(values: Tensor) -> Tensor:
+    """Returns the sums of (B, T) values strictly after each position."""
+    return running_sum(values.flip(1)).flip(1) - values
+
+
+def _costs(
+    target: Target, entropies: Tensor, weights: Tensor, reduce: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns what a token is expected to add to the target before it is sampled, and the weight of its entropy.
+
+    weights  (B, T), ρ_<k; 0 where no token is
+    """
+    if target == "sequence":
+        return entropies * weights, weights
+    if target == "length":
+        return weights, torch.zeros_like(weights)
+    if target != "token":
+        raise ValueError(f"unknown target {target!r}: choose 'sequence', 'token' or 'length'")
+    # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: the cost of a token is its entropy above the mean.
+    count = weights.new_tensor(float(len(weights)))
+    length, entropy, count = reduce(torch.stack([weights.sum(), (entropies * weights).sum(), count])).unbind()
+    mean_length, level = length / count, entropy / length
+    return (entropies - level) / mean_length * weights, weights / mean_length
+
+
+def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns prompt_index renumbered 0 .. number of prompts − 1, after checking that each prompt has two responses."""
+    _, group, sizes = prompt_index.unique(return_inverse=True, return_counts=True)
+    if int(reduce(sizes.double()).min()) < 2:
+        raise UserError(
+            "a prompt has a single response: the entropy gradient needs a leave-one-out baseline. "
+            "Sample at least two responses per prompt (num_generations >= 2), or take the baseline from all other "
+            "sequences (baseline='buffer')."
+        )
+    return group
+
+
+def _leave_one_out_mean(
+    values: Tensor, alive: Tensor, ratios: Tensor, group: Tensor, reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns, for each (sequence, position), Σ values / Σ ratios of the other alive members of its group, or 0."""
+    own = torch.stack([(values * alive).to(ratios.dtype), ratios * alive, alive.to(ratios.dtype)], dim=1)
+    table = own.new_zeros(int(group.max()) + 1, *own.shape[1:]).index_add_(0, group, own)
+    sums, weights, others = (reduce(table)[group] - own).unbind(dim=1)
+    return torch.where(others > 0, sums / weights, 0.0)

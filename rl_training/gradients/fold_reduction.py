@@ -1,0 +1,200 @@
+"""Gradients of a backward, caught on the leaves, sent to the processes that keep their entries, and added up by fold.
+
+A hook on a leaf sees this process's gradient alone, before a loop averages it over processes and before it is added to
+`.grad`. The layout's buckets are sent in one fixed order on all processes: a bucket is sent when it is complete
+and those before it are sent, what is missing at the end as zeros. Of each bucket a process receives its own entries
+from each of the N, and adds up those of one fold. It sends as many bytes as a reduce-scatter would.
+
+Where each backward reduces by itself (FSDP2), and all processes are in one fold, there are no hooks, and nothing is
+sent: what the backward has added to a process's entries of `.grad` is their mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from rl_training.gradients.loss_weights import LossWeights, outputs_and_weights
+from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import Vector, constant, join
+from rl_training.policy.scores import Scores
+
+
+class FoldReduction:
+    """Adds what reaches the leaves to a vector for each fold, of which this process keeps its entries.
+
+    The hooks exist only between `arm` and `disarm`, around one backward. All processes arm alike and run one backward.
+    """
+
+    def __init__(self, shard: Shard, timed: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """timed: a context that adds up the time of what hooks do."""
+        self.shard, self._timed = shard, timed
+        self._buckets = shard.layout.buckets
+        self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
+        # Of its own, once something is sent: a loop's collectives run on the default group in the same backward.
+        self._group: dist.ProcessGroup | None = None
+        # The gradients of one bucket are held together in any case: a backward of our own returns them, without hooks.
+        self._returned = len(self._buckets) == 1 and not shard.gathers_weights
+        self._handles: list[RemovableHandle] = []
+        self.bytes_sent = 0
+        # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
+        self.late = 0
+        self.forget()
+
+    def close(self) -> None:
+        """Destroys the group of processes, if one was made. A collective: training has ended on all of them."""
+        self.forget()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def forget(self) -> None:
+        """Removes the hooks and sends nothing: the loop has left the step, perhaps on this process alone."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._target: Vector = []
+        self._held: dict[str, Tensor] = {}  # gradients that are not sent or added yet
+        self._unsent = 0  # so many buckets, the first ones: a backward completes the last parameters first, roughly
+        self._reduced = False  # each backward reduces by itself
+        self._before: Vector = []  # what it adds to
+
+    def add(self, target: Vector, fresh: Scores, weights: LossWeights, keep_graph: bool = False) -> None:
+        """Adds Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of each process's rows to the target. A collective.
+
+        fresh       scores of some rows, with graph; not empty on any process
+        weights     of these rows, c and d
+        keep_graph  for another backward through the same scores
+        """
+        self.arm(target, consume=True)
+        try:
+            found = self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
+            if self._returned:
+                self._held = found
+            self.disarm()
+        finally:
+            self.forget()
+
+    def arm(self, target: Vector, consume: bool = False) -> None:
+        """Sets the hooks.
+
+        target   (folds, n) of each bucket; the processes of a fold are neighbours, and as many as those of any other
+        consume  the gradients go nowhere else: they are freed as they arrive
+        """
+        self.disarm()
+        shard, self._target = self.shard, target
+        self._reduced = len(target[0]) == 1 and shard.reduces_each_backward
+        if not self._reduced:
+            if shard.num_ranks > 1 and self._group is None:
+                self._group = dist.new_group()
+            self._unsent = len(self._buckets)
+            leaves = {} if consume and self._returned else shard.leaves
+            for name, leaf in leaves.items():
+                self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
+        elif consume:
+            for name, param in shard.trained.items():
+                hook = functools.partial(self._catch_reduced, name)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        else:
+            self._hold_gradients()
+            self._before = [torch.cat(self._taken(bucket.names, bucket.sizes)) for bucket in self._buckets]
+
+    def disarm(self) -> None:
+        """Adds or sends what is left, and removes the hooks. A collective, if they were set."""
+        if self._before:
+            self._hold_gradients()
+        if self._reduced:
+            for number in range(len(self._buckets)):
+                self._add_reduced(number)
+        while self._unsent:
+            self._send_next()
+        self.forget()
+
+    def _hold_gradients(self) -> None:
+        self._held = {name: gradient for name, gradient in self.shard.gradients().items() if gradient is not None}
+
+    def _catch_reduced(self, name: str, param: Tensor) -> None:
+        """Takes a gradient as soon as it is reduced, so that they never exist all at once."""
+        assert param.grad is not None
+        self._hold(name, self.shard.own(name, param.grad))
+        param.grad = None
+        if self._is_complete(self._bucket_of[name]):
+            self._add_reduced(self._bucket_of[name])
+
+    def _add_reduced(self, number: int) -> None:
+        """Adds what a backward has left in `.grad` of a bucket, means over processes, to the only row."""
+        bucket, rows = self._buckets[number], self._target[number]
+        if any(name in self._held for name in bucket.names):
+            with self._timed():
+                mean = torch.cat(self._taken(bucket.names, bucket.sizes))
+                if self._before:
+                    mean -= self._before[number]
+                rows[0].add_(mean.to(rows), alpha=self.shard.num_ranks)
+
+    def _hold(self, name: str, gradient: Tensor) -> None:
+        self._held[name] = self._held[name] + gradient if name in self._held else gradient
+
+    def _is_complete(self, number: int) -> bool:
+        return all(name in self._held for name in self._buckets[number].names)
+
+    def _taken(self, names: Sequence[str], sizes: Iterable[int]) -> list[Tensor]:
+        """Returns the gradients that are held of these parameters, so many entries of each, and holds them no more.
+
+        Those that have none get zeros, which take no memory.
+        """
+        device = self.shard.layout.device
+        zero = constant(0.0, self.shard.layout.dtype, device)
+        return [
+            self._held.pop(name).reshape(-1).to(device) if name in self._held else zero.expand(size)
+            for name, size in zip(names, sizes, strict=True)
+        ]
+
+    def _catch(self, name: str, consume: bool, gradient: Tensor) -> Tensor | None:
+        """Takes a leaf's gradient, of this process alone; a consumed one is replaced by zeros that take no memory."""
+        if self._bucket_of[name] >= self._unsent:
+            self.late += 1
+            return None
+        self._hold(name, gradient.detach())
+        while self._unsent and self._is_complete(self._unsent - 1):
+            self._send_next()
+        return constant(0.0, gradient.dtype, gradient.device).expand(gradient.shape) if consume else None
+
+    def _send_next(self) -> None:
+        """Sends a bucket, a large parameter in parts, and adds this process's entries to their folds."""
+        self._unsent -= 1
+        with self._timed():
+            self._send(self._buckets[self._unsent].names, self._target[self._unsent])
+
+    def _send(self, names: Sequence[str], rows: Tensor) -> None:
+        """The same for these parameters: `rows` are of their bucket, by fold."""
+        shard, layout = self.shard, self.shard.layout
+        whole = self._taken(names, map(shard.numel, names))
+        if self._group is None:  # all entries are this process's
+            rows[0].add_(join(whole).to(rows.device))
+            return
+        for first in range(0, max(map(shard.width, names)), layout.at_once):
+            part = slice(first, first + layout.at_once)
+            parts = [
+                [flat[start:stop][part] for flat, (start, stop) in zip(whole, cuts, strict=True)]
+                for cuts in zip(*(shard.cuts[name] for name in names), strict=True)
+            ]
+            sent = join([*itertools.chain(*parts)]).to(layout.dtype)
+            received = self._exchanged(sent, [sum(map(len, own)) for own in parts])
+            by_fold = received.unflatten(0, (len(rows), -1))
+            rows[:, part].add_((by_fold.sum(dim=1) if by_fold.shape[1] > 1 else by_fold[:, 0]).to(rows.device))
+
+    def _exchanged(self, sent: Tensor, sizes: list[int]) -> Tensor:
+        """Returns what each process has sent to this one, (processes, n). A collective.
+
+        sizes  how many entries are sent to each
+        """
+        received = sent.new_empty(len(sizes), sizes[self.shard.rank])
+        self.bytes_sent += sent.nbytes
+        dist.all_to_all_single(received.view(-1), sent, [received.shape[1]] * len(sizes), sizes, group=self._group)
+        return received

@@ -1,1 +1,0 @@
-"""Formulas: torch and scipy only. No trainer, no model, no file."""

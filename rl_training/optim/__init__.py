@@ -1,0 +1,1 @@
+"""The optimizer's step as a formula: from states and a gradient to the change of the parameters."""

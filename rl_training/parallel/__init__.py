@@ -1,0 +1,1 @@
+"""The processes that train together: which entries of the parameters each keeps, and vectors of them."""

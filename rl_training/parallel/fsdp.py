@@ -1,0 +1,100 @@
+"""FSDP2 (fully_shard): the only file that reads torch's private names of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from rl_training.errors import UserError
+from rl_training.parallel.sharding import Shard, chunk_of, dtype_name
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees weights that FSDP2 keeps gathered after a forward pass without a backward: no step would reach them.
+
+    Nothing where none are, or where the model is not FSDP2's.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class FullyShard(Shard):
+    """FSDP2 (fully_shard): DTensors, cut along their first dimension. ValueError for other ways to cut.
+
+    During a forward or backward FSDP substitutes a gathered parameter, always the same object, for each DTensor: the
+    leaf of the graph.
+    """
+
+    gathers_weights = True
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        super().__init__(model, optimizer, max_grad_norm)
+        for name, param in self.trained.items():
+            how = param.placements if isinstance(param, DTensor) else "a plain tensor"
+            if how != (ShardPlacement(0),):
+                raise UserError(
+                    f"probes read FSDP2's parameters where each is cut along its first dimension over all processes, "
+                    f"and {name} is {how}: shard without hybrid or tensor parallelism, or train without probes"
+                )
+        self.leaves = self._find_leaves()
+        rounded = [name for name, leaf in self.leaves.items() if leaf.itemsize < self.trained[name].itemsize]
+        if rounded:
+            dtype = dtype_name(self.leaves[rounded[0]].dtype)
+            self.why_rounded = f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
+
+    def cut(self, name: str, rank: int) -> tuple[int, int]:
+        rows, entries = self.trained[name].shape[0], self.trained[name].numel()
+        start, stop = chunk_of(rows, self.num_ranks, rank)
+        return start * (entries // rows), stop * (entries // rows)
+
+    def own(self, name: str, value: Tensor) -> Tensor:
+        with torch.no_grad():  # so that no operation of a DTensor is dispatched, which takes longer than most kernels
+            local: Tensor = value.to_local()  # type: ignore[attr-defined]
+        return local.reshape(-1)
+
+    def put(self, entries: Mapping[str, Tensor]) -> None:
+        reshard(self.model)  # gathered ones would be used instead
+        for name, param in self.trained.items():
+            self.own(name, param).copy_(entries[name])
+
+    @property
+    def reduces_each_backward(self) -> bool:
+        states: list[Any] = [m._get_fsdp_state() for m in self.model.modules() if isinstance(m, FSDPModule)]
+        groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]  # of newer torch
+        # What microbatches without reduction have left is reduced with the next.
+        left = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
+        left += [leaf.grad for leaf in self.leaves.values()]
+        exact = all(param.dtype.itemsize >= 4 for param in self.trained.values())
+        reducing = bool(groups) and all(group.reduce_grads for group in groups)
+        waiting = all(state._state_ctx.is_last_backward for state in states)  # a backward, for what it reduces
+        return exact and reducing and waiting and all(gradient is None for gradient in left)
+
+    def _find_leaves(self) -> dict[str, Tensor]:
+        """Returns the gathered parameters, gathering one module's after another."""
+        leaf_of: dict[Tensor, Tensor] = {}
+        for module in self.model.modules():  # the root first: it sets up the others, which stay sharded meanwhile
+            if isinstance(module, FSDPModule):
+                shards = list(module.parameters())
+                module.unshard()
+                leaf_of |= zip(shards, module.parameters(), strict=True)
+                module.reshard()
+        return {name: leaf_of[param] for name, param in self.trained.items()}
+
+    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool) -> dict[str, Tensor]:
+        # The DTensors are not in the graph: FSDP's own backward runs, and what training has in .grad is put back.
+        before = {param: param.grad for param in self.trained.values()}
+        try:
+            for param in before:
+                param.grad = None
+            torch.autograd.backward(outputs, weights, retain_graph=keep_graph)
+        finally:
+            for param, gradient in before.items():
+                param.grad = gradient
+        return {}

@@ -1,0 +1,1 @@
+"""What a policy says of sequences: scores, fresh samples, and how both are calculated."""

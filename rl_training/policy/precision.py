@@ -1,0 +1,112 @@
+"""How a measurement calculates: IEEE fp32 without dropout and without autocast, whatever training does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_training.parallel.sharding import dtype_name
+
+FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # what transformers has beside them refuses fp32, or may
+
+
+@contextlib.contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """A context in which the model calculates as exactly as its weights allow; then everything is as it was.
+
+    Run forward and backward inside it. It does not change whether a graph is built.
+    """
+    device = next(model.parameters()).device.type
+    with ieee_fp32(), without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def _with_values(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """A context in which attributes of objects have these values; then they have their own again."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def ieee_fp32() -> contextlib.AbstractContextManager[None]:
+    """A context without TF32. By torch's new settings only: the old ones cannot be read once these were written."""
+    backends: Any = torch.backends
+    settings = [
+        *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
+        *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
+    ]
+    return _with_values([(setting, "fp32_precision", "ieee") for setting in settings])
+
+
+def why_not_fp32(model: nn.Module) -> str:
+    """Returns why the model computes in less than fp32 even in a measurement, "" if it does not."""
+    rounded = [
+        (not param.requires_grad, f"{name} is {dtype_name(param.dtype)}")
+        for name, param in model.named_parameters()
+        if param.is_floating_point() and param.dtype.itemsize < 4
+    ]
+    for name, module in model.named_modules():
+        if _is_quantised(module) and module.compute_dtype.itemsize < 4:
+            rounded.append((True, f"{name} computes in {dtype_name(module.compute_dtype)}"))
+    if not rounded:
+        return ""
+    first = min(rounded, key=lambda pair: pair[0])[1]  # of what is trained, if there is any
+    return f"{first}, so the model's numbers are rounded: load its weights in float32"
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "compute_dtype", None), torch.dtype)  # bitsandbytes' layers
+
+
+def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context in which no module drops out. The flag `training` says more than that, so some keep it.
+
+    It switches a layer's checkpointing on: where a model knows of no dropout, layers that are checkpointed stay so. And
+    bitsandbytes' layers, which never drop out, repack their weights for good where they are evaluated on a CPU: no
+    gradient would come through them any more.
+    """
+    drops_out = _says_dropout(model)
+    return _with_values([
+        (module, "training", False)
+        for module in model.modules()
+        if module.training
+        and (drops_out or not getattr(module, "gradient_checkpointing", False))
+        and not _is_quantised(module)
+    ])  # fmt: skip
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Returns whether two passes over the same rows differ, because modules drop out."""
+    modules = (module for module in model.modules() if module.training)
+    return _says_dropout(model) or any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules
+    )
+
+
+def _says_dropout(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    options = {} if config is None else config.get_text_config().to_dict()
+    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in options.items())
+
+
+def _attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context in which the model's attention takes fp32, which flash attention refuses."""
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
+    sdpa = all(getattr(module, "_supports_sdpa", True) for module in model.modules())
+    return _with_values([
+        (config, "_attn_implementation_internal", "sdpa" if sdpa else "eager")
+        for config in configs.values()
+        if getattr(config, "_attn_implementation", None) not in (None, *FP32_ATTENTION)
+    ])  # fmt: skip

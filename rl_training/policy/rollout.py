@@ -1,0 +1,214 @@
+"""The sequences of a step: what was sampled from a policy, the policy's scores, and the weights in the loss.
+
+Shape legend, used in every comment of this package:
+    B  sequences (of a microbatch, of the whole step on this rank, or of an evaluation buffer)
+    P  prompt tokens, left-padded
+    T  completion tokens, right-padded; the end-of-sequence token counts, padding never. Over several turns a
+       completion holds tokens that an environment wrote between the policy's: context for what follows, not actions
+    G  responses per prompt
+    K  microbatches of an optimizer step on this rank
+    F  folds of an optimizer step, over all processes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from rl_training.errors import UserError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Why sequences are not what a rollout is taken for: the latest policy's own, the same number to each prompt."""
+
+    why_no_sample: str = ""  # why they are a sample of no policy whose log-probabilities are known
+    why_uneven: str = ""  # why it is not known which of them answer one prompt, or not all prompts have as many
+    learned: bool = False  # an optimizer step has learned from some of them, in an earlier rollout
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sequences sampled from the policy, or from a sampler whose log-probabilities are known. All is detached."""
+
+    prompt_ids: Tensor  # (B, P)
+    prompt_mask: Tensor  # (B, P), 1 on tokens
+    completion_ids: Tensor  # (B, T)
+    completion_mask: Tensor  # (B, T), 1 on sampled tokens
+    advantages: (
+        Tensor  # (B,), as the loss weighs them: 0 for a truncated response that it leaves out; of tokens the mean
+    )
+    rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
+    prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
+    sampling_logps: Tensor | None = None  # (B, T), the sampler's own; None: it is this very policy, or they are unknown
+    on_policy: bool = True  # no optimizer step has learned from them yet: the ratios in the loss are 1
+    environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens between these; None: there are none
+    images: Mapping[str, Any] | None = None  # what the model takes beside tokens: by name, B rows of a tensor or a list
+    truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
+    old_logps: Tensor | None = None  # (B, T), that the loss's ratios are relative to; None: those of the sampler
+    sampling_mismatch: str | None = None  # why they are no samples of the policy that is scored; None: as the loop says
+    origin: Origin = Origin()
+    token_advantages: Tensor | None = None  # (B, T), where they differ within a response
+
+    @property
+    def advantages_of_tokens(self) -> Tensor:
+        """(B, T), or (B, 1) where all tokens of a response have the same."""
+        return self.advantages.unsqueeze(1) if self.token_advantages is None else self.token_advantages
+
+    @property
+    def token_mask(self) -> Tensor:
+        """(B, T), 1 on the tokens of the completion, whoever wrote them."""
+        return self.completion_mask if self.environment_mask is None else self.completion_mask + self.environment_mask
+
+    @property
+    def num_sequences(self) -> int:
+        return self.completion_ids.shape[0]
+
+
+def as_rollout(
+    prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor], prompt_index: Sequence[int], pad: int
+) -> Rollout:
+    """Returns these responses, at least one, as a rollout without rewards."""
+    device = prompt_ids[0].device
+    return Rollout(
+        prompt_ids=pad_sequence(list(prompt_ids), True, pad, padding_side="left"),
+        prompt_mask=pad_sequence([torch.ones_like(ids) for ids in prompt_ids], True, padding_side="left"),
+        completion_ids=pad_sequence(list(completion_ids), True, pad),
+        completion_mask=pad_sequence([torch.ones_like(ids) for ids in completion_ids], True),
+        advantages=torch.full((len(prompt_ids),), torch.nan, device=device),
+        rewards=None,
+        prompt_index=torch.tensor(prompt_index, device=device),
+    )
+
+
+def join_origins(parts: Sequence[Origin]) -> Origin:
+    """Returns what is to be said of several rollouts together."""
+    return Origin(
+        next((part.why_no_sample for part in parts if part.why_no_sample), ""),
+        next((part.why_uneven for part in parts if part.why_uneven), ""),
+        any(part.learned for part in parts),
+    )
+
+
+def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """Returns the sequences of several rollouts as one, padded to one width."""
+
+    def joined(name: str, join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Any:
+        values = [getattr(part, name) for part in parts]
+        return None if any(value is None for value in values) else join(values)
+
+    written = None
+    if any(part.environment_mask is not None for part in parts):
+        written = in_one_width([part.token_mask - part.completion_mask for part in parts])
+    mismatches = [part.sampling_mismatch for part in parts if part.sampling_mismatch is not None]
+    on_the_left = functools.partial(in_one_width, on_the_left=True)
+    return Rollout(
+        **{name: joined(name, on_the_left) for name in ("prompt_ids", "prompt_mask")},
+        **{
+            name: joined(name, in_one_width)
+            for name in ("completion_ids", "completion_mask", "sampling_logps", "old_logps")
+        },
+        **{name: joined(name) for name in ("advantages", "rewards", "prompt_index", "truncated")},
+        token_advantages=_join_token_advantages(parts),
+        on_policy=all(part.on_policy for part in parts),
+        origin=join_origins([part.origin for part in parts]),
+        environment_mask=written,
+        images=_join_images(parts),
+        sampling_mismatch=max(mismatches, key=len, default=None),  # a reason, where there is one
+    )
+
+
+def _join_token_advantages(parts: Sequence[Rollout]) -> Tensor | None:
+    """Returns (B, T), None where every response has one advantage."""
+    if all(part.token_advantages is None for part in parts):
+        return None
+    return in_one_width([part.advantages_of_tokens.expand_as(part.completion_ids) for part in parts])
+
+
+def with_one_advantage_each(rollout: Rollout) -> Rollout:
+    """Returns the rollout, whose advantages may be (B, T), with one to each response: the mean over its tokens.
+
+    Those of tokens are beside it where they differ within a response.
+
+    >>> ids = torch.ones(2, 2, dtype=torch.long)
+    >>> each = torch.tensor([[0.5, 0.5], [1.0, 3.0]])
+    >>> found = with_one_advantage_each(Rollout(ids, ids, ids, ids, each, None, torch.tensor([0, 0])))
+    >>> found.advantages.tolist(), found.token_advantages.tolist()
+    ([0.5, 2.0], [[0.5, 0.5], [1.0, 3.0]])
+    """
+    if rollout.advantages.ndim == 1:
+        return rollout
+    mask = rollout.completion_mask.bool()
+    of_tokens = rollout.advantages.expand_as(mask).masked_fill(~mask, 0.0)
+    first = of_tokens.gather(1, mask.long().argmax(dim=1, keepdim=True))
+    if not ((of_tokens != first) & mask).any():
+        return dataclasses.replace(rollout, advantages=first.squeeze(1))
+    means = of_tokens.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    return dataclasses.replace(rollout, advantages=means, token_advantages=of_tokens)
+
+
+def in_one_width(tensors: Sequence[Tensor], on_the_left: bool = False, value: float = 0, at_least: int = 0) -> Tensor:
+    """Returns the rows of these (B, T) tensors, filled up with `value` to the widest of them, or to `at_least`."""
+    width = max(at_least, *(tensor.shape[1] for tensor in tensors))
+    missing = [width - tensor.shape[1] for tensor in tensors]
+    padding = [(m, 0) if on_the_left else (0, m) for m in missing]
+    return torch.cat([nn.functional.pad(tensor, p, value=value) for tensor, p in zip(tensors, padding, strict=True)])
+
+
+def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
+    """Returns some rows of a rollout, in this order."""
+    taken: dict[str, Any] = {name: value[rows] for name, value in vars(rollout).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(rollout, images=images_of(rollout, rows), **taken)
+
+
+def first_tokens(rollout: Rollout, count: int) -> Rollout:
+    """Returns the sequences with so many tokens of each completion at most; with images as they are."""
+    if rollout.images is not None:
+        return rollout
+    names = ("completion_ids", "completion_mask", "sampling_logps", "old_logps", "environment_mask", "token_advantages")
+    fields: dict[str, Any] = {name: getattr(rollout, name) for name in names}
+    cut = {name: value[:, :count] for name, value in fields.items() if value is not None}
+    return dataclasses.replace(rollout, **cut)
+
+
+def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:
+    """Returns the images of some rows, in this order; None where there are none."""
+    if rollout.images is None:
+        return None
+    return {
+        name: values[rows] if isinstance(values, Tensor) else [values[row] for row in rows.tolist()]
+        for name, values in rollout.images.items()
+    }
+
+
+def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
+    """Returns the images of several rollouts. Token types cover prompts and completions, and are padded with them.
+
+    Raises ValueError where rows of different shapes would have to form one tensor.
+    """
+    named = [part.images for part in parts if part.images is not None]
+    if not named:
+        return None
+    if len(named) < len(parts) or any(images.keys() != named[0].keys() for images in named):
+        raise UserError("an optimizer step mixes rows with and without images: train them in separate runs")
+    joined: dict[str, Any] = {}
+    for name, first in named[0].items():
+        values = [images[name] for images in named]
+        if name.endswith("token_type_ids"):
+            prompts = [v[:, : part.prompt_ids.shape[1]] for v, part in zip(values, parts, strict=True)]
+            completions = [v[:, part.prompt_ids.shape[1] :] for v, part in zip(values, parts, strict=True)]
+            joined[name] = torch.cat([in_one_width(prompts, on_the_left=True), in_one_width(completions)], dim=1)
+        elif isinstance(first, Tensor):
+            if any(value.shape[1:] != first.shape[1:] for value in values):
+                raise UserError(f"the rollouts of one optimizer step differ in the shape of their {name}")
+            joined[name] = torch.cat(values)
+        else:
+            joined[name] = [row for value in values for row in value]
+    return joined

@@ -1,0 +1,295 @@
+"""Scores of sequences under the causal language model that wrote them: log-probabilities and exact entropies.
+
+Any of Hugging Face's: bare or with adapters, quantised, with a softcap or a scale of its logits, with images. The body
+runs as the model runs it; the head is applied in chunks, at the sampled tokens only, so that the logits of a batch,
+(B, T, V), never exist. Whether head(body(ids)) gives the model's logits is tested once, on two tokens. If not, its own
+logits are used, whole, and one warning says so.
+
+Every sequence starts in the first column, and a batch is as wide as the longest of its rows. A causal model
+does not attend to what is right of a sequence, so there is no attention mask to build or apply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rl_training.errors import UserError
+from rl_training.parallel.fsdp import reshard
+from rl_training.policy.inputs import ModelInputs, as_they_lie, first_columns
+from rl_training.policy.linear_head import LogitMap, scores_of_hidden, scores_of_logits
+from rl_training.policy.precision import measuring, why_not_fp32
+from rl_training.policy.rng import streams_put_back
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
+
+CHUNK_LOGITS = 2**25  # 128 MB in fp32
+
+
+class Scorer:
+    """Scores sequences with a model's parameters at the moment of the call. Training is not affected.
+
+    model         the causal language model itself, not as DDP or an engine wraps it; or PEFT's around it
+    temperature   logits are divided by it, as where the responses were sampled
+    autocast      returns the autocast context that training's forward pass runs in
+    fp32_head     training's head multiplies in fp32, outside of autocast
+    call_head     the head's module is called, for hooks on it; otherwise its weight is read where that is the same
+    chunk_logits  so many logits exist at once, unless one position alone has more
+    as_root       it runs as the model's own forward pass, whose hooks gather sharded weights; all processes call alike
+    whole_logits  the model's own logits are used: its head is gathered only while it is called
+
+    Raises ValueError for adapters that are tokens before the prompt (PEFT's prompt learning).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float = 1.0,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        fp32_head: bool = False,
+        call_head: bool = False,
+        chunk_logits: int = CHUNK_LOGITS,
+        as_root: bool = False,
+        whole_logits: bool = False,
+    ) -> None:
+        wrapped: Any = model
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UserError("prompt learning puts tokens of its own before every prompt: train a LoRA adapter instead")
+        self._model = model
+        self._lm: Any = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+        self.temperature, self._logit_map = temperature, _logit_map(self._lm.config, temperature)
+        self._autocast, self._fp32_head, self._call_head = autocast, fp32_head, call_head
+        self._chunk = chunk_logits
+        self._measuring = 0
+        self._as_root = as_root
+        self.why_rounded = ""  # why layers compute with less than the weights: known once training has begun
+        self._why_whole: str | None = "its weights are sharded" if whole_logits else None
+
+    @property
+    def why_not_fp32(self) -> str:
+        """Why a measurement is no fp32 one, "" if it is."""
+        return self.why_rounded or why_not_fp32(self._model)
+
+    @property
+    def why_training_rounds(self) -> str:
+        """Why training's own forward pass is no fp32 one, "" if it is."""
+        with self._autocast():
+            autocast = torch.is_autocast_enabled(self._device.type)
+        return self.why_not_fp32 or ("training's forward pass runs under autocast" if autocast else "")
+
+    def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
+        """Returns log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
+
+        With autocast and dropout as training has them; inside `measuring()` with neither, and in IEEE fp32. Random
+        streams stay as they were. A graph may be used as often as wanted, by first derivatives.
+        """
+        with streams_put_back(self._device):
+            self.verify()
+            as_training = contextlib.nullcontext() if self._measuring else self._autocast()
+            with as_training, torch.set_grad_enabled(graph):
+                batch = first_columns(sequences, rows)
+                logps, entropies = self._calculate(batch)
+        return Scores(logps, entropies, batch.mask)
+
+    def token_logits(self, sequences: Rollout, rows: Tensor) -> Tensor:
+        """Returns the logits, over the temperature, behind each sampled token of some rows, (tokens, V), without graph.
+
+        All of them at once, in at least fp32: give few rows at a time.
+        """
+        with streams_put_back(self._device), torch.no_grad():
+            batch = first_columns(sequences, rows)
+            at_tokens = batch.at_tokens(batch.sampled_tokens())
+            if self.verify():
+                logits = self._own_logits(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
+                return _at_least_fp32(logits) / self.temperature
+            hidden = self._hidden(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
+            return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
+
+    def _gathered(self, calculate: Callable[[], Any]) -> Any:
+        """Returns what is calculated, with sharded weights gathered: as the model's own forward pass."""
+        if not self._as_root:
+            return calculate()
+        own, results = vars(self._model).get("forward"), []
+
+        def forward() -> Any:
+            results.append(calculate())
+            return results[0]
+
+        self._model.forward = forward
+        try:
+            outputs = self._model()
+        finally:
+            del self._model.forward
+            if own is not None:
+                self._model.forward = own
+        if torch.is_grad_enabled():
+            return outputs  # FSDP2 gathers again for the backward of what it returned
+        reshard(self._model)
+        return results[0]  # which FSDP2 may round
+
+    def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
+        """Returns the scores of some rows that keep the padding on their left, (B, T), as wide as the completions.
+
+        By an attention mask and without positions, as trainers pass rows on; as a measurement, without graph.
+        """
+        batch = as_they_lie(sequences, rows)
+        # Half-precision layers take no fp32 but from autocast.
+        rounded = self._autocast() if self.why_not_fp32 else contextlib.nullcontext()
+        with self.measuring(), rounded, torch.no_grad():
+            self.verify()
+            logps, entropies = self._calculate(batch)
+        return Scores(logps, entropies, batch.mask)
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """A context in which scores are a measurement's, forward and backward; then the model is as it was."""
+        self._measuring += 1
+        try:
+            with measuring(self._model):
+                yield
+        finally:
+            self._measuring -= 1
+
+    def verify(self) -> str:
+        """Returns why the model's own logits are used, "" if its body and head are. Tried once, then known.
+
+        The first score calls it if nothing has. Call it before hooking modules: it makes two small forward passes.
+        """
+        if self._why_whole is None:
+            with streams_put_back(self._device), self.measuring(), torch.no_grad():
+                self._why_whole = self._gathered(self._why_not_apart)
+            if self._why_whole:
+                warnings.warn(
+                    f"{self._why_whole}: all logits of a batch are in memory at once, so score few rows at a time",
+                    stacklevel=2,
+                )
+        return self._why_whole
+
+    def _why_not_apart(self) -> str:
+        """Returns why head(body(ids)), scaled as the config says, would not be the model's logits; "" if it would."""
+        head = self._lm.get_output_embeddings()
+        if head is None:
+            return "the model does not name its head (get_output_embeddings)"
+        if self._lm.base_model is self._lm:
+            return "the model does not name its body (base_model_prefix)"
+        ids = torch.arange(2, device=self._device).unsqueeze(0)
+        # Known logits in place of the head's: what the model does to them shows, however small its own would be.
+        ramp = torch.linspace(-50.0, 50.0, self._vocabulary, device=self._device)
+        given: list[Tensor] = []
+
+        def known_logits(x: Tensor) -> Tensor:
+            given.append(x)
+            return ramp.expand(*x.shape[:-1], -1)
+
+        own = vars(head).get("forward")
+        head.forward = known_logits
+        try:
+            logits = self._own_logits(ids, {})
+        finally:
+            del head.forward
+            if own is not None:
+                head.forward = own
+        if not given:
+            return "the model's forward pass does not call its head"
+        if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.why_not_fp32 else 1e-4):
+            return "the head's input is not the body's output"
+        expected = self._logit_map(ramp) * self.temperature
+        return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
+
+    def _calculate(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+        calculate = self._by_own_logits if self._why_whole else self._by_body_and_head
+        logps, entropies = self._gathered(lambda: calculate(batch))
+        return logps, entropies
+
+    def _by_body_and_head(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+        head = self._lm.get_output_embeddings()
+        hidden = self._hidden(batch.ids, batch.inputs)
+        patched = "forward" in vars(head) and not self._fp32_head  # or patched to do that
+        if self._call_head or type(head) is not nn.Linear or patched:
+            columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+            return self._by_called_head(head, hidden.gather(1, columns), batch)
+        sampled = batch.sampled_tokens()
+        x = hidden.flatten(0, 1).index_select(0, batch.at_tokens(sampled)).to(head.weight.device)
+        targets = batch.targets.flatten()[sampled].to(x.device)
+        values = scores_of_hidden(
+            x, head.weight, head.bias, targets, self._logit_map, self._dtype_of_product(x, head), self._chunk
+        )
+        mask = batch.mask.bool()
+        empty = [torch.zeros_like(mask, dtype=value.dtype) for value in values]
+        logps, entropies = (t.masked_scatter(mask, v.to(mask.device)) for t, v in zip(empty, values, strict=True))
+        return logps, entropies
+
+    def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+        """Calls it on chunks of columns, (B, t, H): hooks on it can tell the sequences apart."""
+
+        def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
+                logits = head(x)
+            return scores_of_logits(self._logit_map(_at_least_fp32(logits)), targets.to(logits.device))
+
+        rounded = torch.is_autocast_enabled(hidden.device.type) and not self._fp32_head
+        if not rounded and head.weight.is_floating_point():
+            hidden = hidden.to(head.weight.dtype)
+        width = max(1, self._chunk // (len(hidden) * self._vocabulary))
+        chunks = zip(hidden.split(width, dim=1), batch.targets.split(width, dim=1), strict=True)
+        if torch.is_grad_enabled():
+            parts = [checkpoint(apply, x, targets, use_reentrant=False) for x, targets in chunks]
+        else:
+            parts = [apply(x, targets) for x, targets in chunks]
+        logps, entropies = (torch.cat(values, dim=1) for values in zip(*parts, strict=True))
+        return logps, entropies
+
+    def _by_own_logits(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+        logits = self._own_logits(batch.ids, batch.inputs)
+        logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets)
+
+    def _hidden(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        hidden = self._lm.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+        return hidden.to(ids.device)  # the model may be spread over devices
+
+    def _own_logits(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Returns (B, W, V) by the forward pass of the model's class: a trainer may have patched it."""
+        return type(self._lm).forward(self._lm, input_ids=ids, use_cache=False, **inputs).logits
+
+    def _dtype_of_product(self, x: Tensor, head: nn.Linear) -> torch.dtype:
+        if torch.is_autocast_enabled(x.device.type) and not self._fp32_head:
+            return torch.get_autocast_dtype(x.device.type)
+        dtype = torch.promote_types(x.dtype, head.weight.dtype)
+        return torch.promote_types(dtype, torch.float32) if self._fp32_head else dtype
+
+    @property
+    def _device(self) -> torch.device:
+        return self._lm.get_input_embeddings().weight.device
+
+    @property
+    def _vocabulary(self) -> int:
+        size = getattr(self._lm.get_output_embeddings(), "out_features", None)
+        return size or self._lm.config.get_text_config().vocab_size
+
+
+def _logit_map(config: Any, temperature: float) -> LogitMap:
+    """Returns what the model does to logits, by its config, in which the factor goes by many names."""
+    text = config.get_text_config()
+    factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    scaling = getattr(text, "logits_scaling", None)
+    if scaling is not None:  # most divide by it
+        factors.append(scaling if text.model_type == "hyperclovax" else 1 / scaling)
+    scale = next((factor for factor in factors if factor is not None), 1.0)
+    return LogitMap(scale, getattr(text, "final_logit_softcapping", None), temperature)
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

@@ -1,0 +1,112 @@
+"""How well predictions match the truth: slope, correlation, sign agreement and coverage over measured steps.
+
+From n pairs of a prediction p (standard error s, ν degrees of freedom) and the truth t (standard error τ) of the same
+step:
+
+    slope            Σ p t / Σ p²            of the truth on the prediction, through the origin; 1 when they agree.
+                                             Noise in p makes it smaller than 1
+    slope_corrected  Σ p t / Σ (p² − s²)     the same with the noise of p taken out: E p² = (E p)² + s²
+    correlation      Pearson's, of p and t
+    sign_agreement   share of pairs with p t > 0
+    coverage         share of pairs with |p − t| ≤ q √(s² + τ²): 0.95 when the error bars are honest
+
+q is the 97.5 % quantile of Student's t with Welch's degrees of freedom ν (1 + τ²/s²)²; the truth has hundreds,
+which count as infinitely many. Standard errors are the delete-one jackknife over pairs: steps share
+momentum, but the noise of p and of t is fresh at every step, and that is most of the scatter.
+
+Sources: Fuller 1987, "Measurement error models", ch. 1 (the correction); Welch 1947 (the degrees of freedom).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from scipy.special import ndtri, stdtrit
+
+from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+
+MIN_PAIRS = MIN_FOLDS_FOR_STDERR  # fewer make a line through any cloud
+NO_NOISE_LEFT = "the predictions are smaller than their own error bars: without their noise nothing is left"
+ALL_ZERO = "all predictions are zero"
+NO_SPREAD = "all predictions, or all truths, are the same number"
+NO_ERROR_BARS = "needs the standard errors of prediction and truth"
+
+
+def interval_covers(difference: float, stderr: float, num_samples: int, other_stderr: float) -> float:
+    """Returns 1 when the 95 % interval of this difference includes 0, else 0; nan without both standard errors.
+
+    stderr        of one of the two, with num_samples − 1 degrees of freedom
+    other_stderr  of the other, with infinitely many
+    """
+    if math.isnan(stderr) or math.isnan(other_stderr):
+        return math.nan
+    freedom = (num_samples - 1) * (1 + (other_stderr / stderr) ** 2) ** 2 if stderr else math.inf
+    quantile = float(ndtri(0.975) if math.isinf(freedom) else stdtrit(freedom, 0.975))
+    return float(abs(difference) <= quantile * math.hypot(stderr, other_stderr))
+
+
+def calibration(pairs: Sequence[tuple[Estimate, Estimate]]) -> dict[str, Estimate]:
+    """Return slope, slope_corrected, correlation, sign_agreement and coverage over pairs of prediction and truth.
+
+    A pair with a nan on either side is left out. `num_samples` of each estimate is the number of pairs behind it.
+    """
+    rows = [
+        [prediction.value, prediction.stderr, prediction.num_samples, truth.value, truth.stderr]
+        for prediction, truth in pairs
+        if not (math.isnan(prediction.value) or math.isnan(truth.value))
+    ]
+    table = np.array(rows, dtype=float).reshape(-1, 5)
+    prediction, stderr, _, truth, truth_stderr = table.T
+    with_bars = ~(np.isnan(stderr) | np.isnan(truth_stderr))
+    covered = [interval_covers(p - t, s, int(n), tau) for p, s, n, t, tau in table[with_bars].tolist()]
+    p, t, s = prediction[with_bars], truth[with_bars], stderr[with_bars]
+    return {
+        "slope": _estimate(_ratio, [prediction * truth, prediction**2], ALL_ZERO),
+        "slope_corrected": _estimate(_ratio, [p * t, p**2 - s**2], NO_NOISE_LEFT, NO_ERROR_BARS),
+        "correlation": _estimate(
+            _pearson,
+            [np.ones_like(truth), prediction, truth, prediction**2, truth**2, prediction * truth],
+            NO_SPREAD,
+        ),
+        "sign_agreement": _share((prediction * truth > 0).astype(float)),
+        "coverage": _share(np.array(covered, dtype=float), NO_ERROR_BARS),
+    }
+
+
+def _ratio(sums: np.ndarray) -> np.ndarray:
+    """Return the first of the last dimension's sums over the second, nan where the second is not positive."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(sums[..., 1] > 0, sums[..., 0] / sums[..., 1], np.nan)
+
+
+def _pearson(sums: np.ndarray) -> np.ndarray:
+    """Return the correlation, from the sums of 1, x, y, x², y², xy in the last dimension."""
+    n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        var_x, var_y = xx - x**2 / n, yy - y**2 / n
+        spread = (var_x > 1e-12 * xx) & (var_y > 1e-12 * yy)  # what rounding leaves of equal numbers is no spread
+        return np.where(spread, (xy - x * y / n) / np.sqrt(var_x * var_y), np.nan)
+
+
+def _share(hits: np.ndarray, needs: str = "") -> Estimate:
+    return _estimate(_ratio, [hits, np.ones_like(hits)], "", needs)
+
+
+def _estimate(
+    statistic: Callable[[np.ndarray], np.ndarray], columns: list[np.ndarray], why_not: str, needs: str = ""
+) -> Estimate:
+    """Return statistic(sums over pairs) with its jackknife error, or nan: too few pairs, or `why_not`."""
+    terms = np.stack(columns, axis=1)
+    num_pairs, sums = len(terms), terms.sum(axis=0)
+    if num_pairs < MIN_PAIRS:
+        detail = f" ({needs})" if needs else ""
+        reason = f"{num_pairs} pairs of prediction and truth: at least {MIN_PAIRS} are needed{detail}"
+        return Estimate(math.nan, num_samples=num_pairs, reason=reason)
+    value = float(statistic(sums))
+    stderr = math.sqrt(num_pairs - 1) * float(statistic(sums - terms).std())  # each row lacks one pair
+    reason = (
+        why_not if math.isnan(value) else "" if not math.isnan(stderr) else f"no error bar: without one pair, {why_not}"
+    )
+    return Estimate(value, stderr, num_pairs, reason)

@@ -1,0 +1,179 @@
+"""The delete-one jackknife of a smooth function of sums.
+
+Everything reported is a smooth function f of sums over folds, s = Σ_k s_k, so one jackknife serves all: with s_(−l) the
+sums without fold l,
+
+    se² = (K−1)/K Σ_l (f(s_(−l)) − mean_l f(s_(−l)))²         K folds.
+
+`Replicates` keeps the f(s_(−l)), so that numbers computed from several of them have the right error: in a difference of
+two that share their noise, the noise cancels.
+
+`JackknifeUnits` are what it leaves out, independent of each other: a sequence where each answers a prompt of its own,
+a prompt with all its responses, or a block of prompts on one process. Processes exchange sums of tables, never the
+sequences themselves.
+
+Source: Efron & Stein 1981, "The jackknife estimate of variance".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.statistics.estimate import Estimate, why_no_stderr
+
+NONE_WITHOUT = "no error bar: without one of its prompts or folds it is not a number"
+NOT_FINITE = "a log-probability, an entropy or an advantage of the step is not a finite number"
+
+
+def jackknife_stderr(
+    statistic: Callable[[Tensor], Tensor],
+    sums: Tensor,
+    sums_without: Tensor,
+) -> Tensor:
+    """Returns the delete-one-fold jackknife standard error of statistic(sums), shaped like it.
+
+    Arguments as of `jackknife_covariance`. The mean of x_1..x_K has statistic s ↦ s[0]/s[1] with s = (Σx, K), and se =
+    sd(x)/√K:
+
+    >>> x = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64)
+    >>> rows = torch.stack([x, torch.ones(4)], dim=1)
+    >>> sums = rows.sum(dim=0)
+    >>> error = jackknife_stderr(lambda s: s[..., 0] / s[..., 1], sums, sums - rows)
+    >>> torch.isclose(error, x.std() / 2)
+    tensor(True)
+    """
+    return Replicates(statistic(sums), statistic(sums_without)).stderr
+
+
+def jackknife_covariance(
+    statistic: Callable[[Tensor], Tensor],
+    sums: Tensor,
+    sums_without: Tensor,
+) -> Tensor:
+    """Returns the jackknife covariances of the numbers in the last dimension of statistic(sums), (..., p, p).
+
+    statistic     maps (..., m) sums to (..., p) values
+    sums          (m,), over all folds
+    sums_without  (F, m), row l the sums without fold l
+
+    Of x and y = −2x, from three pairs:
+
+    >>> rows = torch.tensor([[1.0, -2.0], [2.0, -4.0], [6.0, -12.0]], dtype=torch.float64)
+    >>> sums = rows.sum(dim=0)
+    >>> jackknife_covariance(lambda s: s, sums, sums - rows)
+    tensor([[  9.3333, -18.6667],
+            [-18.6667,  37.3333]], dtype=torch.float64)
+    """
+    deviations = statistic(sums_without) - statistic(sums)  # centred, so that the square does not cancel
+    count, means = len(sums_without), deviations.mean(dim=0)
+    products = (deviations.unsqueeze(-1) * deviations.unsqueeze(-2)).mean(dim=0)
+    return (count - 1) * (products - means.unsqueeze(-1) * means.unsqueeze(-2))
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    """Returns the tensor: on a single process it is the sum over all processes."""
+    return tensor
+
+
+def estimates_over_units(
+    names: Sequence[str],
+    statistic: Callable[[Tensor], Tensor],
+    by_unit: Tensor,
+    reduce: Callable[[Tensor], Tensor] = unchanged,
+    why_no_bar: str = "",
+) -> dict[str, Estimate]:
+    """Returns the numbers of statistic(Σ by_unit) by name, with their jackknife errors where there are enough units.
+
+    by_unit     (units, m), what each independent unit adds: a fold, or a prompt with all its responses
+    reduce      sums a tensor over the processes, where each has its own units
+    why_no_bar  why these are not independent, and give no error
+    """
+    total = reduce(by_unit.sum(dim=0))
+    value = statistic(total)
+    deviations = statistic(total - by_unit) - value  # centred, so that the square does not cancel
+    table = reduce(torch.stack([torch.ones_like(deviations), deviations, deviations.square()]).sum(dim=1))
+    num_units, (means, squares) = int(table[0, 0]), table[1:] / table[0]
+    stderrs = ((num_units - 1) * (squares - means * means)).clamp(min=0).sqrt()
+    why_no_bar = why_no_bar or why_no_stderr(num_units)
+    return {
+        name: Estimate.missing(NOT_FINITE)
+        if not math.isfinite(value)
+        else Estimate(value, math.nan, num_units, why_no_bar or NONE_WITHOUT)
+        if why_no_bar or math.isnan(stderr)
+        else Estimate(value, stderr, num_units)
+        for name, value, stderr in zip(names, value.tolist(), stderrs.tolist(), strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class Replicates:
+    """Numbers from N independent units, and what they would have been without each of these units.
+
+    Sums, differences and multiples of numbers from the same units, in the same order, are such numbers again. Example:
+    the mean of x is Replicates(x.mean(0), (x.sum(0) - x) / (N - 1)), and its `stderr` is sd(x)/√N.
+    """
+
+    value: Tensor  # (...)
+    without: Tensor  # (N, ...), row i without unit i
+
+    @property
+    def stderr(self) -> Tensor:
+        """The delete-one jackknife standard error, shaped like `value`."""
+        count = len(self.without)
+        return ((count - 1) / count * (self.without - self.without.mean(dim=0)).square().sum(dim=0)).sqrt()
+
+    def __add__(self, other: Replicates) -> Replicates:
+        return Replicates(self.value + other.value, self.without + other.without)
+
+    def __sub__(self, other: Replicates) -> Replicates:
+        return Replicates(self.value - other.value, self.without - other.without)
+
+    def __mul__(self, factor: float) -> Replicates:
+        return Replicates(factor * self.value, factor * self.without)
+
+
+@dataclass(frozen=True)
+class JackknifeUnits:
+    """To which of `count` units each of this process's rows belongs. Reductions are collectives, on all processes."""
+
+    number: Tensor  # (B,), 0 .. count - 1 over all processes; no unit lies on two
+    count: int
+    reduce: Callable[[Tensor], Tensor] = unchanged  # sums a tensor over the processes
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> JackknifeUnits:
+        """Returns one unit for each row of a table that this process alone holds."""
+        return cls(torch.arange(len(rows), device=rows.device), len(rows))
+
+    def in_blocks(self, size: int) -> JackknifeUnits:
+        """Returns blocks of so many consecutive units of a process, of which its last may have fewer."""
+        own, place = self.number.unique(return_inverse=True)
+        is_first = torch.zeros(self.count, dtype=torch.float64, device=own.device)
+        is_first[own[::size]] = 1.0
+        is_first = self.reduce(is_first)
+        first = own[::size].repeat_interleave(size)[: len(own)]
+        return JackknifeUnits((is_first.long().cumsum(dim=0)[first] - 1)[place], int(is_first.sum()), self.reduce)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Returns the sums of (B, …) over the rows of each unit, (count, …), on every process."""
+        table = values.new_zeros(self.count, *values.shape[1:])
+        return self.reduce(table.index_add_(0, self.number, values))
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Returns the maximum of (B, …) over all rows of all processes, (…)."""
+        first = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        first[self.number.min()] = 1.0  # a process is identified by its first unit
+        first = self.reduce(first)
+        table = values.new_zeros(int(first.sum()), *values.shape[1:])
+        table[int(first[: int(self.number.min())].sum())] = values.amax(dim=0)
+        return self.reduce(table).amax(dim=0)
+
+    def local(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns this process's units, (u,), and the sums of (B, …) over the rows of each, (u, …)."""
+        numbers, place = self.number.unique(return_inverse=True)
+        return numbers, values.new_zeros(len(numbers), *values.shape[1:]).index_add_(0, place, values)

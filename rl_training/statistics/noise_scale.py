@@ -1,0 +1,188 @@
+"""The gradient noise scale from square norms of gradients of blocks and of the whole batch. Pure functions.
+
+With G the true mean gradient and Σ the covariance of one independent unit's gradient, B_simple = tr Σ / |G|² is the
+batch size at which noise and signal are equal. From the mean gradients g_b of M blocks of b units, and g_B of all
+B = M b of them,
+
+    |G|²^ = (B |g_B|² − b mean|g_b|²) / (B − b)         tr Σ^ = (mean|g_b|² − |g_B|²) / (1/b − 1/B).
+
+Both are unbiased, and |G|²^ may come out negative. Then the noise scale has no value, while its inverse |G|² / tr Σ,
+the signal-to-noise ratio of one unit, always has one. Below, estimates of both from averages over steps.
+
+Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.statistics.jackknife import jackknife_covariance, jackknife_stderr
+from rl_training.statistics.kish import kish_size
+from rl_training.statistics.running_pairs import fieller_interval
+
+BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
+WARM_STEPS = 10  # of AdamW: from here on the preconditioner of the step before serves as a metric
+NOT_WARM = f"no AdamW step after the first {WARM_STEPS} was measured: until then its preconditioner is not a metric"
+LOST = "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise"
+NO_NOISE = "tr Σ and |G|² are both 0: no gradient at all"
+NO_UPPER_END = "no error bar: |G|² may be 0, so that its interval, …_low to …_high, has no upper end"
+A_BOUND = "no error bar: the end of a 95 % interval"
+
+
+def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: float, batch_size: float) -> Tensor:
+    """Returns the unbiased (tr Σ^, |G|²^), stacked in a new last dimension; the second may be negative.
+
+    block_sq_norm  mean of |g_b|² over the blocks        block_size  b, units in a block
+    batch_sq_norm  |g_B|²                                batch_size  B > b, units in all of them
+
+    Without noise, |g_b|² = |g_B|² = 4 gives
+
+    >>> noise_moments(torch.tensor(4.0), torch.tensor(4.0), block_size=2, batch_size=8)
+    tensor([0., 4.])
+    """
+    trace = (block_sq_norm - batch_sq_norm) / (1.0 / block_size - 1.0 / batch_size)
+    grad_sq_norm = (batch_size * batch_sq_norm - block_size * block_sq_norm) / (batch_size - block_size)
+    return torch.stack([trace, grad_sq_norm], dim=-1)
+
+
+def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: int) -> Tensor:
+    """Returns the unbiased parts (between, within) of tr Σ, which add up to it; either may be negative.
+
+    With r_i the gradient of response i on the mean scale and μ = E[g | prompt],
+
+        within = E|g − μ|²,  falls as 1/G         between = E|μ|² − |G|²         E|μ|² = c (G−1)² / ((G−1)² + 1)
+
+    The factor is Dr-GRPO's. It is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so that R_j is in r_i
+    and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J the prompt's expected reward.
+
+    same_prompt  c, the mean of r_i·r_j over pairs of responses of one prompt
+    moments      (tr Σ^, |G|²^), as of `noise_moments`
+    """
+    trace, grad_sq_norm = moments.unbind(-1)
+    square = (responses_per_prompt - 1) ** 2
+    between = same_prompt * square / (square + 1) - grad_sq_norm
+    return torch.stack([between, trace - between], dim=-1)
+
+
+@dataclass(frozen=True)
+class Averages:
+    """tr Σ and |G|², averaged over steps, with their joint covariance."""
+
+    means: Tensor  # (2,), tr Σ and |G|²
+    covariance: Tensor  # (2, 2), of the two means
+    signal_to_noise_stderr: float  # of |G|² / tr Σ
+    steps: float  # effective number of steps averaged
+    degrees: float  # of freedom of the covariance, for Student-t
+
+    @property
+    def signal_to_noise(self) -> float:
+        """|G|² / tr Σ: of one unit; nan where both are 0."""
+        trace, grad_sq_norm = self.means
+        return float(grad_sq_norm / trace)
+
+
+def average(history: Tensor, decay: float, ages: Tensor) -> Averages:
+    """Returns the averages over steps of (tr Σ, |G|²), with the delete-one-step jackknife's covariance.
+
+    history  (steps, 2); the weight of each is w = decay^age. Rows that are not finite are not counted.
+    ages     (steps,), how many optimizer steps ago each was
+
+    The average is worth (Σw)²/Σw² equally weighted steps. Its variance is a sum with weights w², with the degrees
+    of freedom of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946), less one: 18 with decay .95.
+    """
+    finite = history.isfinite().all(dim=1)
+    weights, rows = (decay ** ages.to(history))[finite], history[finite]
+    if not len(rows):
+        nan = torch.full((2, 2), torch.nan, dtype=history.dtype)
+        return Averages(nan[0], nan, math.nan, 0.0, 0.0)
+    terms = torch.cat([weights.unsqueeze(1) * rows, weights.unsqueeze(1)], dim=1)
+    sums = terms.sum(dim=0)
+    without = sums - terms
+    return Averages(
+        means=sums[:2] / sums[2],
+        covariance=jackknife_covariance(lambda s: s[..., :2] / s[..., 2:], sums, without),
+        signal_to_noise_stderr=float(jackknife_stderr(lambda s: s[..., 1] / s[..., 0], sums, without)),
+        steps=kish_size(weights),
+        degrees=kish_size(weights.square()) - 1.0,
+    )
+
+
+def signal_to_noise_interval(averages: Averages, coverage: float = 0.95) -> tuple[float, float]:
+    """Returns Fieller's interval of |G|² / tr Σ; its ends may be negative, as the estimate may.
+
+    An interval of the noise scale, the inverse, is the same set inverted, and has no upper end where 0 is in it.
+    (−∞, ∞) where tr Σ itself is lost in its error.
+    """
+    return fieller_interval(averages.means, averages.covariance, averages.degrees, coverage)
+
+
+def noise_scale_interval(signal_to_noise: tuple[float, float]) -> tuple[float, float]:
+    """Returns the interval of tr Σ / |G|², positive values only: up to ∞ where |G|² = 0 cannot be ruled out.
+
+    Example: noise_scale_interval((-0.01, 0.05)) == (20, inf).
+    """
+    low, high = (1.0 / end if end > 0 else math.inf for end in signal_to_noise)
+    return high, low
+
+
+def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
+    """Returns an average over steps, whose error is known once there are enough of them."""
+    if averages.steps == 0:
+        return Estimate.missing(NOT_WARM)
+    if math.isnan(value):
+        return Estimate.missing(NO_NOISE)
+    num_samples = int(averages.degrees) + 1
+    if averages.steps < MIN_FOLDS_FOR_STDERR:
+        return Estimate(value, math.nan, num_samples, f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} steps")
+    return Estimate(value, stderr, num_samples)
+
+
+def means(averages: Averages) -> list[Estimate]:
+    """Returns tr Σ and |G|²."""
+    stderrs = averages.covariance.diagonal().sqrt().tolist()
+    return [_averaged(averages, *pair) for pair in zip(averages.means.tolist(), stderrs, strict=True)]
+
+
+def signal_to_noise(averages: Averages) -> Estimate:
+    """Returns |G|² / tr Σ, with a remark where it is below 0: no ratio is, but its unbiased estimate may be."""
+    ratio = _averaged(averages, averages.signal_to_noise, averages.signal_to_noise_stderr)
+    if not ratio.value < 0:
+        return ratio
+    return dataclasses.replace(ratio, reason="; ".join(filter(None, [f"below 0: {LOST}", ratio.reason])))
+
+
+def bound(averages: Averages, end: float) -> Estimate:
+    """Returns an end of an interval, which may be infinite; nan while there are too few steps for an error."""
+    averaged = _averaged(averages, averages.signal_to_noise, 0.0)
+    if math.isnan(averaged.stderr):
+        return Estimate.missing(averaged.reason)
+    return Estimate(end, num_samples=averaged.num_samples, reason=A_BOUND)
+
+
+def noise_scale(averages: Averages) -> list[Estimate]:
+    """Returns tr Σ / |G|² in prompts, and the ends of its interval; an error bar only where that has an upper end."""
+    ends = noise_scale_interval(signal_to_noise_interval(averages))
+    bounds = [bound(averages, end) for end in ends]
+    ratio = averages.signal_to_noise
+    scale = signal_to_noise(averages)
+    if ratio <= 0:
+        scale = Estimate.missing(LOST)
+    elif not math.isnan(ratio):
+        error, reason = (scale.stderr / ratio**2, scale.reason) if math.isfinite(ends[1]) else (math.nan, NO_UPPER_END)
+        scale = Estimate(1.0 / ratio, error, scale.num_samples, scale.reason or reason)
+    return [scale, *bounds]
+
+
+def with_bounds(name: str, estimates: Sequence[Estimate], factor: float = 1.0) -> dict[str, Estimate]:
+    """Returns a value and the ends of its interval, times `factor`, by their names."""
+    return {
+        f"{name}{end}": Estimate(one.value * factor, one.stderr * factor, one.num_samples, one.reason)
+        for end, one in zip(BOUNDS, estimates, strict=True)
+    }

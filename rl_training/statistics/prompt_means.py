@@ -1,0 +1,78 @@
+"""Means over prompts with standard errors that count a prompt once, however many responses it has.
+
+Responses to one prompt are not independent; prompts are. So every quantity is first summed within its prompt, and the
+standard error is that over P prompts, of a mean
+
+    x̄ = Σ x_p / P,      se² = Σ (x_p − x̄)² / (P (P−1)),
+
+and of a ratio of sums (entropy per token: nats of all prompts over tokens of all prompts) by the delete-one-prompt
+jackknife. It covers the spread between prompts: it is the error for prompts like these, not for these alone.
+
+A mean of values that lie in [0, 1], a share, has an interval that does. Where x̄ ± t se leaves it, or is empty because
+all prompts say the same, it is Wilson's: the π for which
+
+    (x̄ − π)² ≤ q² π (1 − π) / n,
+
+with n = x̄ (1 − x̄) / se², the number of draws of 0 or 1 with this error, and q Student's t of P − 1 degrees of freedom.
+Where se = 0, n = P and q is normal: 20 prompts that are all right give .84 to 1.
+
+Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference"; with the effective number
+of draws Korn and Graubard 1998, "Confidence intervals for proportions with small expected number of positive counts".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from scipy.special import ndtri, stdtrit
+from torch import Tensor
+
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import jackknife_stderr
+from rl_training.statistics.welch import mean_of
+
+ONE_PROMPT = "one prompt has no standard error"
+
+
+def mean_over_prompts(values: Tensor) -> Estimate:
+    """Returns the mean of (P,) values with its standard error; prompts whose value is nan are left out."""
+    return mean_of(values[~values.isnan()].tolist())
+
+
+def share_over_prompts(values: Tensor, least: float = 0.0, most: float = 1.0) -> Estimate:
+    """Returns the mean of (P,) values that all lie between `least` and `most`, with an interval that lies there too."""
+    mean = mean_over_prompts(values)
+    low, high = mean.ends()
+    if math.isnan(low) or (least <= low < high <= most):
+        return mean
+    span = most - least
+    low, high = _wilson((mean.value - least) / span, mean.stderr / span, mean.num_samples)
+    return replace(mean, interval=(least + span * low, least + span * high))
+
+
+def _wilson(share: float, stderr: float, num_prompts: int) -> tuple[float, float]:
+    """Returns Wilson's interval of a share with this standard error over so many prompts."""
+    draws = share * (1 - share) / stderr**2 if stderr else num_prompts
+    quantile = float(stdtrit(num_prompts - 1, 0.975) if stderr else ndtri(0.975))
+    shrink = quantile**2 / draws
+    middle = (share + shrink / 2) / (1 + shrink)
+    half = math.sqrt(shrink * share * (1 - share) + shrink**2 / 4) / (1 + shrink)
+    return max(middle - half, 0.0), min(middle + half, 1.0)  # by rounding only
+
+
+def ratio_over_prompts(numerators: Tensor, denominators: Tensor) -> Estimate:
+    """Returns Σ numerators / Σ denominators, both (P,), with its jackknife standard error over prompts."""
+    sums = torch.stack([numerators, denominators], dim=1).double()
+    total = sums.sum(dim=0)
+    if total[1] == 0:
+        return Estimate.missing("its denominator is 0 over all prompts")
+
+    def ratio(s: Tensor) -> Tensor:
+        return s[..., 0] / s[..., 1]
+
+    if len(sums) == 1:
+        return Estimate(float(ratio(total)), num_samples=1, reason=ONE_PROMPT)
+    stderr = jackknife_stderr(ratio, total, total - sums)
+    return Estimate(float(ratio(total)), float(stderr), len(sums))

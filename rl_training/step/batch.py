@@ -1,0 +1,94 @@
+"""All that one optimizer step learns from on a rank, and the settings of the loss that it is made with.
+
+For the letters in shapes see policy/rollout.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A loss's factor on each token: the ratio ρ = π/μ to the sampler, truncated or masked.
+
+    sequence   ρ is that of the whole response, else of the token
+    masks      a ratio outside of the bounds counts 0; else it is truncated to them
+    low, high  the bounds of ρ
+    """
+
+    sequence: bool = False
+    masks: bool = False
+    low: float = 0.0
+    high: float = math.inf
+
+    def factors(self, log_ratios: Tensor) -> Tensor:
+        """Returns the factors, (B, T).
+
+        log_ratios  (B, T), log π − log μ, 0 where the loss has no token
+        """
+        ratios = self.ratios(log_ratios)
+        if self.masks:
+            return ratios.masked_fill((ratios < self.low) | (ratios > self.high), 0.0)
+        return ratios.clamp(self.low, self.high)
+
+    def ratios(self, log_ratios: Tensor) -> Tensor:
+        """Returns the ratios before the bounds, (B, T)."""
+        whole = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios) if self.sequence else log_ratios
+        return whole.exp()
+
+    def __str__(self) -> str:
+        bounds = " and ".join(
+            f"{word} {bound:g}"
+            for word, bound, none in (("at least", self.low, 0.0), ("at most", self.high, math.inf))
+            if bound != none
+        )
+        kind = "mask" if self.masks else "truncation"
+        return f"ratios of {'responses' if self.sequence else 'tokens'}, {kind}: {bounds or 'no bounds'}"
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The settings of a loss; Dr-GRPO's is −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) over all tokens, over b L."""
+
+    max_length: int  # L
+    epsilon_low: float
+    epsilon_high: float
+    hides_truncated: bool  # it leaves truncated responses out
+    correction: Correction | None = None  # for a sampler that is not the policy; None: it weighs no ratios to it
+    differs: frozenset[str] = frozenset()  # names of TRL's settings in which it differs from Dr-GRPO's
+
+    @property
+    def is_dr_grpo(self) -> bool:
+        """Whether it is exactly Dr-GRPO's, on all responses, without a factor on any."""
+        return not self.differs and not self.hides_truncated and self.correction is None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All that one optimizer step learns from on this rank."""
+
+    rollout: Rollout
+    scores: Scores  # of training's own forward passes, without graph
+    loss_weights: LossWeights
+    microbatch_rows: tuple[range, ...]  # the rows that each microbatch holds
+    fold: Tensor  # (B,), the fold that each sequence is in: folds hold whole prompts, of all processes
+    num_folds: int  # of all processes
+    responses_per_prompt: int  # G
+    loss_settings: LossSettings | None = None  # None where they are not known
+
+    def sum_by_prompt(self, values: Tensor) -> Tensor:
+        """Returns the sums of (B, …) over this process's responses to each of its prompts, (prompts, …)."""
+        prompts, place = self.rollout.prompt_index.unique(return_inverse=True)
+        return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, place, values)
+
+    def sum_by_fold(self, values: Tensor) -> Tensor:
+        """Returns the sums of (B, …) over this process's sequences of each fold, (F, …)."""
+        return values.new_zeros(self.num_folds, *values.shape[1:]).index_add_(0, self.fold, values)

@@ -1,0 +1,61 @@
+"""The δH quantities of a step: two numbers each, with errors, the reason if missing, and the step they refer to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_training.statistics.estimate import Estimate, why_no_stderr
+
+NOT_FINITE = "the gradient or the update is not finite"
+NO_ERROR = {
+    "reuse": "no error bar: the same-batch product is biased",
+    "layer": "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
+    "kind": "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
+}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity per token and per sequence."""
+
+    name: str
+    value: Tensor  # (2,)
+    stderr: Tensor  # (2,)
+    about_step: int  # the step that it refers to
+    reason: str = ""  # why it is missing, if it is
+    # (2,): batches of equal variance that the error is from, Satterthwaite's
+    batches: Tensor = field(default_factory=lambda: torch.ones(2))
+    stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
+    remark: str = ""  # on a value or an error bar that is there, or why the bar alone is not
+
+    def unless(self, reason: str) -> Quantity:
+        """Returns this quantity, but nan with the reason if there is one."""
+        if not reason:
+            return self
+        unknown = torch.full((2,), torch.nan)
+        return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
+
+    def estimates(self, num_folds: int) -> list[Estimate]:
+        """Returns the two numbers as a probe answers them; an error bar takes enough folds."""
+        no_error = NO_ERROR.get(self.name.split("/")[0], "")
+        no_error = no_error or why_no_stderr(num_folds)
+        estimates = []
+        for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
+            missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""
+            error = math.nan if missing or self.name.split("/")[0] in NO_ERROR else stderr
+            # Student's t then has (num_folds − 1) · batches degrees of freedom.
+            num_samples = (
+                num_folds if math.isnan(error) else 1 + int((num_folds - 1) * float(self.batches[unit]) + 1e-9)
+            )
+            detail: dict[str, str | float] = {}
+            if not math.isnan(error) and self.stderr_of_batch is not None:
+                detail["stderr_of_batch"] = float(self.stderr_of_batch[unit])
+            estimates.append(
+                Estimate(value, error, num_samples, missing or no_error or self.remark, self.about_step, detail)
+            )
+        return estimates

@@ -1,0 +1,219 @@
+"""Terms of a loss beside log-probabilities and entropies: seen in its graph, or in the gradient of a fold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import plain_loop
+import pytest
+import torch
+from own_losses import PLAIN, WithSupervision
+from seen import Seen
+from shared_rollouts import MICROBATCH, PROMPTS, G
+from torch import Tensor
+from trainers import FEW
+from trl import GRPOTrainer
+
+from rl_training import Estimate, attach, measured_loop
+from rl_training.engine import loss_check
+from rl_training.engine.loss_check import EVERY, TermsCheck, has_other_terms
+from rl_training.entropy.changed_steps import changes_by_basis
+from rl_training.hosts.loop import SAYS_DR_GRPO
+from rl_training.policy.scores import Scores
+from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.step.limits import OTHER_TERMS
+from rl_training.step.needs import Need
+from rl_training.tasks.models import load_tiny
+
+NUMBERS = "of its norm off the one that its log-probabilities and entropies give"
+
+
+def loop_with(
+    term: Any, steps: int = 1, forward: Any = plain_loop.scores_of, **options: Any
+) -> list[dict[str, Estimate]]:
+    """Returns the estimates of a plain loop that adds a term to its loss, and does not say so.
+
+    term  from the model to the term
+    """
+    torch.manual_seed(0)
+    model = load_tiny()[0].float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    num_folds = options.pop("num_folds", None)
+    both = [SimpleEntropyProbe(per_sequence=True, num_folds=num_folds), GradientNoiseScaleProbe(split_prompts=2)]
+    probes = options.pop("probes", both)
+    measured = measured_loop(
+        model, optimizer, probes, responses_per_prompt=G, microbatch_size=MICROBATCH,
+        microbatches=PROMPTS * G // MICROBATCH, **options,
+    )  # fmt: skip
+    return plain_loop.train(
+        model, optimizer, measured, steps, clip=None, forward=forward,
+        backward=lambda loss: (loss + term(model)).backward(),
+    )  # fmt: skip
+
+
+def nothing(model: Any) -> Tensor:
+    return torch.zeros(())
+
+
+def penalty(model: Any) -> Tensor:
+    return 1e-3 * sum(p.square().sum() for p in model.parameters())
+
+
+def test_a_term_that_a_loop_does_not_tell_is_seen_in_the_gradient_of_a_fold() -> None:
+    (plain,), (other,) = loop_with(nothing), loop_with(penalty)
+    for name in ("delta_reward/forward", "gns/trace_between"):
+        assert math.isfinite(plain[name].value)
+        assert math.isnan(other[name].value)
+        assert NUMBERS in other[name].reason
+    for name in ("entropy/token", "gns/trace_step"):  # which do not take the weights for the whole loss
+        assert math.isfinite(other[name].value)
+
+
+def test_a_term_that_a_loop_does_not_tell_keeps_slices_of_microbatches_from_being_folds() -> None:
+    (plain,), (other,) = (loop_with(term, num_folds=PROMPTS) for term in (nothing, penalty))
+    for name in ("delta_h/forward", "gns/trace_step"):
+        assert math.isfinite(plain[name].value)
+        assert math.isnan(other[name].value)
+        assert NUMBERS in other[name].reason
+        assert other[name].reason.endswith("leave num_folds out, so that no microbatch is cut")
+
+
+def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:
+    """Step 2 is compared, though the reason of step 1 has said that slices cannot be folds."""
+    calls: list[int] = []
+
+    def at_first(model: Any) -> Tensor:
+        calls.append(1)
+        return penalty(model) if len(calls) <= PROMPTS * G // MICROBATCH else nothing(model)
+
+    first, second = loop_with(at_first, steps=2, num_folds=PROMPTS)
+    assert NUMBERS in first["gns/trace_step"].reason
+    assert math.isfinite(second["gns/trace_step"].value)
+
+
+@pytest.mark.parametrize(("factor", "is_seen"), [(1.0, True), (0.01, False)])
+def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float, is_seen: bool) -> None:
+    """By norms alone too, where a probe keeps no gradient of a fold."""
+
+    def bias(model: Any) -> Tensor:
+        """A term whose gradient is of one size in one direction."""
+        return 0.02 * factor * model.model.norm.weight.sum() / PROMPTS
+
+    for probes in (SimpleEntropyProbe(per_sequence=True), GradientNoiseScaleProbe(split_prompts=2)):
+        (found,) = loop_with(bias, probes=[probes, Terms()])
+        name = "delta_reward/forward" if "delta_reward/forward" in found else "gns/trace_between"
+        assert (NUMBERS in found[name].reason) == is_seen, found[name]
+
+
+def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_left(monkeypatch: Any) -> None:
+    """A slice before the last of its microbatch is made of its own weights: it would agree with any loss."""
+    compared: list[int] = []
+    compare = loss_check._compare
+
+    def kept(step: Any, group: Any, squares: Tensor) -> Any:
+        compared.append(group.folds.start)
+        return compare(step, group, squares)
+
+    monkeypatch.setattr(loss_check, "_compare", kept)
+    monkeypatch.setattr(loss_check, "EVERY", 1)
+    loop_with(nothing, steps=3)
+    assert len({*compared}) == 3
+    compared.clear()
+    loop_with(nothing, steps=3, num_folds=PROMPTS)  # two of each microbatch
+    assert len({*compared}) == 3
+    assert all(number % 2 == 1 for number in compared)
+
+
+def test_under_dropout_no_comparison_accuses_the_loss() -> None:
+    """Two passes differ then, whatever the loss is: the noise is not its term."""
+
+    def forward(model: Any, part: Any) -> tuple[Tensor, Tensor]:
+        model.config.attention_dropout = 0.3
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.3
+        return plain_loop.scores_of(model, part)
+
+    (found,) = loop_with(nothing, forward=forward)
+    assert math.isfinite(found["delta_reward/forward"].value)
+
+
+def test_a_loop_that_says_dr_grpo_and_weighs_otherwise_is_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def per_length(logps: Tensor, part: Any, microbatches: int, loss_of: Any = plain_loop.loss_of) -> Tensor:
+        return loss_of(logps / part.completion_mask.sum(dim=1, keepdim=True), part, microbatches)
+
+    monkeypatch.setattr(plain_loop, "loss_of", per_length)
+    (found,) = loop_with(nothing, dr_grpo=True)
+    assert math.isnan(found["delta_reward/forward"].value)
+    assert found["delta_reward/forward"].reason.endswith(SAYS_DR_GRPO)
+
+
+class Terms(Seen):
+    """What each step was said to have beside its weights."""
+
+    needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
+
+    @property
+    def found(self) -> list[str]:
+        return [step.capabilities.other_terms for step in self.steps]
+
+
+def test_a_term_of_one_step_is_seen_at_that_step_and_at_no_other(make_trainer: Any) -> None:
+    """Its graph is walked at each step, not only where a fold's gradient is compared."""
+    probe, trainer = Terms(), make_trainer(WithSupervision, **PLAIN | FEW | {"max_steps": 4})
+    trainer.at = (3,)
+    with attach(trainer, [probe], whole_prompts=True):
+        trainer.train()
+    assert probe.found == ["", "", OTHER_TERMS, ""]
+
+
+def test_a_gradient_that_is_changed_on_its_way_is_seen_where_a_fold_is_compared(make_trainer: Any) -> None:
+    """No graph shows it: here a layer's output has a hook that doubles its gradient in the trainer's own backward."""
+    probe, trainer = Terms(), make_trainer(GRPOTrainer, **PLAIN | FEW | {"max_steps": 1})
+
+    def forward(module: Any, args: Any, output: Tensor, calls: list[int] = []) -> None:  # noqa: B006
+        if torch.is_grad_enabled() and len(calls) < 2:  # in the two microbatches of training alone
+            calls.append(1)
+            output.register_hook(lambda gradient: 2 * gradient)
+
+    trainer.model.model.norm.register_forward_hook(forward)
+    with attach(trainer, [probe], whole_prompts=True):
+        trainer.train()
+    assert NUMBERS in probe.found[0]
+
+
+def test_a_coefficient_that_is_learned_beside_the_model_is_no_term() -> None:
+    weight, coefficient = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
+    hidden = 2 * weight
+    scores = Scores(hidden.view(1, 2), (3 * hidden).view(1, 2), torch.ones(1, 2))
+    loss = (scores.logps * scores.entropies * coefficient).sum()
+    assert not has_other_terms(loss, scores, [weight])
+    assert has_other_terms(loss + hidden.sum(), scores, [weight])  # around the scores, from what they are made of
+    assert not has_other_terms(scores.logps.detach().sum(), scores, [weight])
+
+
+def test_another_output_of_what_made_the_scores_is_another_way_to_the_model() -> None:
+    weight = torch.ones(2, 3, requires_grad=True)
+    logps, entropies, third = (2 * weight).unbind(dim=1)
+    scores = Scores(logps.unsqueeze(0), entropies.unsqueeze(0), torch.ones(1, 2))
+    whole = Scores(logps, entropies, torch.ones(2))
+    assert not has_other_terms(scores.logps.sum() + scores.entropies.sum(), scores, [weight])
+    assert not has_other_terms(whole.logps.sum() + whole.entropies.sum(), whole, [weight])
+    assert has_other_terms(whole.logps.sum() + third.sum(), whole, [weight])
+
+
+def test_folds_are_compared_at_the_first_steps_and_then_now_and_then() -> None:
+    check, due = TermsCheck(), []
+    for number in range(1, 2 * EVERY + 2):
+        due += [number] * check.is_due
+        check._count += 1
+    assert due == [1, 2, 4, 8, EVERY, 2 * EVERY]
+
+
+def test_a_multiple_of_the_weights_is_no_multiple_of_a_step_with_other_terms() -> None:
+    plain = torch.tensor([[[1.0, 2.0]], [[0.0, 0.0]]])
+    for known, without_basis in ((plain, {"half"}), (None, set())):
+        changes, by_basis = changes_by_basis({"half": -0.5 * plain}, known, torch.clone)
+        assert changes.keys() == without_basis
+        assert by_basis.keys() == {"half"} - without_basis

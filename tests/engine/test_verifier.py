@@ -1,0 +1,273 @@
+"""A step is checked, not trusted: where the loop does something else than predicted, there is no prediction."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layouts import OPTIONS, model_of
+from plain_loop import CLIP, Action, nothing, train
+from shared_rollouts import G
+
+from rl_training import Estimate, measured_loop
+from rl_training.engine import verifier
+from rl_training.optim.adamw import adamw_delta
+from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, SimpleEntropyProbe
+
+SIZE, COUNT = 2 * G, 4
+
+
+def estimates(
+    after: Action = nothing,
+    dtype: torch.dtype = torch.float32,
+    rate: float = 3e-4,
+    probes: Any = None,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **wrong: Any,
+) -> list[dict[str, Estimate]]:
+    """Returns the estimates of the two steps of a plain loop that promises max_grad_norm=CLIP.
+
+    after        what happens behind the optimizer's step, before it has ended
+    dtype, rate  of the weights, of learning; all else as plain_loop.train takes it
+    probes       None for those that predict
+    kind         of the optimizer
+    """
+    model = model_of(OPTIONS | {"dtype": dtype})
+    optimizer = kind(model.parameters(), lr=rate, eps=1e-5)
+    probes = probes or [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1)]
+    measured = measured_loop(
+        model, optimizer, probes, responses_per_prompt=G, microbatch_size=SIZE, microbatches=COUNT, max_grad_norm=CLIP,
+        dr_grpo=True,
+    )  # fmt: skip
+
+    def behind(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        wrong.get("late", nothing)(model, optimizer)
+        handle = optimizer.register_step_post_hook(lambda *_: (after(model, optimizer), handle.remove()))
+
+    return train(model, optimizer, measured, 2, size=SIZE, count=COUNT, **wrong | {"late": behind})
+
+
+def each_gradient(change: Callable[[torch.Tensor], torch.Tensor]) -> Action:
+    def act(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for param in model.parameters():
+            param.grad.copy_(change(param.grad))
+
+    return act
+
+
+def each_weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Action:
+    def act(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(change(param))
+
+    return act
+
+
+def another_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 2.0
+
+
+def another_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def no_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def doubled_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    next(model.parameters()).register_hook(lambda gradient: 2.0 * gradient)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "a GradScaler that has not unscaled": {
+        "backward": lambda loss: (1024.0 * loss).backward(),
+        "late": each_gradient(lambda g: g / 1024.0),
+    },
+    "a promised clip that is not made": {"clip": None},
+    "a tighter clip than was promised": {"clip": CLIP / 10.0},
+    "backward twice": {"backward": lambda loss: [loss.backward(retain_graph=True) for _ in range(2)]},
+    "zero_grad between microbatches": {"between": no_gradients},
+    "gradients reversed before the probes": {"ready": each_gradient(torch.neg)},
+    "gradients reversed behind them": {"late": each_gradient(torch.neg)},
+    "another learning rate": {"late": another_rate},
+    "a second optimizer": {"late": another_optimizer},
+    "zero_grad forgotten": {"zero_grad": False},
+    "weights edited between microbatches": {"between": each_weight(lambda weight: 1.01 * weight)},
+    "weights edited before the probes": {"ready": each_weight(lambda weight: 1.01 * weight)},
+    "gradients that run through hooks": {"between": doubled_gradients},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(wrong: dict[str, Any]) -> None:
+    last = estimates(**wrong)[-1]
+    for name in ("delta_h/forward", "intervention/lr:0.5/delta_h"):
+        assert math.isnan(last[name].value)
+        assert re.search("gradient differs|not the optimizer's formula|weights were changed|hooks", last[name].reason)
+    assert last["entropy/token"].value > 0.0 or last["entropy/token"].reason == last["delta_h/forward"].reason
+
+
+class ExactShares:
+    """The share of each step that rounding leaves, from all weights in fp64: of the whole, and by layer."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, dict[str, float]]] = []
+
+    def late(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.before = {name: param.detach().double() for name, param in model.named_parameters()}
+        group, self.intended = optimizer.param_groups[0], {}
+        for name, param in model.named_parameters():
+            state = optimizer.state[param] or {"exp_avg": 0.0 * param, "exp_avg_sq": 0.0 * param, "step": 0}
+            moments = [state[key].double() for key in ("exp_avg", "exp_avg_sq")]
+            settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            parts = adamw_delta(self.before[name], param.grad.double(), *moments, int(state["step"]), **settings)
+            self.intended[name] = parts.total
+
+    def after(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        moved = {name: param.detach().double() - self.before[name] for name, param in model.named_parameters()}
+        parts = {"0": ".layers.0.", "1": ".layers.1.", "embedding": "embed", "norm": "model.norm"}
+        by_layer = {part: self.share(moved, [name for name in moved if word in name]) for part, word in parts.items()}
+        self.found.append((self.share(moved, list(moved)), by_layer))
+
+    def share(self, moved: dict[str, torch.Tensor], names: list[str]) -> float:
+        products = sum((moved[name] * self.intended[name]).sum() for name in names)
+        return float(products / sum(self.intended[name].square().sum() for name in names))
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
+def test_the_surviving_share_of_bf16_weights_is_that_of_all_entries_to_a_hundredth(rate: float, monkeypatch) -> None:
+    monkeypatch.setattr(verifier, "SAMPLED", 2**14)  # of 105 thousand
+    exact = ExactShares()
+    steps = estimates(dtype=torch.bfloat16, rate=rate, late=exact.late, after=exact.after)
+    for step, (whole, by_layer) in zip(steps, exact.found, strict=True):
+        assert step["update/surviving_share"].value == pytest.approx(whole, abs=0.01)
+        least = step["update/surviving_share/least"]
+        assert least.value == pytest.approx(min(by_layer.values()), abs=0.02)
+        assert by_layer[str(least.detail["layer"])] == pytest.approx(min(by_layer.values()), abs=0.02)
+        assert f"{1.0 - step['update/surviving_share'].value:.0%} of this step is lost" in (
+            step["update/surviving_share"].reason
+        )
+        assert step["step/formula_error"].value < 0.05
+        assert math.isfinite(step["delta_h/forward"].value)
+    assert exact.found[-1][0] < 0.5
+
+
+def round_at_random(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Moves each weight to one of its neighbours, half of them up: not to nearest."""
+    with torch.no_grad():
+        for param in model.parameters():
+            ulp = torch.finfo(param.dtype).eps
+            param.mul_(1.0 + ulp * torch.randint(-1, 2, param.shape))
+
+
+WRONG_IN_BF16: dict[str, dict[str, Any]] = {
+    "another rounding": {"late": round_at_random},
+    "another learning rate": {"late": another_rate},
+    "garbage": {"late": each_weight(torch.randn_like)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_IN_BF16.values(), ids=WRONG_IN_BF16)
+def test_a_step_of_bf16_weights_that_is_not_rounded_to_nearest_is_only_looked_back_on(wrong: dict[str, Any]) -> None:
+    """The step itself is measured, from the weights; a garbled model predicts little, but does not fail."""
+    last = estimates(dtype=torch.bfloat16, rate=1e-4, **wrong)[-1]
+    assert math.isnan(last["delta_h/forward"].value)
+    assert "rounds otherwise than to nearest" in last["delta_h/forward"].reason
+    assert math.isfinite(last["delta_h/backward"].value)
+
+
+@pytest.mark.parametrize("name", ["zero_grad forgotten", "zero_grad between microbatches"])
+def test_norms_alone_are_held_against_the_gradient_of_the_step_too(name: str) -> None:
+    probe = [GradientNoiseScaleProbe()]
+    right, wrong = (estimates(probes=probe, **action)[-1]["gns/trace_step"] for action in ({}, WRONG[name]))
+    assert right.value > 0
+    assert "differs from that of the microbatches" in wrong.reason
+
+
+def test_weights_that_become_no_numbers_are_no_step_of_the_optimizer() -> None:
+    first, _ = estimates(late=each_weight(lambda weight: torch.full_like(weight, math.nan)))
+    assert first["step/formula_error"].value == math.inf
+    assert "step/formula_error" in first["delta_h/forward"].reason
+
+
+def test_a_right_loop_is_the_formula_to_rounding() -> None:
+    for step in estimates():
+        assert step["step/formula_error"].value < 1e-5
+        assert math.isfinite(step["delta_h/forward"].value)
+        shares = [e for name, e in step.items() if name.startswith("update/surviving_share")]
+        assert len(shares) == 2  # of all, and of the layer of which least is left: however many layers there are
+        assert all(share.value == pytest.approx(1.0, abs=1e-3) and "lost" not in share.reason for share in shares)
+
+
+@pytest.mark.parametrize("change", [lambda w: w * 1.01, torch.randn_like], ids=["edited", "loaded"])
+def test_weights_that_change_between_steps_are_no_step_of_the_optimizer(change: Any) -> None:
+    last = estimates(after=each_weight(change))[-1]
+    assert "step 1: weights were changed" in last["delta_h/backward"].reason
+
+
+def other_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """As a second optimizer, told to nobody, moves the weights of the norms."""
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    torch.optim.SGD(norms, lr=1.0).step()
+
+
+# Of an optimizer that has no formula: what is done, when, and what is said of it.
+WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, ""),
+    "a second optimizer behind it": ({"after": other_weights}, r"weights were changed after it by .* \(a second one"),
+    "a second optimizer before it": ({"late": other_weights}, r"weights were changed between .* \(a second one"),
+    "edited behind it": ({"after": each_weight(lambda weight: 1.01 * weight)}, "weights were changed after it"),
+    "edited before it": ({"late": each_weight(lambda weight: 1.01 * weight)}, "weights were changed between"),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_FORMULA)
+def test_without_a_formula_a_step_is_looked_back_on_where_nothing_else_has_moved_the_weights(what: str) -> None:
+    """X · (θ_after − θ_before) of the optimizer's own step; else the sum of two, or a part of one."""
+    actions, said = WITHOUT_FORMULA[what]
+    _, last = estimates(kind=torch.optim.Adagrad, probes=[SimpleEntropyProbe()], **actions)
+    backward = last["delta_h/backward"]
+    assert re.match(f"step 1: {said}" if said else "^$", backward.reason)
+    assert math.isnan(backward.value) == bool(said)
+
+
+def test_a_learning_rate_that_is_set_within_the_step_is_that_of_the_step() -> None:
+    """A loop may set it where it likes, before gradients_ready()."""
+    inside, before = estimates(ready=another_rate), estimates(rate=6e-4)
+    assert inside[0]["delta_h/forward"] == before[0]["delta_h/forward"]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_that_are_frozen_or_trained_later_are_refused_by_name(trained: bool) -> None:
+    """Of those that are trained later the steps would be left out of every product, silently."""
+
+    def change(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model.model.norm.requires_grad_(False)
+        model.register_parameter("late", torch.nn.Parameter(torch.ones(1), requires_grad=trained))
+        if trained:
+            model.model.norm.requires_grad_(True)
+
+    with pytest.raises(ValueError, match="late is trained now" if trained else "model.norm.weight is not trained now"):
+        estimates(after=change)
+
+
+def test_a_step_after_a_wrong_one_does_not_look_back_on_it_and_means_leave_it_out() -> None:
+    rates = iter([6e-4, 3e-4])
+
+    def first_only(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = next(rates)
+
+    def as_before(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 3e-4
+
+    wrong, right = estimates(late=first_only, after=as_before)
+    assert math.isnan(wrong["delta_h/forward"].value)
+    assert "step 1" in right["delta_h/backward"].reason
+    name = "intervention/lr:0.5/"
+    assert right[f"{name}mean_delta_h"].value == pytest.approx(right[f"{name}delta_h"].value, rel=1e-9)

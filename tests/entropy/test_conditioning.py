@@ -1,0 +1,62 @@
+"""Steps under other preconditioners are those of the formulas, written out entry by entry."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_training.offline.first_order import condition
+from rl_training.optim.adamw import AdamWState
+
+BETAS, EPS, RATE, DECAY, STEPS, CLIP = (0.8, 0.9), 1e-2, 0.1, 0.2, 3, 0.5
+G, M, V = [0.6, -2.0, 1.0], [0.5, 0.3, -0.2], [0.04, 0.25, 1.0]  # of two tensors, the first with two entries
+THETA, X = [1.0, -1.0, 2.0], [[1.0, 2.0, -0.5], [-3.0, 0.5, 1.0]]
+
+
+def vector(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def asked() -> tuple[Any, Any, Tensor]:
+    """Returns what `condition` is asked of: a trainer of two tensors, its step from the gradient G, and X̄."""
+    state = AdamWState(vector(M), vector(V), STEPS, RATE, BETAS, EPS, DECAY)
+    parts = state.delta(vector(THETA), CLIP * vector(G))
+    piece = SimpleNamespace(flat=slice(0, 3), state=state)
+    update = SimpleNamespace(gradient=vector(G), clip=CLIP, parts=parts, delta=parts.total, pieces=[piece])
+    restored = SimpleNamespace(parameters={"first": torch.zeros(2), "second": torch.zeros(1)})
+    return restored, update, vector(X[0] + X[1]).view(2, 3)
+
+
+def written_out() -> dict[str, list[float]]:
+    """Returns the directions by name, from Adam's formulas, one entry at a time."""
+    g = [CLIP * value for value in G]
+    m = [0.8 * old + 0.2 * new for old, new in zip(M, g, strict=True)]
+    root = [math.sqrt((0.9 * old + 0.1 * new**2) / (1 - 0.9**4)) for old, new in zip(V, g, strict=True)]
+    rms = [math.sqrt((root[0] ** 2 + root[1] ** 2) / 2)] * 2 + [root[2]]
+    return {
+        "momentum-free adam": [-new / (r + EPS) for new, r in zip(g, root, strict=True)],
+        "rms-only": [-mean / r for mean, r in zip(m, rms, strict=True)],
+        "identity": [-mean for mean in m],
+        "sgd": [-new for new in g],
+    }
+
+
+def dot(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", written_out())
+def test_each_direction_has_the_real_steps_length_or_its_gain(name: str) -> None:
+    restored, update, direction = asked()
+    row = {row["name"]: row for row in condition(restored, update, direction)}[name]
+    step, real, g = written_out()[name], update.delta.tolist(), [CLIP * value for value in G]
+    length = math.sqrt(dot(real, real) / dot(step, step))
+    assert row["delta_h1"] == pytest.approx(length * dot(X[0], step), rel=1e-9)
+    assert row["delta_h1_sequence"] == pytest.approx(length * dot(X[1], step), rel=1e-9)
+    assert row["delta_h1_same_gain"] == pytest.approx(dot(g, real) / dot(g, step) * dot(X[0], step), rel=1e-9)
+    assert row["cosine"] == pytest.approx(dot(real, step) / math.sqrt(dot(real, real) * dot(step, step)), rel=1e-9)

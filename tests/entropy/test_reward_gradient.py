@@ -1,0 +1,180 @@
+"""The gradient of the reward: a multiple of the step's own only where the loss's weights say so, else made anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from own_losses import PLAIN, Longer, PositiveSamples, WithSupervision, above_the_others, some_rewards
+from ranks_in_threads import on_two_ranks
+from seen import Seen
+from torch import Tensor
+from trainers import FEW
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+from rl_training import attach
+from rl_training.entropy.length_and_reward import NO_MULTIPLE, reward_gradient
+from rl_training.gradients.loss_weights import gradient_of
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.scores import Scores
+from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
+from rl_training.step.limits import NO_OTHERS, OTHER_TERMS
+from rl_training.step.needs import Need
+
+STEP = FEW | {"max_steps": 2}  # two microbatches, each of one prompt with 4 responses
+G = 4
+WIDER: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "max_completion_length": 8}
+
+
+class BothGradients(Seen):
+    """Keeps the gradient of the reward as the product has it, and one made by hand from the rewards."""
+
+    needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
+
+    def prepare(self, step: Any) -> None:
+        super().prepare(step)
+        self.found, rollout = reward_gradient(step), step.batch.rollout
+        params = [p for p in step.policy.model.parameters() if p.requires_grad]
+        fresh = step.policy.score(rollout, torch.arange(rollout.num_sequences))
+        above = above_the_others(rollout.rewards, G)
+        total = (above.unsqueeze(1) * fresh.logps.double() * fresh.mask).sum() / (~rollout.rewards.isnan()).sum()
+        self.by_hand = joined(torch.autograd.grad(total, params))
+        if self.found.factor is not None:
+            self.gradient = self.found.factor * joined([p.grad for p in params])
+        elif self.found.weights is not None:
+            fresh = step.policy.score(rollout, torch.arange(rollout.num_sequences))
+            own = self.found.weights.of_rows(torch.arange(rollout.num_sequences), fresh.logps.shape[1])
+            self.gradient = joined(gradient_of(fresh, own.logps, None, params))
+
+
+def joined(gradients: Any) -> Tensor:
+    return torch.cat([gradient.double().flatten() for gradient in gradients])
+
+
+def found_by(trainer: Any) -> list[BothGradients]:
+    """Returns what each step has had."""
+    steps = []
+
+    class Each(BothGradients):
+        def prepare(self, step: Any) -> None:
+            once = BothGradients()
+            once.prepare(step)
+            steps.append(once)
+            Seen.prepare(self, step)
+
+    with attach(trainer, [Each()], whole_prompts=True):
+        trainer.train()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("plain", ""), ("longer", ""),
+        ("gmpo", NO_MULTIPLE), ("psr", NO_MULTIPLE), ("none", NO_MULTIPLE), ("sft", OTHER_TERMS),
+    ],
+)  # fmt: skip
+def test_the_gradient_of_the_reward_is_that_of_rewards_whatever_the_loss_makes_of_them(
+    make_trainer: Any, kind: str, reason: str
+) -> None:
+    """Dr-GRPO's own, with a longest response that changes; another loss; other advantages; missing rewards; a term."""
+    classes = {"gmpo": GMPOTrainer, "psr": PositiveSamples, "sft": WithSupervision}
+    more: dict[str, Any] = {"per_device_train_batch_size": 16, "max_completion_length": 16}
+    own = more | {"config_class": GMPOConfig} if kind == "gmpo" else {}
+    own |= more | {"reward": some_rewards} if kind == "none" else {}
+    trainer = make_trainer(classes.get(kind, GRPOTrainer), **PLAIN | STEP | own)
+    if kind == "longer":
+        trainer.add_callback(Longer(trainer))
+    for step in found_by(trainer):
+        assert step.found.why_no_factor.startswith(reason)
+        assert (step.found.factor is None) == bool(reason)
+        assert float(step.by_hand.norm()) > 1e-2
+        assert float((step.gradient - step.by_hand).norm() / step.by_hand.norm()) < 1e-3
+
+
+def test_a_multiple_is_read_from_the_weights_that_the_step_has_had(make_trainer: Any) -> None:
+    """−L G/(G−1), with the L of the step."""
+    trainer = make_trainer(GRPOTrainer, **PLAIN | STEP)
+    trainer.add_callback(Longer(trainer))
+    assert [step.found.factor for step in found_by(trainer)] == pytest.approx([-8 * 4 / 3, -16 * 4 / 3], rel=1e-5)
+
+
+def test_of_rewards_without_others_to_compare_them_with_there_is_no_gradient(make_trainer: Any) -> None:
+    def first_alone(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [1.0 if row % G == 0 else None for row in range(len(completions))]
+
+    trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": first_alone})
+    probe = SimpleEntropyProbe(per_sequence=True)
+    with attach(trainer, [probe], whole_prompts=True):
+        trainer.train()
+    assert probe.results()["delta_reward/forward"].reason == NO_OTHERS
+
+
+def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(make_trainer: Any) -> None:
+    """Their number, nan, was in every mean: the change was nan, "not a finite number"."""
+    probe, seen = MeasuredStepProbe(responses_per_prompt=G), Seen()
+    trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": some_rewards, "per_device_train_batch_size": 16})
+    with attach(trainer, [probe, seen], whole_prompts=True):
+        trainer.train()
+    rollout = seen.steps[-1].batch.rollout
+    assert 0.1 < float(rollout.rewards.isnan().float().mean()) < 0.7
+    found = probe.results()["measured/delta_reward"]
+    assert found.value != 0.0
+    assert math.isfinite(found.stderr)
+
+
+def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward() -> None:
+    """(r − mean) n/(n−1) over six rewards, one of which is alone; times two, whose mean over processes is taken."""
+    rewards = torch.tensor([[1.0, 0.0, math.nan, 2.0], [3.0, 1.0, 2.0, math.nan]])
+    prompts = torch.tensor([[0, 0, 0, 1], [5, 5, 5, 5]])
+
+    def weights(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        ones = torch.ones(4, 1)
+        rollout = SimpleNamespace(
+            rewards=rewards[rank], prompt_index=prompts[rank], completion_mask=ones, sampling_logps=None, on_policy=True
+        )
+        batch = SimpleNamespace(rollout=rollout, scores=Scores(ones, ones, ones))
+        capabilities = SimpleNamespace(other_terms=OTHER_TERMS)
+        step: Any = SimpleNamespace(batch=batch, ranks=Ranks(2, reduce, rank), capabilities=capabilities)
+        found = reward_gradient(step).weights
+        assert found is not None
+        return found.logps.flatten()
+
+    first, other = on_two_ranks(weights)
+    assert (6 / 2 * first).tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
+    assert (6 / 2 * other).tolist() == pytest.approx([1.5, -1.5, 0.0, 0.0])
+
+
+def test_a_supervised_term_leaves_a_change_of_the_reward_by_rewards_alone(make_trainer: Any) -> None:
+    """The term does not depend on the learning rate's half: without and with it, ΔJ · δθ is of one size.
+
+    Taken as a multiple of the step's own gradient, J had the term in it, and the change was a hundred times as large.
+    """
+    found = {}
+    for trainer_class in (GRPOTrainer, WithSupervision):
+        probes = [SimpleEntropyProbe(per_sequence=True), InterventionsProbe(["lr"], every=1)]
+        trainer = make_trainer(trainer_class, **PLAIN | WIDER | {"max_steps": 1, "learning_rate": 1e-4})
+        with attach(trainer, probes, whole_prompts=True) as attachment:
+            trainer.train()
+        found[trainer_class] = attachment.latest
+    with_term = found[WithSupervision]
+    assert math.isnan(with_term["delta_reward/forward"].value)
+    assert with_term["delta_reward/forward"].reason == OTHER_TERMS
+    lr = [each["intervention/lr/delta_reward"] for each in found.values()]
+    assert abs(lr[1].value) < 3 * (abs(lr[0].value) + lr[0].stderr)
+    assert math.isfinite(found[GRPOTrainer]["delta_reward/forward"].value)
+
+
+def test_the_split_of_the_noise_is_missing_where_the_loss_has_another_term(make_trainer: Any) -> None:
+    for trainer_class, is_there in ((GRPOTrainer, True), (WithSupervision, False), (PositiveSamples, False)):
+        probe = GradientNoiseScaleProbe(split_prompts=1)
+        trainer = make_trainer(trainer_class, **PLAIN | STEP | {"max_steps": 1})
+        with attach(trainer, [probe], whole_prompts=True):
+            trainer.train()
+        answer = probe.results()["gns/trace_between"]
+        assert answer.reason.startswith("no error bar" if is_there else "the trace can be split only for Dr-GRPO's")

@@ -1,0 +1,58 @@
+"""Ratios to another sampler in a step: over processes of unlike widths, and `forward` on what another policy drew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from ranks_in_threads import on_two_ranks
+from torch import Tensor
+from two_turns import LOGITS, coverage
+
+from rl_training.entropy.fold_gradients import levels_of_folds, prefix_ratios
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.scores import Scores
+
+SAMPLER = [[x + 0.35 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] for i, row in enumerate(LOGITS)]
+
+
+def part_of(rows: slice, width: int) -> Any:
+    """Returns what is read of a step: some of eight sequences of up to five tokens, at this width."""
+    draw = torch.Generator().manual_seed(2)
+    mask = torch.arange(5) < torch.tensor([3, 1, 2, 3, 5, 4, 1, 5]).unsqueeze(1)
+    logps, sampled, entropies = (torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(3))
+    own = [values[rows, :width] for values in (logps, entropies, mask)]
+    rollout = SimpleNamespace(sampling_logps=sampled[rows, :width], completion_mask=own[2], on_policy=True)
+    return SimpleNamespace(batch=SimpleNamespace(rollout=rollout, scores=Scores(*own)), num_sequences=8.0)
+
+
+def levels(rank: int, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:
+    rows, width = (slice(0, 4), 3) if rank == 0 else (slice(4, 8), 5)
+    step = part_of(slice(0, 8), 5) if parts == 1 else part_of(rows, width)
+    step.ranks = Ranks(parts, reduce, rank)
+
+    def sum_by_fold(values: Tensor) -> Tensor:
+        table = values.new_zeros(2, values.shape[1])
+        folds = torch.arange(len(values)) // 4 if parts == 1 else torch.full((len(values),), rank)
+        return reduce(table.index_add_(0, folds, values))
+
+    step.sum_by_fold = sum_by_fold
+    return levels_of_folds(step, prefix_ratios(step))
+
+
+def test_levels_on_two_processes_of_unlike_widths_are_those_on_one() -> None:
+    whole = levels(0, lambda tensor: tensor, 1)
+    for found in on_two_ranks(lambda rank, reduce: levels(rank, reduce, 2)):
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+    assert whole[:, 0].tolist() == [4.0, 4.0]
+
+
+def test_forward_of_what_another_policy_drew_is_unbiased_and_its_bars_hold() -> None:
+    """Truth by enumeration. 400 batches: weighed 1.0 standard errors off the truth, without ratios 10."""
+    found = coverage(60, seed=1, sampler=SAMPLER)
+    for truth, mean, error, covered in zip(*found, strict=True):
+        assert abs(mean - truth) < 4 * error
+        assert 0.86 <= covered <= 1.0

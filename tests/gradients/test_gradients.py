@@ -1,0 +1,453 @@
+"""Claims on gradients kept beside training: vectors lie in buckets, and rows are a fold's own mean gradient."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import torch
+import torch.distributed as dist
+from example_steps import step_of
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from rl_training.engine.fold_recorder import GradientRows
+from rl_training.engine.verifier import IN_PARTS, why_not_the_sum
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.folds import FoldGroup, ranges_of
+from rl_training.parallel import vectors
+from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import Layout, Vector, add, dot, dots, num_bytes, sums_of_spans
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
+
+VOCABULARY, WIDTH = 11, 4
+
+
+class TiedModel(nn.Module):
+    """A next-token model whose embedding is also its head, so that one parameter is used twice in a forward."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, reentrant: bool | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.reentrant = reentrant  # how the middle is checkpointed; None: not at all
+        self.to(dtype)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + torch.tanh(self.mix(x))))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the mean next-token loss of these sequences."""
+        x = self.embed(tokens[:, :-1])
+        logits = self.middle(x) if self.reentrant is None else checkpoint(self.middle, x, use_reentrant=self.reentrant)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def microbatches(count: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randint(VOCABULARY, (count, 3, 6), generator=generator))
+
+
+def own_gradient(model: TiedModel, tokens: Tensor) -> dict[str, Tensor]:
+    """Returns the gradient of the mean loss of one microbatch, flat by parameter, which no hook has seen."""
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(model(tokens), list(parameters.values()))
+    return {name: gradient.flatten() for name, gradient in zip(parameters, found, strict=True)}
+
+
+def shard_of(model: nn.Module, kind: type[Shard] = Shard) -> Shard:
+    return kind(model, torch.optim.SGD(model.parameters()), None)
+
+
+def rows_of(model: nn.Module, **options: Any) -> GradientRows:
+    return GradientRows(FoldReduction(shard_of(model)), **options)
+
+
+def folds_of(*sizes: list[int]) -> list[FoldGroup]:
+    """Returns folds of microbatches of these sizes, of one process."""
+    passes = iter(ranges_of(list(itertools.chain(*sizes))))
+    return [FoldGroup(range(k, k + 1), (0,), tuple(next(passes) for _ in fold)) for k, fold in enumerate(sizes)]
+
+
+def kept(rows: GradientRows) -> dict[str, Tensor]:
+    """Returns what is kept, (F, n) by parameter."""
+    assert rows.rows is not None
+    return rows.layout.by_name(rows.rows)
+
+
+def mean_of(model: nn.Module, rows: GradientRows) -> Vector:
+    """Returns the gradient that the optimizer gets."""
+    return rows.layout.vector(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+
+
+def catch(rows: GradientRows, first_row: int, loss: Tensor) -> None:
+    rows.arm(first_row)
+    loss.backward()
+    rows.disarm()
+
+
+def train_step(model: nn.Module, rows: GradientRows, batches: list[Tensor]) -> None:
+    """What a trainer does: each microbatch's loss over their number, backwards, into `.grad`. Each is a fold."""
+    count = len(batches)
+    rows.start_step(folds_of(*[[3]] * count))
+    for k, tokens in enumerate(batches):
+        catch(rows, 3 * k, model(tokens) / count)
+    rows.finish(torch.full((count,), 3.0, dtype=torch.float64), 1, mean_of(model, rows))
+
+
+@pytest.fixture
+def model() -> TiedModel:
+    return TiedModel()
+
+
+@pytest.fixture
+def rows(model: TiedModel) -> GradientRows:
+    return rows_of(model)
+
+
+# --- vectors ----------------------------------------------------------------------------------------------------------
+
+SHAPES = {"matrix": (2, 3), "scalar": (), "vector": (4,), "cube": (2, 1, 2)}
+
+
+def named(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()
+    }
+
+
+def flat(tensors: dict[str, Tensor]) -> list[float]:
+    """Returns all entries as one list."""
+    return [x for values in tensors.values() for x in values.double().reshape(-1).tolist()]
+
+
+@pytest.fixture(params=[1, 8, 100], ids=["each alone", "two and two", "all in one"])
+def joined(request, monkeypatch) -> int:
+    """How many entries a bucket of several parameters has at most."""
+    monkeypatch.setattr(vectors, "JOINED", request.param)
+    return request.param
+
+
+def test_buckets_hold_every_parameter_once_and_in_order(joined: int) -> None:
+    tensors = named(torch.float64)
+    layout = Layout(tensors)
+    vector = layout.vector(tensors.values())
+    assert [len(bucket.names) for bucket in layout.buckets] == {1: [1, 1, 1, 1], 8: [2, 2], 100: [4]}[joined]
+    assert torch.cat(vector).tolist() == flat(tensors)
+    assert [bucket.start for bucket in layout.buckets] == {1: [0, 6, 7, 11], 8: [0, 7], 100: [0]}[joined]
+    assert {name: part.tolist() for name, part in layout.by_name(vector).items()} == {
+        name: values.reshape(-1).tolist() for name, values in tensors.items()
+    }
+    assert all(torch.equal(part, own) for part, own in zip(layout.split(torch.cat(vector)), vector, strict=True))
+
+
+def test_writing_to_a_parameters_part_writes_to_the_vector(joined: int) -> None:
+    layout = Layout(named(torch.float32))
+    rows = layout.zeros(3)
+    layout.by_name(rows)["vector"][1] = torch.arange(4.0)
+    assert torch.cat(rows, dim=1)[1].tolist() == [0.0] * 7 + [0.0, 1.0, 2.0, 3.0] + [0.0] * 4
+    assert num_bytes(rows) == 3 * 15 * 4
+
+
+def test_a_large_parameter_alone_in_its_bucket_is_not_copied(monkeypatch) -> None:
+    monkeypatch.setattr(vectors, "JOINED", 5)
+    tensors = named(torch.float32)
+    (matrix, *_) = Layout(tensors).vector(tensors.values())
+    assert matrix.data_ptr() == tensors["matrix"].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_vectors_are_at_least_fp32(dtype: torch.dtype) -> None:
+    tensors, kept_in = named(dtype), torch.promote_types(dtype, torch.float32)
+    layout = Layout(tensors)
+    assert {part.dtype for part in (*layout.vector(tensors.values()), *layout.zeros())} == {kept_in}
+    assert torch.cat(layout.vector(tensors.values())).double().tolist() == flat(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dots_are_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joined: int) -> None:
+    """The tolerance of an inner product is relative to Σ|x||y|: what its terms, not their sum, can be rounded to."""
+    one, other = named(dtype), named(dtype, seed=1)
+    layout = Layout(one)
+    found = dot(layout.vector(one.values()), layout.vector(other.values()))
+    terms = [a * b for a, b in zip(flat(one), flat(other), strict=True)]
+    assert found.dtype == torch.float64
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert float(found) == pytest.approx(sum(terms), abs=tolerance * sum(map(abs, terms)))
+    total = layout.vector(one.values())
+    total = [part.clone() for part in total]
+    add(total, layout.vector(other.values()), -2.0)
+    expected = [a - 2 * b for a, b in zip(flat(one), flat(other), strict=True)]
+    assert torch.cat(total).double().tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_sums_over_many_entries_keep_what_fp32_would_lose() -> None:
+    """2²⁵ ones: one after another their fp32 sum ends at 2²⁴."""
+    ones = torch.ones(2**25)
+    assert float(dot([ones], [ones])) == 2.0**25
+    assert dots(ones.expand(2, -1), ones).tolist() == [2.0**25, 2.0**25]
+
+
+def test_sums_of_spans_are_those_of_each_whatever_their_lengths() -> None:
+    """Lengths without a common divisor, an empty one and one of an entry among them, and lengths with one."""
+    for sizes in (3, 0, 2**17 + 5, 1, 2**16), (96, 0, 2**16, 32):
+        values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        expected = [float(part.sum()) for part in values.split(sizes)]
+        assert sums_of_spans(values, sizes).tolist() == pytest.approx(expected, rel=1e-12)
+    assert sums_of_spans(values[:3].float(), (2, 1)).tolist() == pytest.approx(
+        [float(values[:2].float().double().sum()), float(values[2].float())], rel=1e-15
+    )
+    assert sums_of_spans(values[:0], (0, 0)).tolist() == [0.0, 0.0]  # a process may keep none of some parameters
+
+
+def test_a_layout_without_a_parameter_raises() -> None:
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        Layout({})
+
+
+def test_a_layout_of_parameters_on_several_devices_raises() -> None:
+    with pytest.raises(ValueError, match=r"on several devices, .*a.*b.*: load the model"):
+        Layout({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "dtype"), [*((k, torch.float64) for k in (1, 3, 4)), (4, torch.bfloat16)])
+def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype) -> None:
+    """Bit for bit where K is a power of two, since then dividing the loss by K rounds nothing; of bf16 in fp32."""
+    model, batches = TiedModel(dtype), microbatches(count)
+    rows = rows_of(model)
+    train_step(model, rows, batches)
+    assert {part.dtype for part in rows.rows} == {torch.promote_types(dtype, torch.float32)}
+    for k, tokens in enumerate(batches):
+        for name, gradient in own_gradient(TiedModel(dtype), tokens).items():
+            got, tolerance = kept(rows)[name][k], 1e-12 if count == 3 else 0.0
+            torch.testing.assert_close(got, gradient.to(got), rtol=tolerance, atol=0.01 * tolerance)
+
+
+def test_rows_in_bf16_are_the_rows_with_eight_significant_bits() -> None:
+    exact, halved = TiedModel(torch.float32), TiedModel(torch.float32)
+    rows, short = rows_of(exact), rows_of(halved, dtype=torch.bfloat16)
+    for model, own in ((exact, rows), (halved, short)):
+        train_step(model, own, microbatches(3))
+    assert {part.dtype for part in short.rows} == {torch.bfloat16}
+    for name, row in kept(rows).items():
+        torch.testing.assert_close(kept(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # two roundings
+
+
+def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: GradientRows) -> None:
+    train_step(model, rows, microbatches(3))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(kept(rows)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
+
+
+def test_rows_are_the_same_under_gradient_checkpointing() -> None:
+    """The tied weight is used inside the checkpointed part and before it."""
+    model, batches = TiedModel(reentrant=False), microbatches(4)
+    rows = rows_of(model)
+    train_step(model, rows, batches)
+    for k, tokens in enumerate(batches):
+        for name, gradient in own_gradient(TiedModel(), tokens).items():
+            torch.testing.assert_close(kept(rows)[name][k], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_gradient_in_several_parts_is_noticed() -> None:
+    """Reentrant checkpointing delivers the part of the tied weight that lies inside of it on its own."""
+    model = TiedModel(reentrant=True)
+    rows = rows_of(model)
+    train_step(model, rows, microbatches(1))
+    sums = rows.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model, rows))
+    assert why_not_the_sum(sums, rounded=False) == IN_PARTS
+
+
+def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, rows: GradientRows) -> None:
+    for seed, count in enumerate((4, 4, 2)):
+        batches = microbatches(count, seed)
+        train_step(model, rows, batches)
+        assert {len(part) for part in rows.rows} == {count}
+        assert rows.most_bytes == count * rows.layout.num_bytes
+        for name, gradient in own_gradient(TiedModel(), batches[-1]).items():
+            assert torch.equal(kept(rows)[name][-1], gradient), name
+
+
+def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, rows: GradientRows) -> None:
+    batches, parameters = microbatches(2), list(model.parameters())
+    rows.start_step(folds_of([3], [3]))
+    for k, tokens in enumerate(batches):
+        loss = model(tokens)
+        torch.autograd.grad(model(microbatches(1, seed=9)[0]), parameters)
+        catch(rows, 3 * k, loss)
+        torch.autograd.grad(model(microbatches(1, seed=8)[0]), parameters)
+    for k, tokens in enumerate(batches):
+        for name, gradient in own_gradient(TiedModel(), tokens).items():
+            assert torch.equal(kept(rows)[name][k], gradient), name
+
+
+def test_a_step_that_keeps_nothing_of_gradients_sets_no_hook(model: TiedModel, rows: GradientRows) -> None:
+    rows.start_step(folds_of([3]), keep_rows=False)
+    rows.arm(0)
+    assert not any(param._backward_hooks for param in model.parameters())
+
+
+def test_disarmed_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> None:
+    rows.start_step(folds_of([3], [3]))
+    for first_row in (0, 3):
+        rows.arm(first_row)
+        assert all(p._backward_hooks for p in model.parameters())
+        rows.disarm()
+        assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+    rows.disarm()
+    model(microbatches(1)[0]).backward()
+    assert not any(part.any() for part in rows.rows)
+
+
+@pytest.mark.parametrize(("offload", "keep_rows"), [(True, True), (False, False), (False, True)])
+def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
+    model: TiedModel, offload: bool, keep_rows: bool
+) -> None:
+    """Of microbatches of 1, 2 and 3 sequences, the first two in one fold: the loss of all six is a mean over them."""
+    rows, sizes = rows_of(model, offload=offload), [1, 2, 3]
+    batches = torch.cat(microbatches(2)).split(sizes)
+    rows.start_step(folds_of([1, 2], [3]), keep_rows, roots=rows.layout.zeros())
+    for first_row, tokens in zip((0, 1, 3), batches, strict=True):
+        catch(rows, first_row, model(tokens) * len(tokens) / sum(sizes))
+    rows.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1, mean_of(model, rows))
+    expected = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
+    assert rows.sq_norms is not None
+    for number, name in enumerate(expected[0]):
+        own = torch.stack([gradients[name] for gradients in expected])
+        of_folds_and_mean = torch.cat([own, own.mean(dim=0, keepdim=True)]).square().sum(dim=1)
+        torch.testing.assert_close(rows.sq_norms[:, number, 0], of_folds_and_mean)
+        if keep_rows:
+            torch.testing.assert_close(kept(rows)[name], own)
+
+
+@pytest.mark.parametrize(("offload", "lies_on"), [(False, "cuda"), (True, "cpu")])
+def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
+    """On fake tensors, which know a device and have none."""
+    with FakeTensorMode(), torch.no_grad():
+        shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
+        shard.layout = Layout(shard.trained)
+        rows = GradientRows(FoldReduction(shard), offload=offload)
+        rows.start_step(folds_of([1]), roots=shard.layout.zeros())
+        assert {part.device.type for part in rows.rows} == {lies_on}
+        assert rows.sq_norms.device.type == "cuda"
+
+
+class Linear(Policy):
+    """log p of row i is f_i · w."""
+
+    def __init__(self, features: Tensor, w: nn.Parameter) -> None:
+        self.features, self.w = features, w
+
+    def score(self, rollout: Rollout, rows: Tensor) -> Scores:
+        logps = (self.features[rows] @ self.w).unsqueeze(1)
+        return Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
+
+    def sample(self, num_sequences: int, seed: int) -> Rollout:
+        raise NotImplementedError
+
+    def decode(self, ids: Tensor) -> str:
+        raise NotImplementedError
+
+
+def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_sizes() -> None:
+    """The loss is Σ c_i log p_i: fold k has the gradient (N/n_k) Σ c_i f_i over its rows."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(16, 3, generator=generator, dtype=torch.float64)
+    weights = torch.randn(16, 1, generator=generator, dtype=torch.float64)
+    w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    policy, ones = Linear(features, w), torch.ones(16, 1)
+    rollout = Rollout(ones, ones, ones, ones, ones[:, 0], None, torch.arange(16) // 2)
+    scores = Scores(ones, ones, ones)
+    step = step_of(1, rollout, scores, weights, 2, {"w": w}, {"w": torch.zeros(3)}, policy)
+    microbatch_rows = (range(10), range(10, 16))
+    step = dataclasses.replace(step, batch=dataclasses.replace(step.batch, microbatch_rows=microbatch_rows))
+    folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of a microbatch, and a whole one
+    caught = GradientRows(step.gradients.reduction)
+    caught.start_step([FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)])
+    for rows in microbatch_rows:
+        own = torch.tensor(rows)
+        catch(caught, rows.start, (weights[own] * policy.score(rollout, own).logps).sum())
+    caught.fill_slices(step)
+    caught.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, caught.layout.zeros())
+    expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
+    torch.testing.assert_close(caught.rows[0], expected, rtol=1e-12, atol=0)
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+SLICE = 51  # of 72 entries: in the middle of a parameter
+
+
+class Sliced(Shard):
+    """A slice of all parameters one after another, as ZeRO-1 and ZeRO-2 cut them."""
+
+    def cut(self, name: str, rank: int) -> tuple[int, int]:
+        sizes = {key: param.numel() for key, param in self.trained.items()}
+        first = sum(size for key, size in sizes.items() if list(sizes).index(key) < list(sizes).index(name))
+        bounds = [0, SLICE, sum(sizes.values())]
+        return tuple(min(max(bounds[rank + part] - first, 0), sizes[name]) for part in (0, 1))
+
+
+def sliced_sums(rank: int) -> dict[str, Tensor]:
+    """Returns the sums of two backwards by fold, of which one process does not reach every parameter."""
+    model = TiedModel()
+    shard = shard_of(model, Sliced)
+    target, reduction = shard.layout.zeros(2), FoldReduction(shard)
+    first_fold = [part[:1] for part in target]
+    for rows, tokens in zip((first_fold, target), microbatches(2, seed=200 + rank), strict=True):
+        loss = model.embed(tokens).square().sum() if rank == 1 else model(tokens)
+        reduction.arm(rows)
+        loss.backward()
+        reduction.disarm()
+    return shard.layout.by_name(target)
+
+
+def rank_worker(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    whole = sliced_sums(rank)
+    vectors.JOINED = 7
+    torch.save([whole, sliced_sums(rank)], folder / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Tensor]]]:
+    """The sums of each rank, sent in one chunk and in many."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    forks.start_ranks(rank_worker, (folder,), 2)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("chunks", [0, 1], ids=["in one chunk", "in many chunks"])
+def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
+    """A first backward of both processes is of fold 0; of the second, that of process 1 is of fold 1."""
+    own = [own_gradient(TiedModel(), tokens) for tokens in microbatches(2, seed=200)]
+    other = []
+    for tokens in microbatches(2, seed=201):
+        model = TiedModel()
+        model.embed(tokens).square().sum().backward()
+        other.append(model.embed.weight.grad.flatten())
+    parts = [sums[chunks] for sums in ranks]
+    assert [part.numel() for part in parts[0].values()] != [part.numel() for part in parts[1].values()]
+    for name in own[0]:
+        reached = name == "embed.weight"
+        second = other[1] if reached else torch.zeros_like(own[1][name])
+        expected = torch.stack([own[0][name] + own[1][name] + (other[0] if reached else 0.0), second])
+        found = torch.cat([part[name] for part in parts], dim=-1)  # each keeps some of the entries
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

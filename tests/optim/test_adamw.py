@@ -1,0 +1,211 @@
+"""Claims on the steps of AdamW and SGD: they are those that PyTorch takes, and their parts are what they say."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+
+from rl_training.optim.adamw import AdamWState, adamw_delta, clip_coefficient
+from rl_training.optim.sgd import SGDState
+from rl_training.optim.updates import adam_roots
+from rl_training.parallel.vectors import JOINED, Layout, square_norms
+
+NUM_STEPS = 25
+ZERO_GRADIENT_AT = 7
+HYPERPARAMETERS: list[dict[str, Any]] = [
+    {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    {"lr": 3e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    {"lr": 1e-4, "betas": (0.5, 0.95), "eps": 1e-6, "weight_decay": 0.3},
+    {"lr": 1e-2, "betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.01},
+]
+every_hyperparameter = pytest.mark.parametrize("hyper", HYPERPARAMETERS, ids=lambda h: f"lr{h['lr']}")
+
+
+def random_state(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns (param, grad, exp_avg, exp_avg_sq) of an optimizer that has already taken some steps."""
+    generator = torch.Generator().manual_seed(seed)
+    param, grad, exp_avg, root = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
+    return param, 0.1 * grad, 0.05 * exp_avg, (0.1 * root).square()
+
+
+@every_hyperparameter
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("variant", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_delta_is_what_torch_does_to_the_parameters_at_each_of_25_steps_from_a_cold_start(
+    variant: dict[str, bool], dtype: torch.dtype, hyper: dict[str, Any]
+) -> None:
+    """Gradients of wandering size, one step without any gradient, one element that never has one.
+
+    θ_after − θ_before is itself rounded: to an ulp of θ. Beyond that only roundings of the parts are allowed.
+    """
+    generator = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in ((4, 3), (5,), ())]
+    optimizer = torch.optim.AdamW(params, **hyper, **variant)
+    ulp = torch.finfo(dtype).eps
+    for step in range(NUM_STEPS):
+        size = 0.0 if step == ZERO_GRADIENT_AT else 10.0 ** (step % 5 - 3)
+        before, predicted = [], []
+        for p in params:
+            p.grad = size * torch.randn(p.shape, generator=generator, dtype=dtype)
+            p.grad.view(-1)[1:2] = 0
+            state = optimizer.state[p] or {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p), "step": 0}
+            assert int(state["step"]) == step
+            before.append(p.detach().clone())
+            predicted.append(
+                adamw_delta(before[-1], p.grad, state["exp_avg"], state["exp_avg_sq"], int(state["step"]), **hyper)
+            )
+        optimizer.step()
+        for p, old, parts in zip(params, before, predicted, strict=True):
+            rounding = 2 * ulp * (old.abs() + p.detach().abs()) + 16 * ulp * sum(part.abs() for part in parts)
+            error = (p.detach() - old - parts.total).abs()
+            assert (error <= rounding).all(), f"step {step}: off by up to {(error / rounding).max():.3g} roundings"
+
+
+@every_hyperparameter
+@pytest.mark.parametrize("step", [0, 1, 500])
+def test_each_part_equals_the_scalar_twin(hyper: dict[str, Any], step: int) -> None:
+    state = random_state(17)
+    parts = adamw_delta(*state, step, **hyper)
+    twin = reference.adamw_step(*(x.tolist() for x in state), step, **hyper)
+    for name in ("momentum", "gradient", "decay", "total"):
+        expected = torch.tensor(getattr(twin, name), dtype=torch.float64)
+        torch.testing.assert_close(getattr(parts, name), expected, rtol=1e-12, atol=0)
+
+
+@every_hyperparameter
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_total_is_the_sum_of_the_parts_of_several_steps_from_one_state(hyper: dict[str, Any], decoupled) -> None:
+    param, _, *moments = random_state(2, 3)
+    grads = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    state = AdamWState(*moments, 12, **hyper, decoupled=decoupled)
+    expected = state.delta(param, grads).total
+    assert expected.shape == grads.shape
+    torch.testing.assert_close(state.total(param, grads), expected, rtol=1e-10, atol=1e-15)
+
+
+@every_hyperparameter
+def test_leading_dimensions_of_the_gradient_are_separate_steps_from_one_state(hyper: dict[str, Any]) -> None:
+    param, _, exp_avg, exp_avg_sq = random_state(2, 3)
+    grads = torch.randn(4, 5, 2, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    together = adamw_delta(param, grads, exp_avg, exp_avg_sq, 12, **hyper)
+    assert together.total.shape == grads.shape
+    for i, j in itertools.product(range(4), range(5)):
+        flat = (x.reshape(-1).tolist() for x in (param, grads[i, j], exp_avg, exp_avg_sq))
+        alone = torch.tensor(reference.adamw_step(*flat, 12, **hyper).total, dtype=torch.float64).view(2, 3)
+        torch.testing.assert_close(together.total[i, j], alone, rtol=1e-11, atol=0)
+
+
+def test_inputs_are_not_modified() -> None:
+    state = random_state(2, 3)
+    before = [x.clone() for x in state]
+    adamw_delta(*state, 4, **HYPERPARAMETERS[1])
+    assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("max_norm", [1e-4, 0.7, 1.3, 1e6, float("inf")])
+def test_clip_coefficient_is_torchs_clipping(max_norm: float, dtype: torch.dtype) -> None:
+    """The norm of these gradients is √0.91: thresholds below it scale, those above do not."""
+    grads = [
+        torch.full((2, 3), 0.3, dtype=dtype),
+        torch.full((), -0.6, dtype=dtype),
+        torch.full((1,), 0.1, dtype=dtype),
+    ]
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    assert float(norm) == pytest.approx(0.91**0.5, rel=1e-6)
+    coefficient = clip_coefficient(norm, max_norm)
+    for p, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(coefficient * grad, p.grad, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert (float(coefficient) < 1) == (max_norm < 0.95)
+
+
+def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
+    """min(1, 2/(norm + 1e-6)): 0 for no gradient stays unscaled, 1 too, 4 is halved."""
+    norms = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
+    expected = torch.tensor([1.0, 1.0, 2.0 / 4.000001], dtype=torch.float64)
+    torch.testing.assert_close(clip_coefficient(norms, 2.0), expected, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_before: int) -> None:
+    """Although it has momentum and a decay; its moments stay, and it adds nothing in Adam's metric, cold or warm."""
+    common = {"lr": 0.1, "weight_decay": 0.3}
+    states: list[AdamWState | SGDState] = []
+    for kind, own in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        param = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        optimizer = kind([param], **common, **own)
+        for _ in range(steps_before):
+            param.grad = torch.randn_like(param)
+            optimizer.step()
+        before, kept = (
+            param.detach().clone(),
+            {key: torch.as_tensor(v).clone() for key, v in optimizer.state[param].items()},
+        )
+        param.grad = None
+        optimizer.step()
+        assert torch.equal(param, before)
+        assert all(torch.equal(torch.as_tensor(v), kept[key]) for key, v in optimizer.state[param].items())
+        zeros = torch.zeros_like(before)
+        if kind is torch.optim.AdamW:
+            moments = [kept.get(key, zeros) for key in ("exp_avg", "exp_avg_sq")]
+            states.append(AdamWState(*moments, steps_before, betas=(0.9, 0.999), eps=1e-8, **common))
+        else:
+            buffer = kept.get("momentum_buffer")
+            states.append(SGDState(buffer, momentum=0.9, dampening=0.0, nesterov=False, **common))
+        state = states[-1].not_updated()
+        assert torch.equal(state.delta(before, zeros).total, zeros)
+    layout = Layout({"unused": zeros})
+    roots = adam_roots(layout, {"unused": before}, {"unused": states[0].not_updated()})
+    assert square_norms(layout, [zeros.unsqueeze(0)], roots).tolist() == [[[0.0, 0.0]]]
+
+
+def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:
+    """One as large as is measured alone, two of one optimizer's settings, one of other settings, one not warm yet."""
+    sizes = {"large": JOINED, "one": 7, "two": 5, "other": 6, "cold": 3}
+    gradients, states, expected = {}, {}, []
+    for seed, (name, size) in enumerate(sizes.items()):
+        generator = torch.Generator().manual_seed(seed)
+        gradients[name], root = torch.randn(2, size, generator=generator, dtype=torch.float64)
+        eps, step = (1e-3, 50) if name == "other" else (1e-8, 3 if name == "cold" else 20)
+        states[name] = AdamWState(torch.zeros(size), root.square(), step, 1e-3, (0.9, 0.99), eps, 0.0)
+        weights = 1 / (root.abs() / math.sqrt(1 - 0.99**step) + eps)
+        squares = gradients[name].square()
+        expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
+    layout = Layout(gradients)
+    assert [len(bucket.names) for bucket in layout.buckets] == [1, 4]
+    rows = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
+    (got,) = square_norms(layout, rows, adam_roots(layout, gradients, states)).tolist()
+    assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
+    assert square_norms(layout, rows, None)[..., 1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
+        {"momentum": 0.9, "dampening": 0.0, "nesterov": False},
+        {"momentum": 0.9, "dampening": 0.5, "nesterov": False},
+        {"momentum": 0.9, "dampening": 0.0, "nesterov": True},
+    ],
+)
+def test_the_first_steps_of_sgd_are_those_of_torch(settings: dict[str, Any]) -> None:
+    """The first one takes the gradient whole, dampened or not: the momentum that torch then keeps is the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(5, generator=generator, dtype=torch.float64))
+    optimizer = torch.optim.SGD([param], lr=0.1, weight_decay=0.3, **settings)
+    for _ in range(3):
+        buffer = optimizer.state[param].get("momentum_buffer")
+        before, grad = param.detach().clone(), torch.randn(5, generator=generator, dtype=torch.float64)
+        state = SGDState(None if buffer is None else buffer.clone(), lr=0.1, weight_decay=0.3, **settings)
+        parts = state.delta(before, grad)
+        param.grad = grad.clone()
+        optimizer.step()
+        torch.testing.assert_close(parts.total, param.detach() - before, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(parts.momentum + parts.gradient + parts.decay, parts.total, rtol=1e-12, atol=1e-15)

@@ -1,0 +1,43 @@
+"""What rounding leaves of a change."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rl_training.optim.rounding import kept_change, kept_share
+
+
+def nearest_bf16(value: float) -> float:
+    """Returns the bf16 number nearest to a double, the even one of two: eight significant bits."""
+    if value == 0.0:
+        return 0.0
+    spacing = 2.0 ** (math.frexp(value)[1] - 8)
+    return round(value / spacing) * spacing  # Python rounds halves to even
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4, 1e-2])
+def test_what_is_kept_of_a_change_is_what_rounding_in_float64_says(rate: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = (0.02 * torch.randn(2000, generator=generator)).bfloat16()
+    change = rate * torch.randn(3, 2000, generator=generator)
+    change[:, :50] = 0.0
+    change[0, 50:150] = weights[50:150].float() * 2.0**-9  # halfway, or nearly, to the next number
+    expected = [
+        [nearest_bf16(w + d) - w for w, d in zip(weights.double().tolist(), row, strict=True)]
+        for row in change.double().tolist()
+    ]
+    found = kept_change(weights, change)
+    assert found.dtype == torch.float32
+    assert found.double().tolist() == expected
+    share = kept_share(weights, change)
+    torch.testing.assert_close(share * change, found)
+    assert torch.equal(share[:, :50], torch.zeros(3, 50))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_as_exact_as_the_change_keep_all_of_it(dtype: torch.dtype) -> None:
+    change = torch.randn(5, dtype=dtype)
+    assert kept_change(torch.randn(5, dtype=dtype), change) is change

@@ -1,0 +1,192 @@
+"""The optimizer's steps in pieces, with and without each fold, and the one that outlives its step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from example_steps import shard_of
+from torch import Tensor, nn
+
+from rl_training.entropy.previous_update import StepMemory
+from rl_training.errors import UserError
+from rl_training.optim.adamw import AdamWState
+from rl_training.optim.sgd import SGDState
+from rl_training.optim.state import view_optimizer
+from rl_training.optim.updates import OptimizerPieces, StepsWithoutFolds, fold_means, whole_update
+from rl_training.parallel import vectors
+from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import Layout
+from rl_training.statistics.jackknife import unchanged
+from rl_training.step.data import EntropySettings
+
+SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
+LARGE = 20  # entries that are joined at most, here
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def adamw(shape: tuple[int, ...], weight_decay: float, step: int) -> AdamWState:
+    return AdamWState(draw(*shape), draw(*shape).square(), step, 1e-2, (0.9, 0.99), 1e-8, weight_decay)
+
+
+def states_of(optimizer: str) -> dict[str, AdamWState | SGDState]:
+    if optimizer == "sgd":
+        return {
+            n: SGDState(None if n == "c" else draw(*s), 0.1, 0.9, 0.0, 0.3, nesterov=False) for n, s in SHAPES.items()
+        }
+    decay_and_step = {"a": (0.1, 3), "b": (0.1, 3), "c": (0.0, 3), "large": (0.0, 3), "d": (0.0, 3), "e": (0.0, 4)}
+    states = {name: adamw(shape, *decay_and_step[name]) for name, shape in SHAPES.items()}
+    if optimizer == "adam":
+        states = {name: dataclasses.replace(state, decoupled=False) for name, state in states.items()}
+    return states
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("longest", [21, 8])
+def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: str, longest: int, monkeypatch) -> None:
+    """Small neighbours that are alike, of AdamW but for weight decay, are one piece; what is over `longest` is cut."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(vectors, "JOINED", LARGE)
+    parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
+    states = states_of(optimizer)
+    layout = Layout(parameters)
+    layout.at_once = longest
+    gradients = {name: draw(*shape) for name, shape in SHAPES.items()}
+    alone = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
+    step = torch.cat(layout.vector(parts.total for parts in alone.values()))
+    gradient = layout.vector(gradients.values())
+
+    pieces = list(OptimizerPieces(layout, parameters, states))
+    if longest == 21:
+        lengths = {"adamw": [15, 21, 4, 1], "adam": [10, 5, 21, 4, 1], "sgd": [10, 5, 21, 5]}
+        assert [len(piece.param) for piece in pieces] == lengths[optimizer]
+    else:
+        assert max(len(piece.param) for piece in pieces) == longest
+    found = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in pieces])
+    torch.testing.assert_close(found, step)
+    torch.testing.assert_close(torch.cat(whole_update(layout, pieces, gradient, clip=1.0)), step)
+    flat = torch.cat(gradient)
+    assert all(torch.equal(flat[piece.flat], piece.of(gradient)) for piece in pieces)
+    halves = list(OptimizerPieces(layout, parameters, states).halved())
+    assert max(len(piece.param) for piece in halves) == longest // 2
+    halved = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in halves])
+    torch.testing.assert_close(halved, step)
+    names = list(SHAPES)
+    for piece in [*pieces, *halves]:
+        for name, own in zip(names[piece.parameters], piece.of(gradient).split(piece.sizes), strict=True):
+            assert set(own.tolist()) <= set(gradients[name].flatten().tolist())
+
+
+@pytest.mark.parametrize("max_grad_norm", [math.inf, 0.5])
+def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_norm: float, monkeypatch) -> None:
+    """Three folds of unlike sizes: gradient, clipping by its own norm and step of the other two."""
+    torch.manual_seed(1)
+    monkeypatch.setattr(vectors, "JOINED", LARGE)
+    parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
+    states, sizes = states_of("adamw"), torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    layout = Layout(parameters)
+    rows = [draw(3, bucket.size) for bucket in layout.buckets]
+    mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
+    layout.at_once = 8
+    pieces = OptimizerPieces(layout, parameters, states)
+    steps = StepsWithoutFolds(pieces, fold_means(mean, rows, sizes), max_grad_norm, unchanged)
+    for k in range(3):
+        others = [i for i in range(3) if i != k]
+        own = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()
+        clip = min(1.0, max_grad_norm / (float(own.norm()) + 1e-6))
+        assert float(steps.clips[k]) == pytest.approx(clip, rel=1e-12)
+        named = layout.by_name(layout.split(clip * own))
+        expected = [s.delta(parameters[n], named[n].view(SHAPES[n])).total.flatten() for n, s in states.items()]
+        one = torch.cat([parts.total for _, parts in steps.parts(k)])
+        torch.testing.assert_close(one, torch.cat(expected))
+
+
+def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped_by_its_own_norm() -> None:
+    """In fp32, from gradients whose squares cancel to less than their rounding, or below 0."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, limit = torch.full((8,), 4.0, dtype=torch.float64), 1e-5
+    for others in (0.0, 1e-9, 1e-5, 1e-3):
+        rows = others * torch.randn(8, 20000, generator=generator)
+        rows[3] = torch.randn(20000, generator=generator)
+        mean = rows.mean(dim=0)
+        weights = {"w": torch.zeros(20000)}
+        pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
+        steps = StepsWithoutFolds(pieces, fold_means([mean], [rows], sizes), limit, unchanged)
+        made = [torch.cat([parts.total for _, parts in steps.parts(k)]).double() for k in (3, 0)]
+        for step, clip in zip(made, steps.clips[[3, 0]].tolist(), strict=True):
+            unclipped = step.norm() / clip / 0.1  # of the gradient that the step is made of
+            assert clip == pytest.approx(min(1.0, limit / (float(unclipped) + 1e-6)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "alike"),
+    [
+        (torch.optim.AdamW, {"betas": (0.9, 0.99), "fused": True}, 0.999),
+        (torch.optim.AdamW, {"betas": (0.9, 0.99)}, 0.97),  # torch rounds what it calculates on the way
+        (torch.optim.SGD, {"momentum": 0.9}, 0.97),
+    ],
+)
+@pytest.mark.parametrize("rate", [1e-5, 1e-3])
+def test_steps_of_bf16_weights_are_those_that_torch_makes(optimizer: Any, settings: Any, alike: float, rate) -> None:
+    """In nearly all entries that move, from the bf16 moments that torch keeps."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.w = nn.Parameter((0.05 * torch.randn(20000)).bfloat16())
+    stepping = optimizer([model.w], lr=rate, weight_decay=0.01, **settings)
+    shard = Shard(model, stepping, None)
+    for _ in range(4):
+        model.w.grad = 0.3 * torch.randn_like(model.w)
+        gradient, before, weights = model.w.grad.float(), model.w.detach().float(), shard.weights()
+        (piece,) = OptimizerPieces(Layout(weights), weights, view_optimizer(shard).states)
+        parts = piece.delta(gradient)
+        torch.testing.assert_close(piece.gradient_factor(gradient) * gradient, parts.gradient)
+        stepping.step()
+        moved = model.w.detach().float() - before
+        moves = (moved != 0) | (parts.total != 0)
+        assert moves.sum() > 40
+        assert torch.isclose(moved, parts.total, rtol=1e-5, atol=0.0)[moves].float().mean() > alike
+
+
+def history_of(entries: int) -> StepMemory:
+    parameters = {"w": torch.zeros(entries)}
+    return StepMemory(shard_of(parameters), EntropySettings())
+
+
+def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
+    history, update, nowhere = history_of(3), [torch.tensor([1.0, -2.0, 0.5])], {"w": torch.zeros(3)}
+    assert "first measured step" in history.why_none(1)
+    history.keep(4, update, nowhere)
+    resumed = history_of(3)
+    resumed.load_state_dict(history.state_dict())
+    for kept in (history, resumed):
+        assert kept.before(5)[0].tolist() == [1.0, -2.0, 0.5]
+        assert kept.why_none(5) == ""
+        assert kept.before(6) is None
+        assert "step 5 was not measured" in kept.why_none(6)
+    with pytest.raises(ValueError, match="not of the 2 numbers that are trained"):
+        history_of(2).load_state_dict(history.state_dict())
+    resumed.load_state_dict({})
+    assert resumed.before(5) is None
+    assert "first measured step" in resumed.why_none(5)
+
+
+def test_averaged_errors_that_another_version_has_written_are_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match="another version has written it"):
+        history_of(3).load_state_dict({"error.sum": torch.zeros(3), "error.weight": torch.ones(1)})
+
+
+def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
+    history = history_of(2)
+    weights = {"w": torch.tensor([1.0, 2.0])}
+    history.keep(1, None, weights)
+    weights["w"] += torch.tensor([0.25, -1.0])
+    history.finish(1, weights)
+    weights["w"] += 1.0
+    history.finish(1, weights)  # once
+    assert history.before(2)[0].tolist() == [0.25, -1.0]

@@ -1,0 +1,83 @@
+"""The microbatches of a step as one: what is known of the samplers of some of them is settled for all, on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from example_steps import ALONE
+from ranks_in_threads import on_two_ranks
+from torch import Tensor
+
+from rl_training.engine.recorder import OpenStep
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.rollout import Origin, Rollout, join_origins
+from rl_training.policy.scores import Scores
+
+IDS = torch.ones(2, 3, dtype=torch.long)
+OWN = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
+FRESH = Rollout(IDS, IDS, IDS, IDS, torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.long))
+STALE = dataclasses.replace(FRESH, on_policy=False, sampling_logps=OWN - 1, old_logps=OWN - 1)
+OF_ENGINE = dataclasses.replace(FRESH, sampling_logps=OWN - 2)
+UNKNOWN = dataclasses.replace(FRESH, on_policy=False)
+
+
+def joined(parts: list[Rollout], ranks: Ranks = ALONE) -> Rollout:
+    scores = [Scores(OWN, OWN, IDS)] * len(parts)
+    return OpenStep(1, [], rollouts=list(parts), scores=scores).join_rollouts(ranks)
+
+
+def test_beside_another_policy_s_samples_the_policy_s_own_have_its_log_probabilities() -> None:
+    found = joined([FRESH, STALE])
+    assert not found.on_policy
+    for name in ("sampling_logps", "old_logps"):
+        assert torch.equal(getattr(found, name), torch.cat([OWN, OWN - 1]))
+
+
+def test_fresh_samples_alone_have_no_sampler_and_an_engine_s_no_policy_of_before() -> None:
+    found = joined([FRESH, FRESH])
+    assert found.on_policy
+    assert found.sampling_logps is found.old_logps is None
+    found = joined([OF_ENGINE, OF_ENGINE])
+    assert found.on_policy
+    assert torch.equal(found.sampling_logps, torch.cat([OWN - 2, OWN - 2]))
+    assert found.old_logps is None
+
+
+def test_one_microbatch_of_an_unknown_policy_leaves_the_ratios_of_all_unknown() -> None:
+    found = joined([FRESH, STALE, UNKNOWN])
+    assert not found.on_policy
+    assert found.sampling_logps is found.old_logps is None
+    assert found.rewards is not None
+
+
+def test_one_microbatch_without_rewards_leaves_those_of_all_unknown() -> None:
+    assert joined([FRESH, dataclasses.replace(FRESH, rewards=None)]).rewards is None
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (STALE, [0.0, 1.0, 1.0, 1.0]),
+        (UNKNOWN, [0.0, 0.0, 0.0, 1.0]),
+        (dataclasses.replace(FRESH, rewards=None), [1.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_what_one_process_knows_or_lacks_holds_on_all(other: Rollout, expected: list[float]) -> None:
+    """On-policy; with a sampler's log-probabilities, those of before, rewards. Else one would wait for the other."""
+
+    def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        one = joined([FRESH if rank == 0 else other], Ranks(2, reduce, rank))
+        known: list[Any] = [one.sampling_logps, one.old_logps, one.rewards]
+        return torch.tensor([float(one.on_policy), *(float(value is not None) for value in known)])
+
+    assert [each.tolist() for each in on_two_ranks(found)] == [expected] * 2
+
+
+def test_what_is_said_of_one_microbatch_s_origin_is_said_of_the_step() -> None:
+    parts = [Origin(), Origin("drawn elsewhere", "", True), Origin("", "unlike", False)]
+    assert join_origins(parts) == Origin("drawn elsewhere", "unlike", True)
+    assert join_origins([Origin()] * 2) == Origin()

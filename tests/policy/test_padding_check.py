@@ -1,0 +1,148 @@
+"""Whether padding moves log-probabilities: a mean over tokens decides, again and again, and on all ranks alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from rl_training.policy.padding_check import PADDING_MATTERS, PaddingCheck
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.policy.scorer import Scorer
+from rl_training.policy.scores import Scores
+from rl_training.tasks.models import load_tiny
+
+SEQUENCES, TOKENS = 4, 250
+
+
+def sampled(sequences: int = SEQUENCES, tokens: int = TOKENS) -> Rollout:
+    """Returns sequences whose prompts have 4, 8, … tokens, the first ones the most padding."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = 4 * torch.arange(1, sequences + 1)
+    prompt_mask = (torch.arange(4 * sequences) >= 4 * sequences - lengths.unsqueeze(1)).long()
+    prompts = torch.randint(4, 50, prompt_mask.shape, generator=generator) * prompt_mask
+    completions = torch.randint(4, 50, (sequences, tokens), generator=generator)
+    advantages = torch.zeros(sequences)
+    index = torch.arange(sequences)
+    mask = torch.ones_like(completions)
+    return Rollout(prompts, prompt_mask, completions, mask, advantages, None, index, None, on_policy=True)
+
+
+class Said:
+    """A policy that says these log-probabilities of all rows: 0 without padding, and with it what is given."""
+
+    def __init__(self, padded: Tensor, mask: Tensor | None = None, why_not_fp32: str = "") -> None:
+        self.padded, self.mask = padded, torch.ones_like(padded) if mask is None else mask
+        self.scorer = SimpleNamespace(score=self.score, score_padded=self.score_padded, why_not_fp32=why_not_fp32)
+        self.asked: list[list[int]] = []
+        self.model = nn.Module()
+
+    def score(self, rollout: Rollout, rows: Tensor, graph: bool) -> Scores:
+        self.asked.append(rows.tolist())
+        return Scores(torch.zeros_like(self.padded), torch.zeros_like(self.padded), self.mask)
+
+    def score_padded(self, rollout: Rollout, rows: Tensor) -> Scores:
+        return Scores(self.padded, self.padded, self.mask)
+
+    measuring = contextlib.nullcontext
+
+
+def alone(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = alone, rollout: Rollout | None = None) -> str:
+    return PaddingCheck().why_it_matters(rollout or sampled(), policy, reduce)
+
+
+def test_one_token_that_is_far_off_is_no_reason() -> None:
+    """Of 1000 tokens, by 5: the mean is .005."""
+    padded = torch.zeros(SEQUENCES, TOKENS)
+    padded[1, 17] = -5.0
+    assert answer(Said(padded)) == ""
+
+
+@pytest.mark.parametrize(
+    ("difference", "rounded", "matters"),
+    [(0.009, "", False), (0.011, "", True), (0.09, "bf16", False), (0.11, "bf16", True), (torch.nan, "bf16", True)],
+)
+def test_the_mean_decides_and_weights_below_fp32_have_more_of_it(
+    difference: float, rounded: str, matters: bool
+) -> None:
+    padded = torch.full((SEQUENCES, TOKENS), difference)
+    padded[::2] *= -1  # of the absolute difference
+    assert bool(answer(Said(padded, why_not_fp32=rounded))) == matters
+
+
+def test_what_stands_behind_the_end_of_a_response_does_not_count() -> None:
+    padded = torch.full((SEQUENCES, TOKENS), torch.nan)
+    padded[:, 0] = 0.0
+    assert answer(Said(padded, mask=(torch.arange(TOKENS) < 1).expand(SEQUENCES, -1).long())) == ""
+
+
+class Scoring(Policy):
+    def sample(self, num_sequences: int, seed: int) -> Rollout:
+        raise NotImplementedError
+
+    def decode(self, ids: Tensor) -> str:
+        raise NotImplementedError
+
+
+def absolute() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("model", "reason"), [(lambda: load_tiny()[0], ""), (absolute, PADDING_MATTERS)])
+def test_absolute_positions_are_told_from_rounding(dtype: torch.dtype, model: Any, reason: str) -> None:
+    model = model().to(dtype)
+    assert answer(Scoring(model, Scorer(model), 4), rollout=sampled(tokens=60)) == reason
+
+
+def test_it_looks_again_at_measured_steps_1_10_and_100_at_the_rows_with_the_most_padding() -> None:
+    policy, check, asked_at = Said(torch.zeros(4, 3)), PaddingCheck(), []
+    rollout = sampled(sequences=9)
+    for step in range(1, 102):
+        assert check.why_it_matters(rollout, policy, alone) == ""  # type: ignore[arg-type]
+        if len(policy.asked) > len(asked_at):
+            asked_at.append(step)
+    assert asked_at == [1, 10, 100]
+    assert policy.asked == [[0, 1, 2, 3]] * 3
+
+
+def test_what_it_has_found_it_keeps() -> None:
+    policy, check = Said(torch.ones(4, 3)), PaddingCheck()
+    rollout = sampled()
+    for _ in range(12):
+        assert check.why_it_matters(rollout, policy, alone) == PADDING_MATTERS  # type: ignore[arg-type]
+    assert len(policy.asked) == 1
+
+
+@pytest.mark.parametrize(("of_other", "matters"), [(0.0, False), (1.0, True)])
+def test_a_rank_whose_responses_are_empty_meets_the_other_and_says_the_same(of_other: float, matters: bool) -> None:
+    nothing = torch.zeros(SEQUENCES, TOKENS)
+    ranks = Said(nothing, mask=nothing), Said(torch.full((SEQUENCES, TOKENS), of_other))
+    sent: list[Tensor] = []
+
+    def send(tensor: Tensor) -> Tensor:
+        sent.append(tensor)
+        return tensor
+
+    for rank in ranks:
+        answer(rank, send)
+    assert len(sent) == 2  # one reduction a rank
+    said = {answer(rank, lambda _: torch.stack(sent).sum(dim=0)) for rank in ranks}
+    assert said == {PADDING_MATTERS if matters else ""}
+
+
+def test_empty_responses_everywhere_are_no_reason() -> None:
+    nothing = torch.zeros(SEQUENCES, TOKENS)
+    assert answer(Said(nothing, mask=nothing)) == ""

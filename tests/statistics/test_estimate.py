@@ -1,0 +1,53 @@
+"""Claims on the estimate: nan says why, intervals are Student's."""
+
+import math
+
+import pytest
+import torch
+
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.jackknife import NONE_WITHOUT, estimates_over_units
+
+
+def test_nan_without_a_reason_raises() -> None:
+    with pytest.raises(ValueError, match="must say why"):
+        Estimate(math.nan)
+    with pytest.raises(ValueError, match="must say why"):
+        Estimate(math.nan, stderr=0.1, num_samples=8)
+
+
+def test_what_a_single_unit_carries_has_no_error_and_says_so() -> None:
+    by_unit = torch.tensor([[3.0, 2.0], *[[0.0, 0.0]] * 7], dtype=torch.float64)
+    (found,) = estimates_over_units(["ratio"], lambda sums: sums[..., :1] / sums[..., 1:], by_unit).values()
+    assert found.value == 1.5
+    assert math.isnan(found.stderr)
+    assert found.reason == NONE_WITHOUT
+
+
+def test_missing_is_nan_with_its_reason() -> None:
+    estimate = Estimate.missing("there is only one block")
+    assert math.isnan(estimate.value)
+    assert math.isnan(estimate.stderr)
+    assert estimate.reason == "there is only one block"
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "coverage", "quantile"),
+    [  # two-sided quantiles of Student's t as printed in tables
+        (2, 0.95, 12.706),
+        (8, 0.95, 2.365),
+        (16, 0.95, 2.131),
+        (32, 0.95, 2.040),
+        (8, 0.99, 3.499),
+        (8, 0.90, 1.895),
+        (2, 0.50, 1.000),
+    ],
+)
+def test_half_width_is_the_tabulated_student_t_quantile(num_samples: int, coverage: float, quantile: float) -> None:
+    assert Estimate(0.3, 1.0, num_samples).half_width(coverage) == pytest.approx(quantile, abs=5e-4)
+    assert Estimate(-0.3, 0.02, num_samples).half_width(coverage) == pytest.approx(0.02 * quantile, abs=1e-5)
+
+
+@pytest.mark.parametrize("estimate", [Estimate(0.3, num_samples=8), Estimate.missing("no"), Estimate(0.3, 0.1, 1)])
+def test_half_width_is_nan_without_a_standard_error_and_a_degree_of_freedom(estimate: Estimate) -> None:
+    assert math.isnan(estimate.half_width())

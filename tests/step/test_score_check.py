@@ -1,0 +1,299 @@
+"""Scores are looked at, not believed: where training's differ from the probes', nothing is said of the policy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import plain_loop
+import pytest
+import torch
+from plain_loop import CLIP, scores_of, train
+from ranks_in_threads import on_two_ranks
+from seen import Seen
+from shared_rollouts import MICROBATCH, G
+from torch import Tensor
+from trainers import FEW, differing, ending
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForCausalLM
+from trl import GRPOTrainer
+
+from rl_training import Rollout, attach, measured_loop
+from rl_training.policy.rollout import take_rows
+from rl_training.policy.scorer import Scorer
+from rl_training.policy.scores import Scores
+from rl_training.probes import EffectiveSampleSizeProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
+from rl_training.step.score_check import LIMIT, ROWS, ScoreCheck
+from rl_training.tasks.models import load_tiny
+
+STEPS, MICROBATCHES = 3, 4
+ODD = 2  # the step at which a loop does something else
+Forward = Callable[[Any, Rollout], tuple[Tensor, Tensor]]
+
+
+def tiny(**changes: Any) -> Any:
+    """Returns the default's weights in a model whose config is changed."""
+    policy = load_tiny()[0]
+    model = Qwen2ForCausalLM(type(policy.config)(**policy.config.to_dict() | changes))
+    model.load_state_dict(policy.state_dict())
+    return model.train()
+
+
+def estimates(
+    probes: list[Any] | None = None, model: Any = None, forward: Forward = scores_of, steps: int = STEPS, **facts: Any
+) -> list[dict[str, Any]]:
+    """Returns the estimates of each step of a plain loop."""
+    model = load_tiny()[0] if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-5)
+    measured = measured_loop(
+        model, optimizer, probes or [SimpleEntropyProbe()], responses_per_prompt=G, microbatch_size=MICROBATCH,
+        microbatches=MICROBATCHES, max_grad_norm=CLIP, **facts,
+    )  # fmt: skip
+    return train(model, optimizer, measured, steps, count=MICROBATCHES, forward=forward)
+
+
+def at_odd_steps(change: Forward, otherwise: Forward = scores_of) -> Forward:
+    """Returns a loop's forward pass that is another one at step ODD."""
+    calls = itertools.count()
+
+    def forward(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+        is_odd = next(calls) // MICROBATCHES + 1 == ODD
+        return change(model, part) if is_odd else otherwise(model, part)
+
+    return forward
+
+
+def hotter(model: Any, part: Rollout, temperature: float = 1.5) -> tuple[Tensor, Tensor]:
+    ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
+    there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
+    logp = (model(input_ids=ids, attention_mask=there).logits / temperature).log_softmax(dim=-1)
+    logp = logp[:, part.prompt_ids.shape[1] - 1 : -1]
+    return logp.gather(-1, part.completion_ids.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(dim=-1)
+
+
+def half_hidden(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+    """Leaves the first token of a prompt out of what is attended to."""
+    mask = part.prompt_mask.clone()
+    mask[torch.arange(len(mask)), mask.argmax(dim=1)] = 0
+    return scores_of(model, dataclasses.replace(part, prompt_mask=mask))
+
+
+def other_entropies(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+    logps, entropies = scores_of(model, part)
+    return logps, 1.2 * entropies
+
+
+OTHER: dict[str, tuple[Forward, str]] = {
+    "another temperature": (hotter, "log-probabilities"),
+    "another mask": (half_hidden, "log-probabilities"),
+    "other entropies": (other_entropies, "entropies"),
+}
+
+
+@pytest.mark.parametrize("other", OTHER)
+def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_why(other: str) -> None:
+    change, what = OTHER[other]
+    probes = [SimpleEntropyProbe(), MeasuredStepProbe(), InterventionsProbe(["lr:0.5"], every=1)]
+    seen = Seen()
+    first, odd, last = estimates([*probes, EffectiveSampleSizeProbe(), seen], forward=at_odd_steps(change))
+    for name in ("delta_h/forward", "entropy/token", "measured/delta_h", "intervention/lr:0.5/delta_h"):
+        assert re.search(f"training's {what} are .* nats per token off", odd[name].reason), name
+        assert math.isnan(odd[name].value)
+    assert "another temperature, another mask" in odd["delta_h/forward"].reason
+    for each in (first, last):
+        assert math.isfinite(each["delta_h/forward"].value)
+    assert math.isfinite(last["delta_h/backward"].value)  # the step that was made is known
+    assert math.isfinite(odd["entropy/visited_prefixes"].value)
+    assert math.isfinite(odd["ess/advantage"].value)
+    assert odd["ess/importance"].reason == odd["delta_h/forward"].reason
+    # No loop has fresh responses of the policy that it trains where nobody knows which policy that is.
+    fresh = [step.capabilities.no_fresh_responses for step in seen.steps]
+    assert [reason == odd["delta_h/forward"].reason for reason in fresh] == [False, True, False]
+
+
+def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_responses() -> None:
+    """By hand, in fp64: the weights of the second step are those that one step from the first has made."""
+    found = []
+
+    def forward(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            rows = torch.arange(0, MICROBATCH, G)
+            pair = [s(model, part)[0][rows].double() for s in (hotter, scores_of)]
+            found.append((pair[0] - pair[1]).abs()[part.completion_mask[rows].bool()])
+        return hotter(model, part)
+
+    odd = estimates(forward=at_odd_steps(forward))[ODD - 1]
+    (off,) = re.findall(r"are ([\d.]+) nats per token off .* at temperature=1, ", odd["delta_h/forward"].reason)
+    assert float(off) == pytest.approx(float(torch.cat(found).mean()), rel=0.05)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch, rounded: bool) -> None:
+    """The rows of X alone, a first response to each prompt; twice four for the padding of the first step."""
+    scored, score = [], Scorer.score
+
+    def counted(scorer: Scorer, rollout: Any, rows: Tensor, **how: Any) -> Scores:
+        scored.append(len(rows))
+        return score(scorer, rollout, rows, **how)
+
+    monkeypatch.setattr("rl_training.hosts.loop_refusals.refuse_other_scores", lambda *args: None)
+    monkeypatch.setattr(Scorer, "score", counted)
+    how: dict[str, Any] = {"forward": under_autocast(scores_of), "autocast": in_bf16} if rounded else {}
+    estimates(**how)
+    assert sum(scored) == STEPS * MICROBATCH * MICROBATCHES // G + 4
+
+
+def test_all_processes_say_the_same_where_one_is_off() -> None:
+    nothing, mask = torch.zeros(ROWS, 4, dtype=torch.float64), torch.ones(ROWS, 4)
+    own = Scores(nothing, nothing, mask)
+    scorer = SimpleNamespace(why_training_rounds="", why_not_fp32="", temperature=1.0, score=lambda *_, **__: own)
+    policy: Any = SimpleNamespace(
+        scorer=scorer, model=torch.nn.Module(), measuring=contextlib.nullcontext, in_batches=lambda rows, size: [rows]
+    )
+    rollout = SimpleNamespace(prompt_index=torch.arange(ROWS))
+
+    def said(rank: int, reduce: Callable[[Tensor], Tensor], off: float) -> Tensor:
+        stored = Scores(nothing + rank * off, nothing, mask)
+        batch: Any = SimpleNamespace(
+            fold=torch.zeros(1), scores=stored, rollout=rollout, microbatch_rows=(range(ROWS),)
+        )
+        check = ScoreCheck(batch, policy)
+        check.look(torch.arange(ROWS))
+        why = check.why_not(reduce)
+        return torch.tensor([bool(why), f"are {off / 2:.2g} nats" in why])
+
+    for off in (1.9 * LIMIT, 2.1 * LIMIT):
+        found = [each.tolist() for each in on_two_ranks(lambda rank, reduce, off=off: said(rank, reduce, off))]
+        assert found == [[off > 2 * LIMIT] * 2] * 2
+
+
+def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> None:
+    """A policy that has diverged is one all the same."""
+    nothing, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4)
+    policy: Any = SimpleNamespace(scorer=SimpleNamespace(why_training_rounds="", why_not_fp32="", temperature=1.0))
+    for bad in (math.nan, math.inf, -math.inf):
+        stored = torch.tensor([[bad, 0.0, 0.0, 0.0]], dtype=torch.float64)
+        check = ScoreCheck(SimpleNamespace(fold=torch.zeros(1), scores=Scores(stored, nothing, mask)), policy)
+        check.add(torch.arange(1), Scores(nothing, nothing, mask))
+        assert check.why_not(torch.clone) == ""
+
+
+# --- what a forward pass draws or rounds is no other policy -----------------------------------------------------------
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32) | {"num_hidden_layers": 2, "vocab_size": 103}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, router_jitter_noise=0.1)).train()
+
+
+def in_bf16() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def under_autocast(of_loop: Forward) -> Forward:
+    def forward(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+        with in_bf16():
+            return of_loop(model, part)
+
+    return forward
+
+
+NOISY: dict[str, dict[str, Any]] = {
+    "dropout": {"model": lambda: tiny(attention_dropout=0.1)},
+    "jitter of a router": {"model": mixtral},
+    "autocast": {"model": tiny, "autocast": in_bf16},
+    "weights in bf16": {"model": lambda: tiny().to(torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("noisy", NOISY)
+def test_what_a_forward_pass_draws_or_rounds_is_measured_with_it_and_a_temperature_shows_through_it(noisy: str) -> None:
+    how = dict(NOISY[noisy])
+    model, forwards = how.pop("model")(), [functools.partial(hotter, temperature=3.0), scores_of]
+    if "autocast" in how:
+        forwards = [under_autocast(forward) for forward in forwards]
+    right, odd = estimates(model=model, forward=at_odd_steps(*forwards), steps=2, **how)
+    assert math.isfinite(right["delta_h/forward"].value), right["delta_h/forward"].reason
+    assert "nats per token off" in odd["delta_h/forward"].reason
+
+
+def test_noise_on_embeddings_is_measured_with_it(make_trainer: Any) -> None:
+    weights = []
+    for probes in ([], [SimpleEntropyProbe()]):
+        trainer = make_trainer(GRPOTrainer, neftune_noise_alpha=5.0, **FEW)
+        with attach(trainer, probes, whole_prompts=True) as attachment:
+            weights.append(ending(trainer))
+    assert differing(*weights) == []
+    assert math.isfinite(attachment.latest["delta_h/forward"].value), attachment.latest["delta_h/forward"].reason
+
+
+# --- rotary tables that depend on the longest row of a batch ----------------------------------------------------------
+
+WITHIN, BEYOND = 64, (20, 24)  # positions that the tables are made for; sequences have up to 32
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+def with_tables(kind: str, positions: int) -> Any:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": positions}
+    rope |= FACTORS if kind == "longrope" else {}
+    return tiny(rope_parameters=rope, max_position_embeddings=positions)
+
+
+def as_short_as_it_is(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+    """Scores a microbatch without what is padding in all of its rows."""
+    whole, width = part.completion_ids.shape[1], int(part.completion_mask.sum(dim=1).max())
+    cut = {name: getattr(part, name)[:, :width] for name in ("completion_ids", "completion_mask")}
+    scores = scores_of(model, dataclasses.replace(part, **cut))
+    return tuple(torch.nn.functional.pad(each, (0, whole - width)) for each in scores)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("kind", "probe", "name"),
+    [
+        ("dynamic", SimpleEntropyProbe, "delta_h/forward"),
+        ("longrope", SimpleEntropyProbe, "delta_h/forward"),
+        (
+            "dynamic",
+            MeasuredStepProbe,
+            "measured/kl",
+        ),  # every batch of its rows has a long one: longrope's are the same
+    ],
+)
+def test_rotary_tables_that_depend_on_the_longest_row_are_the_reason_where_they_do(
+    kind: str, probe: Any, name: str
+) -> None:
+    for positions in (WITHIN, *BEYOND):
+        *_, found = estimates([probe()], model=with_tables(kind, positions), forward=as_short_as_it_is, steps=2)
+        said = found[name].reason.startswith("the model's rotary tables depend on the longest row")
+        assert (said, math.isnan(found[name].value)) == (positions != WITHIN, positions != WITHIN)
+
+
+def test_probes_leave_rotary_tables_as_training_has_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rows make dynamic tables new, longer ones let them grow: a step's last ones are those of its last rows.
+
+    The probe scores rows of all microbatches at once, and the next step begins with rows that are no longer than these.
+    """
+    lengths = itertools.cycle([24, 4, 16, 12, 20, 4, 16, 12])
+
+    def microbatches(number: int, size: int) -> list[Rollout]:
+        parts = [take_rows(plain_loop.rollout_of(number), rows) for rows in torch.arange(4 * size).split(size)]
+        return [
+            dataclasses.replace(part, completion_mask=torch.ones_like(part.completion_ids).cumsum(1).le(length).long())
+            for part, length in zip(parts, itertools.islice(lengths, 4), strict=True)
+        ]
+
+    monkeypatch.setattr(plain_loop, "microbatches", microbatches)
+    trained = []
+    for probes in ([MeasuredStepProbe()], [EffectiveSampleSizeProbe()]):
+        model = with_tables("dynamic", BEYOND[0])
+        estimates(probes, model=model, forward=as_short_as_it_is, steps=2)
+        trained.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
