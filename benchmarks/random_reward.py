@@ -1,0 +1,22 @@
+"""three_words with a reward that says nothing of the response: a control for real.py."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from rl_training.tasks.task import Task
+from rl_training.tasks.three_words import three_words
+
+PAID = 0.25  # share of responses
+
+
+def three_words_for_nothing() -> Task:
+    """Return the task with a reward of 1 for a quarter of all responses, as a checksum of their text falls."""
+    return replace(three_words(), reward=reward)
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    digests = [hashlib.sha256(repr(completion).encode()).digest() for completion in completions]
+    return [float(digest[0] < PAID * 256) for digest in digests]

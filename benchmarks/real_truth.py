@@ -1,0 +1,216 @@
+"""What the steps of a run on SmolLM2 have done, on fresh responses: plain transformers, nothing of the engine's.
+
+At every second checkpoint k the policy draws responses to held-out prompts. They are scored with the weights of the
+checkpoints k − 1, k and k + 1, so each step is measured once. With h the entropy (nats) of a token's distribution, r
+the product of the ratios of the tokens before it, new over old weights, normalized to mean 1 at each position:
+
+    H(new) = Σ r h_new / Σ r        H(old) = Σ h_old / Σ 1        over all tokens of the responses that k has drawn
+
+Errors are those of a jackknife that leaves out one prompt at a time. All steps of a run share the prompts, so a sum
+over steps has its error from the same prompts left out of all of its terms.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from rl_training.tasks.smollm2 import default_folder
+from rl_training.tasks.three_words import three_words
+
+PROMPTS = 48  # of a sample
+RESPONSES = 4  # to each
+MAX_TOKENS = 40  # of a response, as in training
+PART = 16  # responses whose logits are computed at once
+SHRUNK = 0.8  # share of rows still live below which the others leave the cache, which copies it
+ADAPTED = 210  # linear layers of the model, each of which has an adapter
+
+
+class Sample:
+    """Responses of one state to the held-out prompts, in the order of prompts, with scores under several weights.
+
+    Attributes:
+        tokens: (PROMPTS × RESPONSES, MAX_TOKENS) token ids.
+        mask: the same, true where a token was drawn.
+        scores: by state, (entropies, log-probabilities of the tokens), each of the same shape.
+        texts: the decoded responses.
+        rewards: (PROMPTS × RESPONSES,) the task's reward of each.
+    """
+
+    def __init__(self, tokens: Tensor, mask: Tensor) -> None:
+        self.tokens = tokens
+        self.mask = mask
+        self.scores: dict[str, tuple[Tensor, Tensor]] = {}
+        self.texts: list[str] = []
+        self.rewards = torch.zeros(len(tokens))
+
+
+class Truth:
+    """Draws and scores responses to the same held-out prompts with any weights of SmolLM2."""
+
+    def __init__(self) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(default_folder())
+        self.task = three_words()
+        self.rows = [self.task.eval_dataset[index] for index in range(PROMPTS)]
+        texts = [
+            self.tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+            for row in self.rows
+        ]
+        self.prompts = torch.tensor(self.tokenizer(texts, add_special_tokens=False).input_ids)  # all of one length
+        differ = (self.prompts != self.prompts[0]).any(dim=0)
+        self.num_shared = int(differ.nonzero()[0, 0])  # tokens at the start of every prompt: the worked example
+
+    @torch.no_grad()
+    def draw(self, model: PreTrainedModel, state: str, seed: int) -> Sample:
+        """Return RESPONSES responses to each prompt at temperature 1, scored with the weights that drew them."""
+        generator = torch.Generator().manual_seed(seed)
+        count = PROMPTS * RESPONSES
+        sample = Sample(
+            torch.full((count, MAX_TOKENS), self.tokenizer.eos_token_id),
+            torch.zeros(count, MAX_TOKENS, dtype=torch.bool),
+        )
+        entropies = torch.zeros(count, MAX_TOKENS)
+        logps = torch.zeros(count, MAX_TOKENS)
+        hidden, cache = self._read_prompts(model)
+        rows = torch.arange(count)  # that are computed
+        live = torch.ones(count, dtype=torch.bool)  # of these: have not ended
+        for place in range(MAX_TOKENS):
+            entropy, logp_of_all = _distribution(model.lm_head(hidden))
+            chosen = torch.multinomial(logp_of_all.exp(), 1, generator=generator)
+            sample.tokens[rows[live], place] = chosen[live, 0]
+            sample.mask[rows[live], place] = True
+            entropies[rows[live], place] = entropy[live]
+            logps[rows[live], place] = logp_of_all.gather(1, chosen)[live, 0]
+            live &= chosen[:, 0] != self.tokenizer.eos_token_id
+            if place == MAX_TOKENS - 1 or not live.any():
+                break
+            if live.sum() < SHRUNK * len(live):
+                cache.batch_select_indices(live.nonzero()[:, 0])
+                rows, chosen, live = rows[live], chosen[live], live[live]
+            hidden = model.model(input_ids=chosen, past_key_values=cache).last_hidden_state[:, -1]
+        sample.scores[state] = (entropies, logps)
+        self._judge(sample)
+        return sample
+
+    @torch.no_grad()
+    def score(self, model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
+        """Return entropies and log-probabilities of a sample's tokens with other weights, 0 behind its ends."""
+        hidden, cache = self._read_prompts(model)
+        length = int(sample.mask.sum(dim=1).max())
+        rest = model.model(input_ids=sample.tokens[:, : length - 1], past_key_values=cache).last_hidden_state
+        hidden = torch.cat([hidden[:, None], rest], dim=1)
+        entropies = torch.zeros(sample.tokens.shape)
+        logps = torch.zeros(sample.tokens.shape)
+        for first in range(0, len(hidden), PART):
+            part = slice(first, first + PART)
+            entropies[part, :length], logp_of_all = _distribution(model.lm_head(hidden[part]))
+            logps[part, :length] = logp_of_all.gather(2, sample.tokens[part, :length, None])[..., 0]
+        return entropies * sample.mask, logps * sample.mask
+
+    def _read_prompts(self, model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
+        """Return the last hidden state (PROMPTS × RESPONSES, hidden) of the prompts, and their keys and values."""
+        cache = DynamicCache(config=model.config)
+        model.model(input_ids=self.prompts[:1, : self.num_shared], past_key_values=cache)
+        cache.batch_repeat_interleave(PROMPTS)
+        own = self.prompts[:, self.num_shared :]
+        hidden = model.model(input_ids=own, past_key_values=cache).last_hidden_state[:, -1]
+        cache.batch_repeat_interleave(RESPONSES)
+        return hidden.repeat_interleave(RESPONSES, dim=0), cache
+
+    def _judge(self, sample: Sample) -> None:
+        lengths = sample.mask.sum(dim=1).tolist()
+        ids = [tokens[:length].tolist() for tokens, length in zip(sample.tokens, lengths, strict=True)]
+        sample.texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        words = [row["words"] for row in self.rows for _ in range(RESPONSES)]
+        sample.rewards = torch.tensor(self.task.reward(completions=sample.texts, words=words))
+
+
+def _distribution(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entropy of each distribution, and all log-probabilities."""
+    logps = logits.float().log_softmax(dim=-1)
+    return -(logps.exp() * logps).sum(dim=-1), logps
+
+
+def load(checkpoint: Path | None) -> PreTrainedModel:
+    """Return the policy of a checkpoint, adapters merged by hand; None for SmolLM2 as it is."""
+    if checkpoint is not None and (checkpoint / "model.safetensors").is_file():
+        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(default_folder(), dtype=torch.float32).eval()
+    if checkpoint is None:
+        return model
+    settings = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
+    adapters = load_file(checkpoint / "adapter_model.safetensors")
+    weights = dict(model.named_parameters())
+    names = [name for name in adapters if name.endswith("lora_A.weight")]
+    assert len(names) == ADAPTED
+    with torch.no_grad():
+        for name in names:
+            weight = weights[name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")]
+            product = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
+            weight += settings["lora_alpha"] / settings["r"] * product
+    return model
+
+
+# --- from scores to changes -------------------------------------------------------------------------------------------
+
+
+def entropy_under(sample: Sample, drawn: str, state: str, kept: Tensor) -> float:
+    """Return the entropy per token of a state, from what another (or the same) state has drawn for the kept prompts."""
+    mask = _kept(sample.mask.double(), kept)
+    entropies = _kept(sample.scores[state][0].double(), kept)
+    if state == drawn:
+        return float(entropies.sum() / mask.sum())
+    ratios = _kept(sample.scores[state][1].double() - sample.scores[drawn][1].double(), kept)
+    before = ratios.cumsum(dim=1) - ratios  # of the tokens before each
+    weights = before.exp()
+    weights = weights / weights.mean(dim=0)
+    return float((weights * entropies).sum() / (weights * mask).sum())
+
+
+def kl_of(sample: Sample, drawn: str, state: str) -> float:
+    """Return KL of the state that drew against another, nats per token: the mean of r − 1 − log r."""
+    log_ratios = sample.scores[state][1].double() - sample.scores[drawn][1].double()
+    return float((log_ratios.exp() - 1 - log_ratios).sum() / sample.mask.sum())
+
+
+def ess_of(sample: Sample, drawn: str, state: str) -> float:
+    """Return the effective share of the responses, by the weights of whole responses."""
+    weights = (sample.scores[state][1].double() - sample.scores[drawn][1].double()).sum(dim=1).exp()
+    return float(weights.sum() ** 2 / weights.square().sum() / len(weights))
+
+
+def jackknife(statistic: Callable[[Tensor], float]) -> tuple[float, float]:
+    """Return a statistic of all prompts and its standard error, from leaving out one prompt at a time."""
+    everyone = torch.ones(PROMPTS, dtype=torch.bool)
+    without = []
+    for prompt in range(PROMPTS):
+        kept = everyone.clone()
+        kept[prompt] = False
+        without.append(statistic(kept))
+    values = torch.tensor(without, dtype=torch.float64)
+    squares = (values - values.mean()).square().sum()
+    return statistic(everyone), float((squares * (PROMPTS - 1) / PROMPTS).sqrt())
+
+
+def change_of_step(samples: dict[int, Sample], step: int, kept: Tensor) -> float:
+    """Return the change of entropy per token by a step, from the sample that was drawn at one end of it."""
+    drawn = step if step in samples else step - 1
+    after, before = (entropy_under(samples[drawn], str(drawn), str(end), kept) for end in (step, step - 1))
+    return after - before
+
+
+def _kept(values: Tensor, kept: Tensor) -> Tensor:
+    return values[kept.repeat_interleave(RESPONSES)]
+
+
+def measured_steps(samples: dict[int, Sample]) -> Sequence[int]:
+    """Return the steps of which one end has been drawn from and the other end scored."""
+    steps = {step for drawn, sample in samples.items() for step in (drawn, drawn + 1)
+             if {str(step), str(step - 1)} <= set(sample.scores)}  # fmt: skip
+    return sorted(steps)
