@@ -9,12 +9,12 @@
 product said is read from the JSON of its records; what is true comes from code that shares no formula with it.
 
 Registered before any of it was run, for half of a core and a hundred minutes: lora_0 for 12 steps (8 prompts × 8), then
-8 × 4 as RUNS lists it, bounded_1e-3 and bounded_1e-6 for 5 steps, all_weights and random_reward for 4, lora_1 and lora_2
-as far as time goes; the truth of every step from 48 held-out prompts × 4 responses. To be told of each run: how many
-95 % intervals of forward, backward, trapezoid and measured held, sums beside the sum of the truth, the naive product
-(delta_h/reuse) beside both, and the cost. Expected: intervals hold and are wide; forward does not know single steps;
-the naive product is too large; under the bound both start rates come to the same KL a step by the fifth step; with the
-random reward nothing is learned.
+8 × 4 as RUNS lists it, bounded_1e-3 and bounded_1e-6 for 5 steps, all_weights and random_reward for 4, lora_1 and
+lora_2 as far as time goes; the truth of every step from 48 held-out prompts × 4 responses. To be told of each run: how
+many 95 % intervals of forward, backward, trapezoid and measured held, sums beside the sum of the truth, the naive
+product (delta_h/reuse) beside both, and the cost. Expected: intervals hold and are wide; forward does not know single
+steps; the naive product is too large; under the bound both start rates come to the same KL a step by the fifth step;
+with the random reward nothing is learned.
 """
 
 from __future__ import annotations

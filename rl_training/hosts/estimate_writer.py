@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.recorder import OpenStep
 from rl_training.errors import UserError
+from rl_training.hosts.equal_rewards import why_nothing_is_learned
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import join_rollouts
 from rl_training.records.folder import LOGS_FOLDER
@@ -40,10 +41,16 @@ class EstimateWriter:
         self._times_missing: Counter[str] = Counter()  # by reason
         self.begin()
 
-    def begin(self) -> None:
-        """Starts the clock: training begins. A step takes from the end of the one before to its own."""
+    def begin(self, longer_responses: str = "allow longer ones") -> None:
+        """Start the clock: training begins. A step takes from the end of the one before to its own.
+
+        Args:
+            longer_responses: What to do in this loop so that responses may be longer, for a warning.
+        """
         self._ended = time.perf_counter()
         self._step_time = 0.0  # of the last step, in seconds
+        self._longer_responses = longer_responses
+        self._has_said_why = False  # nothing is learned from a step
 
     def finish(self, number: int) -> dict[str, float]:
         """Ends the driver's step, writes its sequences and estimates, and returns these, their errors and their cost.
@@ -53,6 +60,8 @@ class EstimateWriter:
         step = self._driver.open_step
         if step is not None and self.records is not None and self.records.wants_rollouts_of(number):
             self.records.write_rollouts(number, _sequences(step, self._decode))
+        if step is not None and not self._has_said_why:
+            self._warn_if_nothing_is_learned(number, step)
         estimates = self._driver.finish()
         numbers = self.write(number, estimates)
         now = time.perf_counter()
@@ -100,6 +109,16 @@ class EstimateWriter:
                 numbers |= {name: estimate.value, f"{name}_se": estimate.stderr}
             self._warn_of_missing(by_name)
         return numbers
+
+    def _warn_if_nothing_is_learned(self, number: int, step: OpenStep) -> None:
+        """Warn at the first step whose responses have all earned the same. A collective where a probe measures."""
+        ranks = all_ranks()
+        if not step.rollouts or (ranks.count > 1 and not step.probes):
+            return
+        why = why_nothing_is_learned(step.rollouts, ranks, self._longer_responses)
+        self._has_said_why = bool(why)
+        if why and ranks.number == 0:
+            logger.warning(f"step {number}: {why}")
 
     def _warn_of_missing(self, estimates: Mapping[str, Estimate]) -> None:
         """Warns once of each reason why numbers are missing, from its second step on: at the first, some must be."""

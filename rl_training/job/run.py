@@ -52,7 +52,9 @@ SHOWN = {
 }
 Z_95 = 1.96  # standard errors, of the number that has one
 # Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
-FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"
+SECONDS_OF_SILENCE = 10.0  # after which a step that is not through says how far it is
+BEFORE_ANY = "sampling"  # in the place of the numbers, until the first step is through
 
 
 class StopAtStepEnd(TrainerCallback):
@@ -107,7 +109,10 @@ class StopAtStepEnd(TrainerCallback):
 
 
 class StepProgress(ProgressCallback):
-    """transformers' bar with these numbers in it: one line that is redrawn at each step, on the main process."""
+    """transformers' bar with these numbers in it: one line that is redrawn at each step, on the main process.
+
+    In a step that takes long it is redrawn after microbatches, too, and says which: "1/16 +3/8".
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
@@ -117,6 +122,24 @@ class StepProgress(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.bar_format = FORMAT
             self.training_bar.initial = self.training_bar.n = state.global_step
+            self.training_bar.set_postfix_str(BEFORE_ANY)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._microbatches = 0
+        self._drawn_at = time.monotonic()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._microbatches += 1
+        if self.training_bar is not None and time.monotonic() - self._drawn_at > SECONDS_OF_SILENCE:
+            self._drawn_at = time.monotonic()
+            self.training_bar.set_description_str(f" +{self._microbatches}/{args.gradient_accumulation_steps}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.set_description_str("", refresh=False)
+            if self.training_bar.postfix == BEFORE_ANY:
+                self.training_bar.set_postfix_str("", refresh=False)
+        super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         shown = {}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
 from transformers import trainer_callback
 
+from rl_training.job import run
 from rl_training.job.run import StepProgress
 
 
@@ -29,6 +31,29 @@ def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch
     for shown in ("64%|", "640/1000", "reward=0.855", "entropy=0.042", "δH=-0.0123±0.0041"):  # 95 %
         assert shown in last
     assert "|#" in last
+
+
+def test_a_long_step_says_from_the_first_second_on_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of half a minute is drawn before it, after it, and at most every ten seconds in between."""
+    screen, tqdm, clock = io.StringIO(), trainer_callback.tqdm, SimpleNamespace(now=0.0)
+    monkeypatch.setattr(trainer_callback, "tqdm", lambda total, **_: tqdm(total=total, file=screen, ncols=80))
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock.now)
+    state = SimpleNamespace(max_steps=16, global_step=0, is_world_process_zero=True)
+    args = SimpleNamespace(gradient_accumulation_steps=8)
+    bar = StepProgress()
+    bar.on_train_begin(args, state, None)
+    assert "0/16 [00:00<?, sampling]" in screen.getvalue()
+    bar.on_step_begin(args, state, None)
+    for _ in range(7):
+        clock.now += 4.0
+        bar.on_substep_end(args, state, None)
+    assert re.findall(r"0/16( \+\d/8) ", screen.getvalue()) == [" +3/8", " +6/8"]
+    state.global_step = 1
+    bar.on_step_end(args, state, None)
+    bar.on_train_end(args, state, None)
+    last = screen.getvalue().split("\r")[-1]
+    assert "1/16 [" in last
+    assert "sampling" not in last
 
 
 def test_what_is_logged_stands_on_a_line_of_its_own_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:

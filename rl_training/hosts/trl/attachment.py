@@ -217,7 +217,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             own = {"whole_prompts": self._rollouts.whole_prompts, "interventions": [e.name for e in self._loss.on_loss]}
             own["target_kl_share"] = self._bound and self._bound.share_of_entropy
             self._records.start(state.global_step, settings_of_trainer(self._trainer, own))
-        self._writer.begin()
+        self._writer.begin(f"raise {'trainer.' if self.is_typed else ''}max_completion_length")
 
     def _begin_training(self) -> None:
         """Tells the driver where parameters and optimizer are: some launches place them only now."""
