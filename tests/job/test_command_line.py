@@ -129,7 +129,10 @@ def train_with_own(tmp_path: Path, *arguments: str) -> Command:
         (["probe=[simple,null]"], "probe=[simple,null]: give a name, or names as in 'probe=[all]': all, cov"),
         (["probe={a:1}"], "probe={a:1}: give a name, or names as in 'probe=[all]': all, cov"),
         (["probe=simple,gns"], "To use it as a list, use key=[value1,value2]"),
-        (["trainer.learning_rate=1e10"], "step 2"),
+        (
+            ["trainer.learning_rate=1e10"],
+            "training has diverged. Most likely trainer.learning_rate=1e+10 is too large: lower",
+        ),
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],
 )

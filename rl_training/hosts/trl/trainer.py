@@ -199,10 +199,11 @@ class DrGRPOTrainer(GRPOTrainer):
             raise UserError(self._diverged("the policy's probabilities are nan")) from error
 
     def _diverged(self, what: str) -> str:
-        clipping = "" if 0 < self.args.max_grad_norm <= 1 else ", and clip the gradient with max_grad_norm=1"
+        typed = "trainer." if self.attachment.is_typed else ""
+        clipping = "" if 0 < self.args.max_grad_norm <= 1 else f", and clip the gradient with {typed}max_grad_norm=1"
         also = f", or intervention={','.join(self.interventions)} too strong" if self.interventions else ""
         return (
-            f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely learning_rate="
+            f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely {typed}learning_rate="
             f"{self.args.learning_rate:g} is too large{also}: lower it{clipping}"
         )
 
