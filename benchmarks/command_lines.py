@@ -23,13 +23,8 @@ from itertools import product
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-import rl_training.job.silence
-
 import yaml
 
-import rl_training.job.analysis
-import rl_training.job.build
-import rl_training.job.evaluate  # noqa: F401, for the forks
 from rl_training.__main__ import main as rl_training_main
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
 

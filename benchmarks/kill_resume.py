@@ -32,7 +32,7 @@ import torch
 from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
-import rl_training.job.build  # noqa: F401, for the forks
+import rl_training.job.run.training  # noqa: F401, for the forks
 from rl_training.records.checkpoints import TRAINING_STATE, what_is_wrong_with
 from rl_training.records.jsonl import read_estimates, read_metrics
 

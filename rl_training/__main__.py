@@ -20,8 +20,8 @@ COMMANDS = {
     "report": ("rl_training.records.compare.command", "main", "make the report of a run, or compare several runs"),
     "kernel": ("rl_training.offline.kernel_command", "main", "print and redraw the kernels of an analysis"),
     "dashboard": ("rl_training.records.workspace", "main", "save a W&B workspace for the runs"),
-    "config": ("rl_training.job.shipped", "show_conf", "say where the configuration files are, or copy them"),
-    "launch-file": ("rl_training.job.shipped", "copy_launch_file", "copy a launch file or script"),
+    "config": ("rl_training.job.configuration.shipped", "show_conf", "say where the configuration lies, or copy it"),
+    "launch-file": ("rl_training.job.configuration.shipped", "copy_launch_file", "copy a launch file or script"),
 }
 
 
@@ -29,16 +29,19 @@ MEANT = {"compare": "report", "offline": "analyze"}  # by what is typed, where i
 
 
 def command(name: str) -> None:
-    """Runs a command, whose arguments are sys.argv, and ends the process as job/command_line.py says."""
+    """Runs a command, whose arguments are sys.argv, and ends the process as job/errors.py says."""
     _leave_out_working_folder()
-    from rl_training.job.command_line import run_command  # after that, since it imports
+    from rl_training.job.errors import run_command  # after that, since it imports
 
     module, function, _ = COMMANDS[name]
     run_command(lambda: getattr(importlib.import_module(module), function)())
 
 
 def _leave_out_working_folder() -> None:
-    """Takes the working folder off the path of Python, here and in processes that are started: see job/own_code.py."""
+    """Take the working folder off Python's path, here and in processes that are started.
+
+    See job/configuration/custom_code.py.
+    """
     here, home = os.getcwd(), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if here == home:  # a checkout: what it starts needs to find the package
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))

@@ -1,6 +1,7 @@
 """The settings of a checkpoint analysis, as conf/offline.yaml has them, without importing torch.
 
-Kinds and ranges of single values are checked in job/settings.py; here is what several of them have to agree on.
+Kinds and ranges of single values are checked in job/configuration/checks.py; here is what several of them have to
+agree on.
 """
 
 from __future__ import annotations

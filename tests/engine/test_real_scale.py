@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainers import FEW, graded
 
 from rl_training import Probe
-from rl_training.job.settings import accumulation_steps
+from rl_training.job.configuration.checks import accumulation_steps
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe, TokenClassesProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR

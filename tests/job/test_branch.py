@@ -14,8 +14,9 @@ from configs import QUICK, REFUSED, composing
 from hydra import compose
 from safetensors.torch import load_file
 
-from rl_training.job.build import TrainingRun, build_run
-from rl_training.job.run_settings import branched, settable
+from rl_training.job.configuration.overrides import settable
+from rl_training.job.configuration.run_settings import branched
+from rl_training.job.run.training import TrainingRun, build_run
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import read_metrics
 

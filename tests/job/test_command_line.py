@@ -30,11 +30,12 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import rl_training.__main__ as package
-import rl_training.job.build  # noqa: F401, for the forks
+import rl_training.job.run.training  # noqa: F401, for the forks
 from rl_training.errors import UserError
-from rl_training.job.command_line import Interrupted, importing, in_one_line, libraries_refuse
-from rl_training.job.explain import explain
-from rl_training.job.run_folder import find_run_folder, save_config
+from rl_training.job.commands import importing
+from rl_training.job.configuration.hydra_errors import explain
+from rl_training.job.errors import Interrupted, in_one_line, libraries_refuse
+from rl_training.job.run.folder import find_run_folder, save_config
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
@@ -154,7 +155,7 @@ def test_the_traceback_of_an_expected_error_is_shown_on_request(tmp_path: Path, 
 
 def test_an_unexpected_error_keeps_its_traceback_and_ends_with_a_line_too(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
-    script.write_text("from rl_training.job.command_line import run_command\nrun_command(lambda: [][1])\n")
+    script.write_text("from rl_training.job.errors import run_command\nrun_command(lambda: [][1])\n")
     ended = start(tmp_path / "log", script=str(script))
     assert ended.end() == 1
     assert ended.lines[0].startswith("Traceback")
@@ -171,13 +172,13 @@ def test_the_line_of_an_error_has_what_was_noted_on_it() -> None:
     "mistake",
     [
         "import rl_training; rl_training.Estimate(float('nan'))",  # a ValueError, which the package raises
-        "from rl_training.job.run_settings import key_of; key_of(5)",
+        "from rl_training.job.configuration.overrides import key_of; key_of(5)",
     ],
 )
 def test_a_mistake_of_the_package_is_not_told_as_the_users(tmp_path: Path, mistake: str) -> None:
     """Not where commands take what libraries raise for the user's mistakes, either."""
     script = tmp_path / "fails.py"
-    lines = ["from rl_training.job.command_line import libraries_refuse, run_command", "def main():"]
+    lines = ["from rl_training.job.errors import libraries_refuse, run_command", "def main():"]
     lines += ["    with libraries_refuse():", f"        {mistake}", "run_command(main)"]
     script.write_text("\n".join(lines))
     ended = start(tmp_path / "log", script=str(script))
@@ -239,7 +240,7 @@ def test_garbage_is_collected_again_after_the_imports_also_of_what_is_not_there(
 def test_a_signal_ends_a_command_with_the_code_of_shells(tmp_path: Path, signum: int, code: int) -> None:
     script = tmp_path / "waits.py"
     script.write_text(
-        "import time\nfrom rl_training.job.command_line import run_command\n"
+        "import time\nfrom rl_training.job.errors import run_command\n"
         "def main():\n    print('ready', flush=True)\n    time.sleep(60)\nrun_command(main)\n"
     )
     command = start(tmp_path / "log", script=str(script))

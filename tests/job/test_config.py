@@ -17,12 +17,13 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from rl_training.job.build import TrainingRun
-from rl_training.job.explain import explain
-from rl_training.job.run_settings import refuse_other_settings, with_all_loggers
-from rl_training.job.settings import accumulation_steps, check_settings
-from rl_training.job.shipped import CONF
-from rl_training.job.stored_settings import make
+from rl_training.job.configuration.checks import accumulation_steps, check_settings
+from rl_training.job.configuration.hydra_errors import explain
+from rl_training.job.configuration.overrides import with_all_loggers
+from rl_training.job.configuration.run_settings import refuse_other_settings
+from rl_training.job.configuration.shipped import CONF
+from rl_training.job.objects.make import make
+from rl_training.job.run.training import TrainingRun
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny

@@ -13,8 +13,8 @@ from configs import composed
 from foreign_runs import SECRET, analyse, branch, evaluate, foreign_run, said
 from recorded_runs import record_run
 
-from rl_training.job.analysis import result_files
-from rl_training.job.run_folder import find_run_folder
+from rl_training.job.run.analysis import result_files
+from rl_training.job.run.folder import find_run_folder
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.report import write_report
 

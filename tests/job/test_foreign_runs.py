@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 
 from rl_training import OfflineEntropyProbe
 from rl_training.interventions.named import INTERVENTIONS
-from rl_training.job.run_settings import refuse_other_settings
-from rl_training.job.stored_settings import MARK, literal, load_settings, names_code
+from rl_training.job.configuration.run_settings import refuse_other_settings
+from rl_training.job.configuration.stored import MARK, literal, load_settings, names_code
 
 ROOT = Path(__file__).parents[2]
 PICKLE, OWN = "{run}/canary.pkl", "{run}/own.py"
@@ -36,7 +36,9 @@ GADGETS: dict[str, dict[str, Any] | str] = {
     "a shell in the place of the buffer": {"buffer": SHELL},
     "a process": {"data": {"_target_": "subprocess.run", "args": ["touch", "{canary}"]}},
     "code of a text": {"data": {"_target_": "builtins.exec", "_args_": [TOUCH]}},
-    "a shell by another name": {"data": {**SHELL, "_target_": "rl_training.job.shipped.shutil.os.system"}},
+    "a shell by another name": {
+        "data": {**SHELL, "_target_": "rl_training.job.configuration.shipped.shutil.os.system"}
+    },
     "the package's own interpreter": {"data": {"_target_": "rl_training.records.report.page._run", "program": TOUCH}},
     "the package's own import": {
         "data": {"_target_": "rl_training.interventions.own.load_own", "place": OWN, "name": "f"}
@@ -238,9 +240,9 @@ def test_settings_become_objects_in_one_place_only() -> None:
                 ):
                     places.setdefault(name, set()).add(str(path.relative_to(ROOT / "rl_training")))
     assert places == {
-        "instantiate": {"job/stored_settings.py", "hosts/verl/engine.py"},
+        "instantiate": {"job/configuration/stored.py", "hosts/verl/engine.py"},
         # Also of files of conf/, and of Hydra's note of a sweep.
-        "OmegaConf.load": {"job/stored_settings.py", "job/explain.py", "job/commands.py"},
+        "OmegaConf.load": {"job/configuration/stored.py", "job/configuration/values.py", "job/commands.py"},
         "yaml.parse": {"records/stored_yaml.py"},
         # Of an error's name; and what a guarded process is sent.
         "pickle": {"records/pickles.py", "tasks/gym_score.py"},

@@ -21,8 +21,8 @@ from transformers import TrainerState
 from wandb.proto import wandb_internal_pb2
 
 from rl_training.errors import UserError
-from rl_training.job.loggers import TensorBoardLogger, WandbLogger
-from rl_training.job.run_folder import find_run_folder, release_run_folder
+from rl_training.job.objects.dashboards import TensorBoardLogger, WandbLogger
+from rl_training.job.run.folder import find_run_folder, release_run_folder
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.workspace import CORE, sections

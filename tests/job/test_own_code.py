@@ -10,7 +10,7 @@ import pytest
 from configs import composed
 from foreign_runs import TOUCH
 
-from rl_training.job.own_code import find_own_code
+from rl_training.job.configuration.custom_code import find_own_code
 
 PLANTED = ("hydra", "omegaconf", "yaml", "shlex", "json", "peft", "torch", "rich", "hydra_plugins/evil/__init__")
 

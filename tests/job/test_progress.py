@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import trainer_callback
 
-from rl_training.job import run
-from rl_training.job.run import StepProgress
+from rl_training.job.run import progress
+from rl_training.job.run.progress import StepProgress
 
 
 def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_a_long_step_says_from_the_first_second_on_how_far_it_is(monkeypatch: py
     """A step of half a minute is drawn before it, after it, and at most every ten seconds in between."""
     screen, tqdm, clock = io.StringIO(), trainer_callback.tqdm, SimpleNamespace(now=0.0)
     monkeypatch.setattr(trainer_callback, "tqdm", lambda total, **_: tqdm(total=total, file=screen, ncols=80))
-    monkeypatch.setattr(run.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
     state = SimpleNamespace(max_steps=16, global_step=0, is_world_process_zero=True)
     args = SimpleNamespace(gradient_accumulation_steps=8)
     bar = StepProgress()

@@ -22,8 +22,8 @@ from trainers import logged_numbers
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.errors import UserError
-from rl_training.job.build import TrainingRun
-from rl_training.job.settings import check_resume
+from rl_training.job.configuration.checks import check_resume
+from rl_training.job.run.training import TrainingRun
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, what_is_wrong_with

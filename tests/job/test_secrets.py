@@ -14,8 +14,8 @@ import pytest
 from configs import QUICK
 from trl import GRPOConfig
 
-from rl_training.job.explain import flat, load_plain
-from rl_training.job.shipped import CONF, LAUNCH, PROBE_CONFIGS
+from rl_training.job.configuration.nested import flat, load_plain
+from rl_training.job.configuration.shipped import CONF, LAUNCH, PROBE_CONFIGS
 from rl_training.records.masking import (
     MASK,
     is_secret,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_training.job import run
-from rl_training.job.command_line import SIGNALS
-from rl_training.job.run import StopAtStepEnd
+from rl_training.job.errors import SIGNALS
+from rl_training.job.run import stopping
+from rl_training.job.run.stopping import StopAtStepEnd
 
 SIGINT, SIGTERM = 2, 15
 
@@ -36,7 +36,7 @@ def test_it_ends_at_the_first_step_end_at_which_a_rollout_is_used_up() -> None:
 def test_a_process_that_was_asked_nothing_ends_with_the_one_that_was(
     of_the_others: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "gather", lambda own: torch.cat([own, torch.tensor(of_the_others)]))
+    monkeypatch.setattr(stopping, "gather", lambda own: torch.cat([own, torch.tensor(of_the_others)]))
     stop = StopAtStepEnd()
     assert ends_after(stop, 1)
     assert stop.signum == SIGINT

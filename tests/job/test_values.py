@@ -11,8 +11,8 @@ import pytest
 from configs import REFUSED, composed, composing
 from omegaconf import OmegaConf
 
-from rl_training.job.run_settings import run_settings
-from rl_training.job.settings import check_analysis, check_evaluation, check_run, name_of
+from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run, name_of
+from rl_training.job.configuration.run_settings import run_settings
 
 CHECKS: dict[str, Any] = {
     "train": (check_run, "run_dir=somewhere"),
@@ -22,7 +22,7 @@ CHECKS: dict[str, Any] = {
 
 
 def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
-    modules = ("settings", "command_line")
+    modules = ("configuration.checks", "errors")
     lines = ["import sys", *(f"import rl_training.job.{name}" for name in modules)]
     lines.append("sys.exit(', '.join({'torch', 'trl', 'transformers'} & sys.modules.keys()))")
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)

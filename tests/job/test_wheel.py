@@ -45,7 +45,7 @@ for words in json.loads(sys.argv[1]):
         os._exit(0)
     assert os.wait()[1] == 0, words
 from rl_training import OfflineEntropyProbe
-from rl_training.job.shipped import PROBE_CONFIGS
+from rl_training.job.configuration.shipped import PROBE_CONFIGS
 OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe("run")
 """
 

@@ -21,9 +21,10 @@ from hydra import compose
 
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.errors import UserError
-from rl_training.job.analysis import analyse_checkpoints
-from rl_training.job.build import build_restored
-from rl_training.job.run_settings import run_settings, words_of_the_run
+from rl_training.job.configuration.overrides import words_of_the_run
+from rl_training.job.configuration.run_settings import run_settings
+from rl_training.job.objects.trainer import build_restored
+from rl_training.job.run.analysis import analyse_checkpoints
 from rl_training.offline.first_order import predict
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer

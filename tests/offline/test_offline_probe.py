@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from rl_training import OfflineEntropyProbe
 from rl_training.errors import UserError
-from rl_training.job.analysis import analyse_checkpoints
-from rl_training.job.build import build_run
-from rl_training.job.explain import flat
-from rl_training.job.offline_probe import CHOICES, SETTINGS
-from rl_training.job.shipped import PROBE_CONFIGS
+from rl_training.job.configuration.nested import flat
+from rl_training.job.configuration.shipped import PROBE_CONFIGS
+from rl_training.job.run.analysis import analyse_checkpoints
+from rl_training.job.run.offline_probe import CHOICES, SETTINGS
+from rl_training.job.run.training import build_run
 from rl_training.offline.results import statistics_of
 from rl_training.records import probe_logs, read_probe_log
 from rl_training.records.atomic_write import write_atomically

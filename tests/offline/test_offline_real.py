@@ -13,7 +13,7 @@ from configs import composing
 from hydra import compose
 from qwen_stand_in import experiment
 
-from rl_training.job.analysis import analyse_checkpoints
+from rl_training.job.run.analysis import analyse_checkpoints
 from rl_training.records.frames import read_analysis
 
 SAVED = ("++trainer.save_strategy=steps", "trainer.save_steps=1", "probe=none", "trainer.max_steps=1")

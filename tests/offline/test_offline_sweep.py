@@ -18,7 +18,7 @@ from hydra import compose
 from omegaconf import OmegaConf
 from recorded_runs import record_run
 
-from rl_training.job.analysis import analyse_checkpoints, result_files
+from rl_training.job.run.analysis import analyse_checkpoints, result_files
 from rl_training.records import analysis_results
 from rl_training.records.frames import ANALYSIS_COLUMNS, read_analysis
 from rl_training.records.report import write_report

@@ -15,7 +15,7 @@ from analysed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoin
 from configs import composed
 from torch import Tensor
 
-from rl_training.job.build import build_run
+from rl_training.job.run.training import build_run
 from rl_training.offline.buffers import UpdateBuffer, sample_update
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore

@@ -23,7 +23,7 @@ import yaml
 from recorded_runs import record_run
 
 from rl_training.errors import UserError
-from rl_training.job.command_line import run_command
+from rl_training.job.errors import run_command
 from rl_training.records.compare import command
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import consolidate, read_step, write_step

@@ -119,6 +119,15 @@ def test_the_layers_have_an_order() -> None:
             assert BELOW[lower] < below, f"what {lower} may import, {layer} may too, and more"
 
 
+def test_a_job_goes_from_its_configuration_over_objects_to_its_run() -> None:
+    order = ["silence", "errors", "configuration", "objects", "run", "commands"]
+    for path in (PACKAGE / "job").glob("[!_]*"):
+        files = [path] if path.is_file() else path.glob("*.py")
+        imported = {name for file in files for name in imports_of(file) if name.startswith("rl_training.job.")}
+        allowed = order[: order.index(path.stem) + path.is_dir()]
+        assert {name.split(".")[2] for name in imported} <= {*allowed}, path
+
+
 def test_probes_do_not_import_one_another() -> None:
     files = {path.stem: path for path in (PACKAGE / "probes").glob("*.py") if path.stem != "__init__"}
     probes = {stem for stem, path in files.items() if "(Probe):" in path.read_text(encoding="utf-8")}
@@ -131,7 +140,7 @@ def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
     """By hosts/trl, and by the commands that build a trainer or count processes."""
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}
     folders = {path.relative_to(ROOT).parent.as_posix() for path, names in importing.items() if names}
-    assert folders == {"rl_training/hosts/trl", "rl_training/job"}
+    assert folders == {"rl_training/hosts/trl", "rl_training/job/objects", "rl_training/job/run"}
 
 
 def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
@@ -139,7 +148,7 @@ def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
     layers = (*MEASURED, "records", "hosts")
     files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
     assert "jinja2" in imported_with("rl_training.records.report")
-    assert "trl" in imported_with("rl_training.job.build")
+    assert "trl" in imported_with("rl_training.job.run.training")
     for path in files:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         assert not imported_with(module) & {*LOOPS, "transformers", "peft", "jinja2"}, module

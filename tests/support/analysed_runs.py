@@ -14,8 +14,9 @@ from configs import QUICK, composed, composing
 from torch import Tensor
 
 from rl_training import Estimate, Probe
-from rl_training.job.build import build_restored, build_run
-from rl_training.job.run_settings import run_settings
+from rl_training.job.configuration.run_settings import run_settings
+from rl_training.job.objects.trainer import build_restored
+from rl_training.job.run.training import build_run
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig

@@ -10,8 +10,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from rl_training.job.build import TrainingRun, build_run
-from rl_training.job.shipped import CONF
+from rl_training.job.configuration.shipped import CONF
+from rl_training.job.run.training import TrainingRun, build_run
 
 QUICK = [
     "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4",

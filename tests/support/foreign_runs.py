@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 
 from rl_training import OfflineEntropyProbe
-from rl_training.job.build import build_restored
-from rl_training.job.evaluation_plan import EvaluationPlan, read_plan
-from rl_training.job.run_settings import branched, run_settings, settable
+from rl_training.job.configuration.overrides import settable
+from rl_training.job.configuration.run_settings import branched, run_settings
+from rl_training.job.objects.trainer import build_restored
+from rl_training.job.run.evaluation_plan import EvaluationPlan, read_plan
 
 SECRET = "hf_of_the_reader"
 TOUCH = "import pathlib; pathlib.Path(r'{canary}').touch()"  # what a gadget would run

@@ -32,7 +32,7 @@ import torch.multiprocessing
 import trl.trainer.grpo_trainer  # noqa: F401, for the forks
 from accelerate.utils.other import get_free_port
 
-import rl_training.job.build  # noqa: F401
+import rl_training.job.run.training  # noqa: F401
 
 with contextlib.suppress(ImportError), mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"):
     import deepspeed  # noqa: F401, which accelerate imports at the first training of a process, where it is installed

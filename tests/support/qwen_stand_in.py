@@ -15,7 +15,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.run.training import TrainingRun, build_run
 from rl_training.tasks.gsm8k import gsm8k
 
 EOS = "<|endoftext|>"

@@ -20,7 +20,7 @@ from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
 from rl_training.hosts.verl.trainer import Runner, with_probes
-from rl_training.job.shipped import CONF
+from rl_training.job.configuration.shipped import CONF
 
 
 class ProbeGroup(SearchPathPlugin):

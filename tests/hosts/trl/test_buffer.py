@@ -27,7 +27,7 @@ from rl_training.hosts.trl.buffer import (
     start_buffer,
 )
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.job.build import TrainingRun
+from rl_training.job.run.training import TrainingRun
 from rl_training.policy.rollout import Rollout
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state

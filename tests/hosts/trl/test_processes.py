@@ -25,7 +25,7 @@ from rl_training.hosts.trl.patches import (
     refuse_deepspeed_that_cannot_be_read,
     refuse_fsdp_that_cannot_be_read,
 )
-from rl_training.job.build import _check_sharding
+from rl_training.job.objects.trainer_checks import check_sharding
 from rl_training.offline.restored import restore
 from rl_training.records.checkpoints import what_is_wrong_with
 
@@ -339,7 +339,7 @@ def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])
 def test_asking_for_sharding_and_getting_none_is_an_error(make_trainer, monkeypatch, name: str) -> None:
     trainer = make_trainer()
-    _check_sharding(trainer)
+    check_sharding(trainer)
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(ValueError, match=f"{name} was asked for, and accelerate gives DDP instead"):
-        _check_sharding(trainer)
+        check_sharding(trainer)

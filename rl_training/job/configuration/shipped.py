@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rl_training.errors import UserError
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 
 
 def _shipped(name: str) -> Path:

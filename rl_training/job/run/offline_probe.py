@@ -21,10 +21,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.explain import as_text, check_kind, did_you_mean, flat, load_plain
-from rl_training.job.run_settings import words_of_the_run
-from rl_training.job.shipped import CONF, PROBE_CONFIGS
-from rl_training.job.stored_settings import load_settings, refuse_code_in
+from rl_training.job.configuration.nested import flat, load_plain
+from rl_training.job.configuration.overrides import words_of_the_run
+from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
+from rl_training.job.configuration.stored import load_settings, refuse_code_in
+from rl_training.job.configuration.values import as_text, check_kind, did_you_mean
 from rl_training.records.folder import CONFIG_FILE
 from rl_training.records.stored_yaml import read_text
 
@@ -105,7 +106,7 @@ class OfflineEntropyProbe:
 
         Raises ValueError, before anything is sampled, where checkpoint and configuration do not fit.
         """
-        from rl_training.job.analysis import analyse_checkpoints  # seconds of imports
+        from rl_training.job.run.analysis import analyse_checkpoints  # seconds of imports
         from rl_training.records.frames import read_analysis
 
         with initialize_config_dir(str(CONF), version_base="1.3"):

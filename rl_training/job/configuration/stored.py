@@ -15,21 +15,18 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_training.errors import UserError
-from rl_training.job.command_line import in_one_line, is_the_programs, is_the_users
-from rl_training.job.explain import load_plain
-from rl_training.job.shipped import conf_folders
+from rl_training.job.configuration.nested import Keys, dotted, leaves, load_plain, with_texts
+from rl_training.job.configuration.shipped import conf_folders
 from rl_training.records.folder import CONFIG_FILE
 from rl_training.records.links import refuse_links_out
 from rl_training.records.masking import without_masks
@@ -43,8 +40,6 @@ PLACES = {"trainer": "trainer", "model": "model", "adapter": "adapter", "data": 
 OTHER_GROUPS = ("batch", "logger", "rollouts", PROVENANCE)
 SPECIAL = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys with which hydra calls a target otherwise
 INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is a text
-
-Keys = tuple[Any, ...]  # from the outermost inwards
 
 
 def load_settings(path: Path) -> DictConfig:
@@ -68,7 +63,7 @@ def load_settings(path: Path) -> DictConfig:
         # Hydra resolves what it makes twice, so that a text with \${ would be a reference the second time.
         is_made = keys[0] != PROVENANCE
         if isinstance(value, str) and ("${" in value if is_made else INTERPOLATION.search(value)):
-            raise UserError(f"{path}: {_dotted(keys)}={value} refers to something else: write the value itself")
+            raise UserError(f"{path}: {dotted(keys)}={value} refers to something else: write the value itself")
     return OmegaConf.create(_marked(plain, (), path))
 
 
@@ -78,12 +73,12 @@ def literal(settings: Any) -> Any:
     >>> literal({"command": ["echo ${HOME}"]})
     {'command': ['echo \\\\${HOME}']}
     """
-    return _with_texts(settings, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+    return with_texts(settings, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def as_written(settings: Any) -> Any:
     """Returns settings as they stand in their file, without marks: to be compared or recorded, not to be made."""
-    return _with_texts(settings, lambda text: text.removeprefix(MARK))
+    return with_texts(settings, lambda text: text.removeprefix(MARK))
 
 
 def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
@@ -95,35 +90,14 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
     for keys, value in leaves({name: plain.get(name) for name in names}):
         if isinstance(value, str) and value.startswith(MARK):
             named = value.removeprefix(MARK)
-            typed = f"{_dotted(keys)}={named}"
+            typed = f"{dotted(keys)}={named}"
             if isinstance(keys[-1], int):  # of a list, which is typed whole
                 within = as_written(functools.reduce(operator.getitem, keys[:-1], plain))
-                typed = f"{_dotted(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
+                typed = f"{dotted(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
             raise UserError(
-                f"{_dotted(keys)}={named} stands in the settings of the run, and would run code or send something "
+                f"{dotted(keys)}={named} stands in the settings of the run, and would run code or send something "
                 f"away. If you trust whoever made the run, add to this command line: {shlex.quote(typed)}"
             )
-
-
-def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
-    """Returns what a node of the configuration describes. UserError, naming the key, when it describes nothing.
-
-    What the package raises in making it, and short memory, stay as they are.
-    """
-    refuse_marked({key: node}, key)
-    try:
-        return instantiate(node, _convert_="all", **values)
-    except InstantiationException as error:
-        cause = error.__cause__
-        if cause is None:
-            said = str(error)
-        elif is_the_users(cause) or is_the_programs(cause) or isinstance(cause, MemoryError | RuntimeError):
-            raise cause from None
-        elif isinstance(cause, ImportError):
-            said = str(cause)
-        else:
-            said = f"{in_one_line(cause)} (--debug shows where)"
-        raise UserError(f"{key}: {' '.join(said.split())}") from error
 
 
 def refuse_code_in(words: Iterable[str], path: Path) -> None:
@@ -133,7 +107,7 @@ def refuse_code_in(words: Iterable[str], path: Path) -> None:
         for inner, value in leaves(change.value(), keys):
             if must_be_named(inner, value):
                 raise UserError(
-                    f"{path}: {_dotted(inner)}={value} would run code or send something away, and a file is not your "
+                    f"{path}: {dotted(inner)}={value} would run code or send something away, and a file is not your "
                     "command line: if you trust it, give it in Python, OfflineEntropyProbe({'overrides': [...], ...})"
                 )
 
@@ -196,31 +170,9 @@ def _marked(node: Any, keys: Keys, path: Path) -> Any:
     if not isinstance(node, Mapping):
         return f"{MARK}{node}" if must_be_named(keys, node) else node
     if not isinstance(node.get("_target_", ""), str):
-        raise UserError(f"{path}: {_dotted(keys)}._target_ is no name: mend or delete it")
+        raise UserError(f"{path}: {dotted(keys)}._target_ is no name: mend or delete it")
     found = {name: _marked(value, (*keys, name), path) for name, value in node.items()}
     is_inert = found.get("_target_", "").startswith(MARK)  # its own maker may be called with them
     if (special := SPECIAL & found.keys()) and not is_inert:
-        raise UserError(f"{path}: {_dotted(keys)}.{min(special)} would have an object made otherwise: remove it")
+        raise UserError(f"{path}: {dotted(keys)}.{min(special)} would have an object made otherwise: remove it")
     return found
-
-
-def _with_texts(settings: Any, change: Callable[[str], str]) -> Any:
-    """Returns settings with each text in them changed."""
-    if isinstance(settings, Mapping):
-        return {name: _with_texts(value, change) for name, value in settings.items()}
-    if isinstance(settings, list):
-        return [_with_texts(value, change) for value in settings]
-    return change(settings) if isinstance(settings, str) else settings
-
-
-def leaves(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yields the values of nested settings, each with its keys."""
-    if isinstance(node, Mapping | list):
-        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from leaves(value, (*keys, name))
-    else:
-        yield keys, node
-
-
-def _dotted(keys: Keys) -> str:
-    return ".".join(map(str, keys))

@@ -14,7 +14,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.stored_settings import leaves, must_be_named, names_code
+from rl_training.job.configuration.nested import leaves
+from rl_training.job.configuration.stored import must_be_named, names_code
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 
 

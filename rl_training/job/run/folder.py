@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from transformers.utils import logging
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOConfig
-from rl_training.job.run_settings import refuse_other_settings
-from rl_training.job.stored_settings import literal
-from rl_training.job.waiting import watch_for_waiting
+from rl_training.job.configuration.run_settings import refuse_other_settings
+from rl_training.job.configuration.stored import literal
+from rl_training.job.objects.trainer_checks import check_number_of_processes
+from rl_training.job.run.waiting import watch_for_waiting
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import (
     SHARDED_BY,
@@ -161,24 +161,3 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
     refusal = broadcast_object_list([refusal])[0]
     if refusal:
         raise UserError(refusal)
-
-
-def check_number_of_processes(num_processes: int) -> None:
-    """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
-
-    accelerate launch silently starts a single process where it does not see several GPUs (--cpu, MULTI_CPU, or no
-    configuration at all). It does not pass on the number, but the rendezvous address that it sets reveals it.
-    """
-    expected = int(os.environ.get("WORLD_SIZE", "1"))
-    if expected != num_processes:
-        raise UserError(
-            f"WORLD_SIZE={expected}, but the number of processes is {num_processes}: start them with accelerate launch "
-            "or torchrun, or unset WORLD_SIZE"
-        )
-    met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
-    if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        raise UserError(
-            "accelerate launch was asked for several processes and started only this one: use --config_file "
-            "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
-            "meant: --num_processes 1, and unset MASTER_PORT"
-        )

@@ -13,11 +13,11 @@ from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.build import build_restored
-from rl_training.job.loggers import loggers_of
-from rl_training.job.run_settings import run_settings
-from rl_training.job.settings import check_analysis, name_of
-from rl_training.job.stored_settings import as_written
+from rl_training.job.configuration.checks import check_analysis, name_of
+from rl_training.job.configuration.run_settings import run_settings
+from rl_training.job.configuration.stored import as_written
+from rl_training.job.objects.dashboards import loggers_of
+from rl_training.job.objects.trainer import build_restored
 from rl_training.offline import probe
 from rl_training.offline.kernel_at_checkpoint import add_kernel
 from rl_training.offline.phases import short_memory_says_what_to_lower

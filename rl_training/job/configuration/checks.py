@@ -17,8 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.extras import EXTRA_OF, how_to_install
-from rl_training.job.explain import check_allowed, choose_probes, did_you_mean, load_plain, quoted, refuse_other_kinds
-from rl_training.job.shipped import CONF
+from rl_training.job.configuration.nested import load_plain
+from rl_training.job.configuration.shipped import CONF
+from rl_training.job.configuration.values import check_allowed, did_you_mean, quoted, refuse_other_kinds
 from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
 
@@ -209,3 +210,8 @@ def check_evaluation(cfg: DictConfig) -> None:
             f"evaluation.k={options.k} is above evaluation.responses_per_prompt={options.responses_per_prompt}: pass@k "
             f"needs at least k responses; use evaluation.responses_per_prompt={options.k}"
         )
+
+
+def choose_probes(names: str) -> str:
+    """Returns what is said of `probes=NAMES`, the settings of probes, where `probe` would choose these."""
+    return f"probes={names}: choose probes with 'probe={names}'; probes.NAME.OPTION=VALUE sets an option"

@@ -13,7 +13,6 @@ and no library of an extra, not even Hydra, so that --help is immediate.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import signal
@@ -87,22 +86,6 @@ def in_one_line(error: BaseException) -> str:
     text = what_is_missing(error) or what_shadows(error) or str(error)
     message = "; ".join(" ".join(part.split()) for part in (text, *getattr(error, "__notes__", ())))
     return message if is_the_users(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """A context for slow imports, which --help does not wait for: with garbage collection off, a fifth less time.
-
-    transformers, which would print that W&B is offline, used or not, is not told so meanwhile.
-    """
-    gc.disable()
-    mode = os.environ.pop("WANDB_MODE", None)
-    try:
-        yield
-    finally:
-        if mode is not None:
-            os.environ["WANDB_MODE"] = mode
-        gc.enable()
 
 
 @contextlib.contextmanager

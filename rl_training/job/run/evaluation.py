@@ -28,17 +28,10 @@ from rl_training.errors import UserError
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
-from rl_training.job.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
-from rl_training.job.loggers import MetricsLogger, loggers_of
-from rl_training.job.stored_settings import as_written
-from rl_training.records.evaluated import (
-    TABLE_FILE,
-    consolidate,
-    estimates_in,
-    largest_pass_at,
-    read_table,
-    write_step,
-)  # fmt: skip
+from rl_training.job.configuration.stored import as_written
+from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
+from rl_training.job.run.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
+from rl_training.records.evaluated import TABLE_FILE, consolidate, estimates_in, largest_pass_at, read_table, write_step
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.lock import locked

@@ -25,9 +25,10 @@ from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.policy import load_policy
 from rl_training.evaluation.responses import Response, batches_of, choose_rows, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
-from rl_training.job.explain import differences
-from rl_training.job.settings import check_evaluation
-from rl_training.job.stored_settings import MARK, as_written, load_settings, make, refuse_marked
+from rl_training.job.configuration.checks import check_evaluation
+from rl_training.job.configuration.nested import differences
+from rl_training.job.configuration.stored import MARK, as_written, load_settings, refuse_marked
+from rl_training.job.objects.make import make
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.evaluated import SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, EVALUATIONS, TRAINING_STATE, checkpoints_of

@@ -1,0 +1,53 @@
+"""Nested settings: read from the files of conf/, walked, flattened to dotted keys and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+Keys = tuple[Any, ...]  # from the outermost inwards
+
+
+def load_plain(path: Path) -> dict[str, Any]:
+    """Returns the content of a file of conf/, unresolved."""
+    return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of a nested configuration by their dotted keys."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True)
+    if not isinstance(node, Mapping):
+        return {prefix.removesuffix("."): node}
+    return {key: value for name in node for key, value in flat(node[name], f"{prefix}{name}.").items()}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns what is set otherwise now, by its keys; "" where nothing is."""
+    changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
+    return ", ".join(f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in changed)
+
+
+def leaves(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yields the values of nested settings, each with its keys."""
+    if isinstance(node, Mapping | list):
+        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from leaves(value, (*keys, name))
+    else:
+        yield keys, node
+
+
+def dotted(keys: Keys) -> str:
+    return ".".join(map(str, keys))
+
+
+def with_texts(settings: Any, change: Callable[[str], str]) -> Any:
+    """Returns settings with each text in them changed."""
+    if isinstance(settings, Mapping):
+        return {name: with_texts(value, change) for name, value in settings.items()}
+    if isinstance(settings, list):
+        return [with_texts(value, change) for value in settings]
+    return change(settings) if isinstance(settings, str) else settings

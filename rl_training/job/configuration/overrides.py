@@ -1,0 +1,105 @@
+"""Settings as they are typed, GROUP=OPTION or KEY=VALUE, and the changes that they make to the settings of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from hydra import compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from rl_training.errors import UserError
+from rl_training.job.configuration.nested import flat, load_plain
+from rl_training.job.configuration.shipped import CONF
+from rl_training.job.configuration.values import did_you_mean
+
+# Groups whose option can be changed, each with its place in the settings.
+GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
+          "logger": "logger"}  # fmt: skip
+
+
+ONE_OF = ("trainer", "model", "adapter", "data", "buffer")  # groups of which a run has one option
+
+
+UNLISTED = ("trainer", "model", "adapter", "data")  # what they are made into refuses a setting that it does not know
+
+
+def key_of(word: str) -> str:
+    """Returns the first part of what a word sets: "trainer" of ++trainer.max_steps=3; "" of --help."""
+    return re.split(r"[.=@]", word.lstrip("+~"))[0] if "=" in word and not word.startswith("-") else ""
+
+
+def parsed(words: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(list(words))
+
+
+def settable(word: str) -> str:
+    """Returns a word so that Hydra takes it for a setting that conf/ does not list; a choice GROUP=OPTION as it is."""
+    is_plain = key_of(word) not in ("", "hydra") and word[0] not in "+~" and not (CONF / word.split("=")[0]).is_dir()
+    return f"++{word}" if is_plain else word
+
+
+def words_of_the_run(words: Sequence[str]) -> list[str]:
+    """Returns those words on the command line of an analysis that set what conf/offline.yaml itself lacks."""
+    own = {*load_plain(CONF / "offline.yaml"), "hydra", ""}
+    return [word for word in words if key_of(word) not in own]
+
+
+def with_changes(settings: DictConfig, words: Sequence[str], where: str) -> DictConfig:
+    """Returns settings with the changes that the words describe; an option takes the place of the present one.
+
+    An option of another kind brings what it sets elsewhere too: data=gsm8k its trainer.max_completion_length.
+
+    where  the run that has these settings, for the message
+
+    Raises ValueError for a setting that there is not, and for what cannot be changed.
+    """
+    settings = settings.copy()
+    changes = [change for change in parsed(words) if not change.key_or_group.startswith("hydra")]
+    for change in sorted(changes, key=lambda change: not (CONF / change.key_or_group).is_dir()):
+        key, value = change.key_or_group, cast("Any", change.value())
+        if change.is_delete() or ((CONF / key).is_dir() and key not in GROUPS):
+            raise UserError(f"{change.input_line}: the settings are those of {where}; change single ones, KEY=VALUE")
+        if key in GROUPS:
+            _choose(settings, key, [value] if isinstance(value, str) else value)
+            continue
+        is_unlisted = key_of(f"{key}=") in UNLISTED and settings.get(key_of(f"{key}="))
+        if not is_unlisted and OmegaConf.select(settings, key, default=...) is ...:
+            hint = did_you_mean(key, [*flat(settings), *flat(load_plain(CONF / "offline.yaml"))])
+            raise UserError(f"{key}: there is no such setting, nor does {where} have it{hint}")
+        OmegaConf.update(settings, key, value, merge=False, force_add=True)
+    return settings
+
+
+def _choose(settings: DictConfig, group: str, names: Sequence[str]) -> None:
+    options = [OmegaConf.to_container(compose(f"{group}/{name}"), resolve=False) for name in names]
+    chosen, node = cast("DictConfig", OmegaConf.merge(*options)), GROUPS[group]
+    is_same = node in chosen and chosen[node].get("_target_") == settings.get(node, {}).get("_target_")
+    if node in chosen:
+        settings[node] = chosen.pop(node)
+    if not is_same:
+        settings.merge_with(chosen)
+
+
+def with_all_loggers(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
+    """Return settings that have the dashboards of each option of 'logger=[wandb,tensorboard]', where Hydra keeps one's.
+
+    Args:
+        words: What was typed.
+
+    Raises:
+        UserError: for several options of a group of which there can be one.
+    """
+    typed = {change.key_or_group: cast("Any", change.value()) for change in parsed(words)}
+    for group in ONE_OF:
+        if isinstance(typed.get(group), list) and len(typed[group]) > 1:
+            raise UserError(f"{group}=[{','.join(map(str, typed[group]))}]: there can be one, give {group}=NAME")
+    names = typed.get("logger")
+    if isinstance(names, list) and "trainer.report_to" not in typed:
+        options = [compose(f"logger/{name}") for name in names]
+        chosen = [library for option in options for library in option.trainer.report_to]
+        OmegaConf.update(cfg, "trainer.report_to", [*dict.fromkeys(chosen)], merge=False)
+    return cfg

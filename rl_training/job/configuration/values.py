@@ -1,0 +1,100 @@
+"""Single values of a configuration: of which kind and in which range they are, and how they are typed.
+
+What is wrong with one is said in one line that names key, value and fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from omegaconf import ListConfig
+
+from rl_training.errors import UserError
+
+INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # of ranges.yaml
+
+
+def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
+    """Raises ValueError, with the hint, for a value that is none of these, or not in this interval of ranges.yaml.
+
+    >>> check_allowed("top_p", 2.0, "float (0, 1] or null for the run's")
+    Traceback (most recent call last):
+    rl_training.errors.UserError: top_p=2.0 must be above 0 and at most 1, or null for the run's
+    """
+    if not isinstance(allowed, str):
+        if value not in allowed:
+            raise UserError(f"{key}={value}: choose from {', '.join(map(str, allowed))}")
+        return
+    interval = INTERVAL.fullmatch(allowed)
+    assert interval, allowed
+    in_list, kind, end, least, most, or_null, hint = interval.groups()
+    hint = ", or null" * bool(or_null) + hint
+    for number in value if in_list else (value,):
+        if number is None and or_null:
+            continue
+        check_kind(key, number, 0 if kind == "int" else 0.0, hint)
+        if not (float(least) < number if end == "(" else float(least) <= number) or number > float(most):
+            at_most = "" if most == "inf" else f" and at most {float(most):.10g}"
+            above = "above" if end == "(" else "at least"
+            raise UserError(f"{key}={number} must be {above} {float(least):g}{at_most}{hint}")
+
+
+def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
+    """Raises ValueError for a value of another kind than the standard one: text for a number, a number for a list.
+
+    Settings that are null, unset or absent in the standard may have any value. Settings that are text there may have
+    any value but null, for their reader to check.
+    """
+    for key, default in standard.items():
+        if key in given and default is not None:
+            check_kind(f"{prefix}{key}", given[key], default)
+
+
+def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
+    """Raises ValueError, with the hint, for a value of another kind than the default."""
+    if isinstance(default, Mapping):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
+        refuse_other_kinds(value, default, f"{key}.")
+    elif isinstance(default, list | ListConfig):
+        if not isinstance(value, list | ListConfig):
+            raise UserError(f"{key}={value} must be a list: '{key}=[…]'")
+        for element in value if default else ():
+            check_kind(key, element, default[0], " in the list")
+    elif isinstance(default, str):
+        if value is None:
+            raise UserError(f"{key}=null has no meaning: leave it out")
+    elif isinstance(default, bool):
+        if type(value) is not bool:
+            raise UserError(f"{key}={value} must be true or false{hint}")
+    elif type(value) is not int and (isinstance(default, int) or type(value) is not float):
+        raise UserError(f"{key}={value} must be a {'whole ' * isinstance(default, int)}number{hint}")
+    elif not math.isfinite(value):
+        raise UserError(f"{key}={value} must be finite{hint}")
+
+
+def quoted(key: str, value: str) -> str:
+    """Returns the word to type in a shell for a value that is to be taken as it stands."""
+    return shlex.quote(f"{key}={as_text(value)}")
+
+
+def as_text(value: str) -> str:
+    """Returns a text in double quotes, from which Hydra's grammar reads it as it stands."""
+    value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a quote, and the backslashes before it, are escaped
+    value = re.sub(r"(\\+)$", r"\1\1", value)  # so are those before the closing one
+    return f'"{value}"'
+
+
+def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str:
+    """Returns a hint at the option that is close to `name`; "" where none is.
+
+    options  names; or what is said of each, by its name
+    """
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    said = options if isinstance(options, Mapping) else {}
+    return f"; did you mean {said.get(close[0], close[0])}?" if close else ""

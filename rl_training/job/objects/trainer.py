@@ -1,0 +1,85 @@
+"""Makes the trainer that a configuration describes: for a training, or standing still at a checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers.utils import logging
+
+from rl_training.engine.probe import Probe
+from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.job.configuration.checks import check_settings
+from rl_training.job.configuration.run_settings import MADE
+from rl_training.job.configuration.stored import refuse_marked
+from rl_training.job.errors import libraries_refuse
+from rl_training.job.objects.make import make
+from rl_training.job.objects.trainer_checks import (
+    check_fields,
+    check_longest_prompt,
+    check_number_of_processes,
+    check_sharding,
+    warn_of_rounding,
+)
+from rl_training.offline.phases import short_memory_says_what_to_lower
+from rl_training.offline.restored import RestoredTrainer, restore
+from rl_training.records.folder import TRAINING_STATE
+from rl_training.records.jsonl import Records
+from rl_training.tasks.task import as_task
+
+logger = logging.get_logger(__name__)
+
+
+def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
+    """Returns a trainer of this run's configuration, restored at one of its checkpoints; it writes nothing.
+
+    ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
+    """
+    with libraries_refuse(), short_memory_says_what_to_lower("load"), tempfile.TemporaryDirectory() as scratch:
+        # One microbatch: how training would split U does not change its mean gradient.
+        cfg = cfg.copy()
+        cfg.run_dir, output = scratch, f"{scratch}/{TRAINING_STATE}"
+        silent = {
+            "report_to": [], "eval_strategy": "no", "save_strategy": "no", "output_dir": output, "push_to_hub": False,
+            "log_completions_hub_repo": None,
+        }  # fmt: skip
+        OmegaConf.update(cfg, "trainer", silent, merge=True, force_add=True)
+        refuse_marked(cfg, *MADE)
+        check_settings(cfg)
+        check_fields(cfg.trainer)
+        args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)
+        check_number_of_processes(args.world_size)
+        trainer = make_trainer(cfg, args, [], None, with_evaluation=True)
+        return restore(trainer, checkpoint, learning_rate)
+
+
+def make_trainer(
+    cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
+) -> DrGRPOTrainer:
+    """Returns the trainer, with the evaluation split of its task if asked for."""
+    interventions = cfg.intervention or []
+    set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
+    task = as_task(make("data", cfg.data))
+    model, tokenizer = make("model", cfg.model)
+    adapter, buffer = make("adapter", cfg.adapter), make("buffer", cfg.buffer)
+    trainer = DrGRPOTrainer(
+        model=model,
+        reward_funcs=task.reward,
+        args=args,
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset if with_evaluation else None,
+        processing_class=tokenizer,
+        peft_config=adapter or None,
+        probes=probes,
+        records=records,
+        interventions=[interventions] if isinstance(interventions, str) else interventions,
+        buffer=buffer or None,
+    )
+    check_sharding(trainer)
+    warn_of_rounding(trainer)
+    check_longest_prompt(trainer)
+    for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
+        trainer.remove_callback(callback)
+    return trainer

@@ -1,0 +1,94 @@
+"""What only TRL, the launcher and the built trainer show of a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+from accelerate.utils import parse_flag_from_env
+from omegaconf import DictConfig
+from transformers.utils import logging
+
+from rl_training.errors import UserError
+from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.job.configuration.values import check_kind, did_you_mean
+
+logger = logging.get_logger(__name__)
+
+
+def check_fields(trainer: DictConfig) -> None:
+    """Raises ValueError for a setting that DrGRPOConfig lacks, and for one that is no number where it needs one."""
+    fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
+    for name, value in zip(map(str, trainer), trainer.values(), strict=True):
+        if name in fields:
+            annotation = fields[name].type
+            names = set(re.findall(r"\w+", getattr(annotation, "__name__", str(annotation))))
+            kinds = [kind for kind in (float, int, bool) if kind.__name__ in names]
+            # Text, lists and what has a maker of its own are for their reader to check.
+            if names <= {"float", "int", "bool", "None"} and (value is not None or "None" not in names):
+                check_kind(f"trainer.{name}", value, kinds[0](), ", or null" * ("None" in names))
+        elif name != "_target_":
+            hint = did_you_mean(name, {field: f"trainer.{field}" for field in fields})
+            raise UserError(f"trainer.{name} is not a field of DrGRPOConfig, see trl.GRPOConfig{hint}")
+
+
+def check_number_of_processes(num_processes: int) -> None:
+    """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
+
+    accelerate launch silently starts a single process where it does not see several GPUs (--cpu, MULTI_CPU, or no
+    configuration at all). It does not pass on the number, but the rendezvous address that it sets reveals it.
+    """
+    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    if expected != num_processes:
+        raise UserError(
+            f"WORLD_SIZE={expected}, but the number of processes is {num_processes}: start them with accelerate launch "
+            "or torchrun, or unset WORLD_SIZE"
+        )
+    met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
+    if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise UserError(
+            "accelerate launch was asked for several processes and started only this one: use --config_file "
+            "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
+            "meant: --num_processes 1, and unset MASTER_PORT"
+        )
+
+
+def check_sharding(trainer: DrGRPOTrainer) -> None:
+    """Raises ValueError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
+    for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
+            raise UserError(
+                f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
+                "only where ACCELERATE_USE_CPU is not set (set DS_ACCELERATOR=cpu instead, see launch/zero2.yaml)"
+            )
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.state_dict_type.name != "FULL_STATE_DICT":
+        raise UserError(
+            "fsdp_state_dict_type: SHARDED_STATE_DICT writes checkpoints without model.safetensors, which cannot be "
+            "read here: use FULL_STATE_DICT (launch/fsdp2.yaml)"
+        )
+
+
+def check_longest_prompt(trainer: DrGRPOTrainer) -> None:
+    """Raises ValueError when a prompt and its response do not fit into the model's positions: it would train on."""
+    positions = getattr(trainer.model.config, "max_position_embeddings", None)
+    prompts = [row for row in trainer.train_dataset["prompt"] if isinstance(row, str)]  # a chat needs its template
+    if positions is None or not prompts:
+        return
+    length = len(trainer.processing_class(max(prompts, key=len)).input_ids) + trainer.args.max_completion_length
+    if length > positions:
+        raise UserError(
+            f"the longest prompt and trainer.max_completion_length={trainer.args.max_completion_length} need {length} "
+            f"tokens, and the model has {positions} positions: leave out long prompts, or lower the length of responses"
+        )
+
+
+def warn_of_rounding(trainer: DrGRPOTrainer) -> None:
+    """Warns where the trained weights are kept in 16 bits; DeepSpeed keeps an fp32 copy of its own."""
+    rounded = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4}
+    if rounded and not trainer.is_deepspeed_enabled:
+        logger.warning(
+            f"all weights are trained and kept in {', '.join(rounded).replace('torch.', '')}, which loses small "
+            "changes of a weight (below 0.2 % in bfloat16); reinforcement learning makes smaller ones: use "
+            "model.dtype=float32 (trainer.bf16 still computes in bf16), or adapter=lora, whose adapter is fp32"
+        )

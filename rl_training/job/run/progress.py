@@ -1,0 +1,76 @@
+"""The bar of a training's steps, with reward, entropy and its predicted change."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import ProgressCallback
+
+# By label, the metrics that it can be and how it is written. Entropy over all tokens, as in the report, where a probe
+# measures it.
+SHOWN = {
+    "reward": (("reward",), ".3f"),
+    "entropy": (("entropy/token", "entropy"), ".3f"),
+    "δH": (("delta_h/forward", "measured/delta_h"), "+.4f"),
+}
+
+
+Z_95 = 1.96  # standard errors, of the number that has one
+
+
+# Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
+FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"
+SECONDS_OF_SILENCE = 10.0  # after which a step that is not through says how far it is
+BEFORE_ANY = "sampling"  # in the place of the numbers, until the first step is through
+
+
+class StepProgress(ProgressCallback):
+    """transformers' bar with these numbers in it: one line that is redrawn at each step, on the main process.
+
+    In a step that takes long it is redrawn after microbatches, too, and says which: "1/16 +3/8".
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self._lines = contextlib.ExitStack()
+        self._lines.enter_context(logging_redirect_tqdm())  # else what is logged stands behind the bar
+        self.current_step = state.global_step
+        if self.training_bar is not None:
+            self.training_bar.bar_format = FORMAT
+            self.training_bar.initial = self.training_bar.n = state.global_step
+            self.training_bar.set_postfix_str(BEFORE_ANY)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._microbatches = 0
+        self._drawn_at = time.monotonic()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._microbatches += 1
+        if self.training_bar is not None and time.monotonic() - self._drawn_at > SECONDS_OF_SILENCE:
+            self._drawn_at = time.monotonic()
+            self.training_bar.set_description_str(f" +{self._microbatches}/{args.gradient_accumulation_steps}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.set_description_str("", refresh=False)
+            if self.training_bar.postfix == BEFORE_ANY:
+                self.training_bar.set_postfix_str("", refresh=False)
+        super().on_step_end(args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        shown = {}
+        for label, (keys, form) in SHOWN.items():
+            key = next((key for key in keys if logs.get(key) is not None), None)
+            if key is not None:
+                stderr = logs.get(f"{key}_se")
+                bar = "" if stderr is None else f"±{Z_95 * stderr:{form.lstrip('+')}}"
+                shown[label] = f"{logs[key]:{form}}{bar}"
+        if shown and self.training_bar is not None:
+            self.training_bar.set_postfix(shown)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
+        self._lines.close()

@@ -1,0 +1,78 @@
+"""Ends a training after the step in which a signal comes.
+
+SIGINT (Ctrl-C), SIGTERM (Slurm before it preempts, `kill`) and a launcher that is gone ask for its end: it finishes its
+step and writes a checkpoint that resumes exactly. Of several processes one request is enough: they agree at the end of
+each step. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+from transformers import TrainerCallback
+
+from rl_training.hosts.trl.batches import steps_per_rollout
+from rl_training.job.errors import LAUNCHED, SIGNALS
+
+SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal
+
+
+class StopAtStepEnd(TrainerCallback):
+    """Ends training after the step in which a signal has come; `signum` then says which one, else it is 0."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._request = 0  # of this process
+        self._requested_at = 0.0
+        was_launched = any(name in os.environ for name in LAUNCHED)
+        self._launcher = os.getppid() if was_launched else None  # a shell may end before this process does
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context that handles signals; outside of it they act as before."""
+        if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
+            yield
+            return
+        before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _take(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._request and now - self._requested_at > SECONDS_OF_ECHO:
+            self._say(f"ended by {signal.Signals(signum).name}")
+            os._exit(128 + signum)  # of several processes, those that clean up first would wait for one another
+        if not self._request:
+            self._request, self._requested_at = signum, now
+            self._say(
+                f"{signal.Signals(signum).name}: after this step a checkpoint and the report; a second one ends at once"
+            )
+
+    def _say(self, line: str) -> None:
+        if PartialState().is_main_process:
+            os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._launcher not in (None, os.getppid()) and not self._request:
+            self._request = signal.SIGTERM
+            self._say("the launcher is gone: a checkpoint and the report, then this run ends")
+        own = torch.tensor([self._request], device=PartialState().device)
+        request = int(gather(own).max())
+        # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
+        if request and state.global_step % steps_per_rollout(args) == 0:
+            self.signum = request
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False

@@ -1,0 +1,143 @@
+"""A training: built from its configuration, trained, reported, and ended, well or where a signal has stopped it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import PartialState
+from omegaconf import DictConfig, OmegaConf
+from transformers.utils import logging
+
+from rl_training.errors import UserError
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
+from rl_training.job.configuration.checks import check_run
+from rl_training.job.configuration.run_settings import lost_place
+from rl_training.job.configuration.values import quoted
+from rl_training.job.errors import Interrupted, libraries_refuse
+from rl_training.job.objects.dashboards import MetricsLogger, put_loggers
+from rl_training.job.objects.make import make
+from rl_training.job.objects.trainer import make_trainer
+from rl_training.job.objects.trainer_checks import check_fields
+from rl_training.job.run.folder import find_run_folder, release_run_folder, save_config
+from rl_training.job.run.progress import StepProgress
+from rl_training.job.run.stopping import StopAtStepEnd
+from rl_training.job.run.waiting import timeouts_explained
+from rl_training.records.checkpoints import steps_taken
+from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.masking import without_secrets
+from rl_training.records.provenance import provenance
+from rl_training.records.report import print_summary, write_report
+from rl_training.records.workspace import CORE
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run, ready to start."""
+
+    trainer: DrGRPOTrainer
+    run_dir: Path
+    checkpoint: Path | None  # to resume from
+    loggers: list[MetricsLogger]  # dashboards; on the main process only
+    stop: StopAtStepEnd
+
+    def train(self) -> None:
+        """Trains, from the checkpoint if there is one; not if that is the last step's, where it would add a step.
+
+        Raises ValueError when no step was taken. A signal ends it after the step that it came in: see `end`.
+        """
+        taken = steps_taken(self.checkpoint) if self.checkpoint else 0
+        for dashboard in self.loggers:
+            dashboard.start(after_step=taken)
+        if 0 < self.trainer.args.max_steps <= taken:
+            logger.warning(f"{self.run_dir} has taken its {taken} steps: raise trainer.max_steps to train longer")
+            return
+        named = timeouts_explained(self.trainer.args.ddp_timeout)
+        with self.stop.listening(), libraries_refuse(unless=lambda: self.trainer.state.global_step > taken), named:
+            self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        if self.trainer.state.global_step <= taken:
+            raise UserError("nothing was trained, not one step: is the training set too small for a step?")
+
+    def report(self) -> None:
+        """Writes report/report.html, prints the summary and closes the dashboards, on the main process."""
+        if self.trainer.accelerator.is_main_process:
+            if not (self.run_dir / LOGS_FOLDER / METRICS_FILE).is_file():
+                logger.warning("no report: no step was logged (trainer.logging_steps, trainer.logging_strategy)")
+                return
+            page = write_report(self.run_dir, pictures="png" if self.loggers else "")
+            for dashboard in self.loggers:
+                dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
+            print_summary(self.run_dir)
+
+    def end(self) -> None:
+        """Frees the run's folder. Raises Interrupted, with the line that resumes, when a signal has stopped the run."""
+        release_run_folder(self.run_dir)
+        if not self.stop.signum:
+            return
+        self.trainer.accelerator.wait_for_everyone()  # a launcher ends the others as soon as one is gone
+        state = self.trainer.state
+        line = f"ended by {signal.Signals(self.stop.signum).name} after step {state.global_step} of {state.max_steps}"
+        if state.global_step < state.max_steps:
+            line += f"; to go on, type the same command with this behind it: {self._resuming()}"
+        raise Interrupted(self.stop.signum, line)
+
+    def _resuming(self) -> str:
+        """Returns the settings that let the command that was typed go on with this run: the last of a kind counts."""
+        run_dir = str(self.run_dir)
+        folder = f"run_dir={run_dir}" if re.fullmatch(r"[\w./-]+", run_dir, re.ASCII) else quoted("run_dir", run_dir)
+        words = [folder, "resume=latest"]
+        if any(word.startswith("additional_steps=") for word in sys.argv[1:]):  # would be added once more
+            words += ["additional_steps=null", f"trainer.max_steps={self.trainer.state.max_steps}"]
+        return " ".join(words)
+
+
+EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
+
+
+def build_run(cfg: DictConfig) -> TrainingRun:
+    """Returns the run that the configuration describes, of a branch as `branched` returns it.
+
+    Raises ValueError for whatever the user got wrong.
+    """
+    logging.disable_progress_bar()  # transformers' over files, in the middle of the one over steps
+    with libraries_refuse():
+        return _build(cfg)
+
+
+def _build(cfg: DictConfig) -> TrainingRun:
+    check_fields(cfg.trainer)
+    accumulation = check_run(cfg)
+    run_dir, checkpoint, is_its_own = find_run_folder(cfg)
+    cfg.run_dir = str(run_dir)
+    records = Records(run_dir / LOGS_FOLDER, cfg.rollouts.every) if PartialState().is_main_process else None
+    evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
+    args = make(
+        "trainer", cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once
+    )
+    probes = [make(f"probes.{name}", probe) for name, probe in cfg.probes.items()]
+    trainer = make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
+    trainer.branches_off = checkpoint is not None and not checkpoint.resolve().is_relative_to(run_dir.resolve())
+    if trainer.branches_off and (changed := lost_place(cfg)):
+        trainer.has_own_random_numbers = "seed=" in changed
+        logger.warning(f"{changed}: this branch takes its prompts in another order than its run")
+    trainer.attachment.is_typed = True
+    if not args.disable_tqdm:
+        trainer.add_callback(StepProgress)
+    stop = StopAtStepEnd()
+    trainer.add_callback(stop)
+    config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
+    config["provenance"] = provenance()
+    config["provenance"]["loss"] = trainer.loss_in_words
+    if cfg.get("branch") is not None:
+        config["provenance"]["branch"] = (
+            f"of {Path(cfg.branch).parents[1].name} at step {steps_taken(Path(cfg.branch))}"
+        )
+    save_config(config, run_dir, is_its_own)
+    loggers = put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
+    return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
