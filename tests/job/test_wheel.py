@@ -33,7 +33,7 @@ DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_con
 # Each command in a fork of one process that has imported what takes seconds, as has each process of a command's own.
 COMMANDS = """
 import gc, json, multiprocessing, os, sys
-import rl_training.__main__, rl_training.job.silence, rl_training.job.build, rl_training.job.evaluate
+import rl_training.__main__, rl_training.job.silence, rl_training.job.run.training, rl_training.job.run.evaluation
 gc.freeze()  # what no fork has to walk through
 fork = multiprocessing.get_context("fork")
 multiprocessing.get_context = lambda kind=None: fork
@@ -159,7 +159,7 @@ def test_version_changelog_and_citation_agree() -> None:
         ("hosts.loop", CORE - {"trl", "accelerate"}),
         ("probes", CORE - {"trl", "accelerate", "transformers"}),
         ("records.jsonl", CORE - {"trl", "accelerate", "transformers", "torch"}),
-        ("job.command_line", set()),  # and with it every command's --help
+        ("job.errors", set()),  # and with it every command's --help
     ],
 )
 def test_what_is_imported_without_an_extra_comes_without_one(module: str, at_most: set[str]) -> None:
