@@ -33,7 +33,7 @@ from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import run_in_process
-from rl_training.job import evaluation_plan
+from rl_training.job.run import evaluation_plan
 from rl_training.job.run.evaluation import evaluate, print_table
 from rl_training.job.run.evaluation_plan import fingerprint, read_plan
 from rl_training.records import evaluated

@@ -246,7 +246,7 @@ def test_settings_become_objects_in_one_place_only() -> None:
             "job/configuration/stored.py",
             "job/configuration/nested.py",
             "job/configuration/composition.py",
-        },  # fmt: skip
+        },
         "yaml.parse": {"records/stored_yaml.py"},
         # Of an error's name; and what a guarded process is sent.
         "pickle": {"records/pickles.py", "tasks/gym_score.py"},

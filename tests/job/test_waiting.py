@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from configs import QUICK, composed
 
+from rl_training.job.run import waiting
 from rl_training.job.run.folder import find_run_folder
-from rl_training.job.run.training import waiting
 from rl_training.job.run.waiting import WaitingWatch, timeouts_explained
 
 PATIENCE = 1.0
