@@ -1,0 +1,56 @@
+"""Claims on benchmarks/real_truth.py: what it takes for true is true where the truth can be written down."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+
+
+def policy(seed: int, towards: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Return the distribution of a first token, of which 0 ends the response, and those of the second after each."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, generator=generator), torch.randn(3, 3, generator=generator)
+    if towards is not None:
+        logits = tuple(old.log() + 0.3 * own for old, own in zip(towards, logits, strict=True))
+    return logits[0].softmax(0), logits[1].softmax(1)
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    return -(probabilities * probabilities.log()).sum(dim=-1)
+
+
+def entropy_per_token(of: tuple[Tensor, Tensor]) -> float:
+    first, second = of
+    return float((entropy(first) + first[1:] @ entropy(second[1:])) / (1 + first[1:].sum()))
+
+
+def test_the_change_by_a_step_is_that_of_a_policy_whose_responses_can_be_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import real_truth
+
+    monkeypatch.setattr(real_truth, "PROMPTS", 300)
+    old = policy(seed=1)
+    new = policy(seed=2, towards=old)
+    generator = torch.Generator().manual_seed(0)
+    count = 300 * real_truth.RESPONSES
+    first = torch.multinomial(old[0].repeat(count, 1), 1, generator=generator)[:, 0]
+    second = torch.multinomial(old[1][first], 1, generator=generator)[:, 0]
+    mask = torch.stack([torch.ones_like(first), first != 0], dim=1).bool()
+    sample = real_truth.Sample(torch.stack([first, second], dim=1), mask)
+    for state, of in {"0": old, "1": new}.items():
+        entropies = torch.stack([entropy(of[0]).expand(count), entropy(of[1])[first]], dim=1)
+        logps = torch.stack([of[0].log()[first], of[1].log()[first, second]], dim=1)
+        sample.scores[state] = (entropies * mask, logps * mask)
+    change, stderr = real_truth.jackknife(lambda kept: real_truth.change_of_step({0: sample}, 1, kept))
+    exact = entropy_per_token(new) - entropy_per_token(old)
+    assert abs(change - exact) < 3 * stderr
+    assert stderr < 0.02 * abs(exact)
+    sys.modules.pop("real_truth")
