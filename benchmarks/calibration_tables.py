@@ -47,7 +47,7 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def pairs_of(runs: Sequence[Run], name: str, steps: int) -> list[Pair]:
+def paired_effects(runs: Sequence[Run], name: str, steps: int) -> list[Pair]:
     return [Pair(run[name][step], run[TRUE][step]) for run in runs for step in range(1, steps + 1)]
 
 
@@ -67,7 +67,7 @@ def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
 
 def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator[str]:
     for name in PREDICTIONS:
-        pairs = pairs_of(runs, name, steps)
+        pairs = paired_effects(runs, name, steps)
         said = calibration(pairs)
         measured = sum(pair.truth.value for pair in pairs) / len(runs)
         stderr = math.hypot(*(pair.truth.stderr for pair in pairs)) / len(runs)

@@ -86,7 +86,7 @@ def words_of(line: str, folder: Path, runs: Path) -> list[str]:
 def end_of(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
     """Runs a command line and returns how it ended."""
     log = folder / "log"
-    (folder / "own.py").write_text(TYPED["own"], encoding="utf-8")
+    (folder / "custom.py").write_text(TYPED["own"], encoding="utf-8")
     process = ForkProcess(target=run, args=(words_of(line, folder, runs), log))
     started = time.monotonic()
     process.start()

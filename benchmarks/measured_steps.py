@@ -95,7 +95,7 @@ class Bank(Probe):
         self._answers = {"bank/true": Estimate.missing("this step is not one of them")}
         if step.number in self.steps:
             assert step.policy.shard is not None
-            self.rollout, self.held = self.draw(2 * step.number), step.policy.shard.held()
+            self.rollout, self.held = self.draw(2 * step.number), step.policy.shard.copy_local_weights()
             self.scores = step.policy.score_rollout(self.rollout)
 
     def after_step(self, step: Step) -> None:

@@ -30,9 +30,9 @@ from other_samplers import Frozen, Named, trainer_of
 from torch import Tensor
 
 from rl_training import DrGRPOTrainer
-from rl_training.engine.verifier import StepGuard
+from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.prediction import measure_entropy_change
-from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.interventions.loss import loss_inputs
@@ -44,7 +44,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import EntropyChange, Step
 from rl_training.step.needs import Need
 
-StepGuard.notice_edits = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
+UpdateVerifier.detect_external_edits = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
 SAMPLERS = {
     "forward": ["int5", "noise-.6", "stale-2", "stale-8"],
     "corrections": ["int5", "noise-.6", "stale-2", "stale-4", "stale-8"],
@@ -114,7 +114,7 @@ class Forward(Divergence):
         bare = dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
         assert step.policy.shard is not None
         assert change.update is not None
-        memory = StepMemory(step.policy.shard, change.settings)
+        memory = PreviousUpdate(step.policy.shard, change.settings)
         without = measure_entropy_change(bare, memory, Need.ENTROPY_ROWS)
         forward = change.quantities["forward"].estimates(step.num_folds)[0]
         truth = float(dot(layout.vector(self.truth[name] for name in layout.names), change.update))

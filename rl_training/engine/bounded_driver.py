@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import Loop
+from rl_training.engine.recorder import LoopSpec
 from rl_training.policy.rollout import join_rollouts
 from rl_training.statistics.estimate import Estimate
 
@@ -24,7 +24,7 @@ class BoundedDriver(StepDriver):
         super().reset()
         self.bound.reset()
 
-    def start(self, loop: Loop) -> None:
+    def start(self, loop: LoopSpec) -> None:
         super().start(loop)
         self.bound.start(loop.shard, loop.policy, loop.ranks)
 
@@ -33,13 +33,13 @@ class BoundedDriver(StepDriver):
         assert step is not None
         self.disarm()
         rollout = join_rollouts(step.rollouts)
-        with self._aside(), self._clock.timed(self.bound.name):
+        with self._measurement_context(), self._clock.timed(self.bound.name):
             self.bound.before_step(rollout, step.join_scores(rollout))
         super().gradients_ready(rollout_number)
 
     def stepped(self, made: bool = True) -> None:
         if made:
-            with self._aside(), self._clock.timed(self.bound.name):
+            with self._measurement_context(), self._clock.timed(self.bound.name):
                 self._found = self.bound.after_step()
         else:
             self.bound.restore()

@@ -25,18 +25,18 @@ from torch import Tensor
 from rl_training.engine.fold_recorder import GradientRows
 from rl_training.engine.loss_check import MadeLoss, TermsCheck
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import LearnedPrompts, Loop, OpenStep, Shape
+from rl_training.engine.recorder import LoopSpec, SeenPrompts, StepRecorder, StepShape
 from rl_training.engine.requirements import Requirements, announcement, needs_of
 from rl_training.engine.timing import SHARED, Clock
-from rl_training.engine.verifier import StepGuard, predicting, refuse_other_parameters
+from rl_training.engine.verifier import UpdateVerifier, predicting, refuse_other_parameters
 from rl_training.entropy.prediction import measure_entropy_change
-from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.fsdp import reshard
 from rl_training.policy.padding_check import PaddingCheck
-from rl_training.policy.rng import streams_put_back
+from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rollout import Rollout
-from rl_training.policy.rotary import tables_put_back
+from rl_training.policy.rotary import preserve_rotary_tables
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import Step
@@ -56,12 +56,12 @@ class StepDriver:
     def __init__(self, probes: Sequence[Probe]) -> None:
         self.probes = tuple(probes)
         self._requirements = Requirements.of(probes)
-        self.open_step: OpenStep | None = None  # the step that has begun, if one has
-        self._learned = LearnedPrompts()
+        self.open_step: StepRecorder | None = None  # the step that has begun, if one has
+        self._learned = SeenPrompts()
         self._rows: GradientRows | None = None  # these two while a training lasts
-        self._memory: StepMemory | None = None
+        self._memory: PreviousUpdate | None = None
         self._memory_state: Mapping[str, Tensor] = {}
-        self._guard: StepGuard | None = None
+        self._guard: UpdateVerifier | None = None
         self._reduction: FoldReduction | None = None
         self._seconds: Mapping[str, float] = {}  # of the last step, by name
         self._bytes_held = 0  # at most in it
@@ -70,11 +70,11 @@ class StepDriver:
     def reset(self) -> None:
         """Forget earlier trainings, also in the probes: call it before a training that does not go on from a state."""
         self.close()
-        self._memory_state, self._learned = {}, LearnedPrompts()
+        self._memory_state, self._learned = {}, SeenPrompts()
         for probe in self.probes:
             probe.reset()
 
-    def start(self, loop: Loop) -> None:
+    def start(self, loop: LoopSpec) -> None:
         """Records which parameters are trained. Call it when training begins. A collective after one that failed."""
         self.close()
         self.end()
@@ -94,11 +94,11 @@ class StepDriver:
             for line in (plan, *missing):  # a level at which it is seen
                 logger.warning(line)
         if Need.ENTROPY_GRADIENT in needs:
-            self._memory = StepMemory(loop.shard, self._requirements.entropy, offload)
+            self._memory = PreviousUpdate(loop.shard, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)
-            self._guard = StepGuard(loop.shard, self._memory, loop.ranks.reduce)
+            self._guard = UpdateVerifier(loop.shard, self._memory, loop.ranks.reduce)
 
-    def refuse_impossible_folds(self, shape: Shape) -> None:
+    def refuse_impossible_folds(self, shape: StepShape) -> None:
         """Raises ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
         self._requirements.folds(shape, shape.sizes)
 
@@ -106,12 +106,12 @@ class StepDriver:
 
     def begin(self, number: int) -> None:
         """Begins optimizer step `number`, counted from 1. A collective where it is measured."""
-        self.open_step = OpenStep(number, [probe for probe in self.probes if probe.measures_at(number)])
+        self.open_step = StepRecorder(number, [probe for probe in self.probes if probe.measures_at(number)])
         if self.open_step.probes:
             with self._clock.timed():
                 refuse_other_parameters(self._loop.shard)
                 if self._guard is not None and self._memory is not None:
-                    self._guard.notice_edits()
+                    self._guard.detect_external_edits()
                     self._memory.count_bytes(more=0)
 
     def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
@@ -166,21 +166,21 @@ class StepDriver:
         self._learned.turn_to(rollout_number)
         step.is_ready = True
         if step.probes:
-            with self._aside():
+            with self._measurement_context():
                 self._prepare(step)
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _measurement_context(self) -> Iterator[None]:
         """A context of the probes' own calculations: a loop may be in one of autocast, and a probe may draw."""
         device, model = self._layout.device, self._loop.policy.model
-        with streams_put_back(device), tables_put_back(model), torch.autocast(device.type, enabled=False):
+        with preserve_rng(device), preserve_rotary_tables(model), torch.autocast(device.type, enabled=False):
             yield
 
     def measuring(self) -> AbstractContextManager[None]:
         """A context whose time counts as the engine's, of what a loop does for the sake of measuring alone."""
         return self._clock.timed()
 
-    def _prepare(self, step: OpenStep) -> None:
+    def _prepare(self, step: StepRecorder) -> None:
         with self.measuring():
             view, asking = self._view(step), predicting(step.probes)
             if self._memory is not None and asking:
@@ -212,7 +212,7 @@ class StepDriver:
         if self._memory is not None:
             with self.measuring():
                 self._memory.finish(step.number, self._loop.shard.weights())
-        with self._aside():
+        with self._measurement_context():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     probe.after_step(step.view)
@@ -280,7 +280,7 @@ class StepDriver:
         if self._memory is not None:
             self._memory.load_state_dict(state)
 
-    def _view(self, step: OpenStep) -> Step:
+    def _view(self, step: StepRecorder) -> Step:
         """Returns what probes see of a step whose gradients are all in. A collective."""
         loop, rollout = self._loop, step.join_rollouts(self._loop.ranks)
         edited = "" if self._guard is None else self._guard.why_edited()

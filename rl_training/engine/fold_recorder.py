@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_training.engine.verifier import why_not_the_sum
+from rl_training.engine.verifier import gradient_mismatch_reason
 from rl_training.entropy.fold_gradients import add_gradients
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.state import view_optimizer
-from rl_training.optim.updates import adam_roots
+from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.vectors import Vector, add, copy, dot, dots, num_bytes, square_norms
 from rl_training.step.data import Step
 from rl_training.step.needs import Need
@@ -53,7 +53,7 @@ class GradientRows:
         """
         shard, roots = self._reduction.shard, None
         if Need.SQ_NORMS in needs:
-            roots = adam_roots(self.layout, shard.weights(), view_optimizer(shard).states)
+            roots = sqrt_preconditioner(self.layout, shard.weights(), view_optimizer(shard).states)
         self.start_step(groups, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
 
     def start_step(self, groups: Sequence[FoldGroup], keep_rows: bool = True, roots: Vector | None = None) -> None:
@@ -64,7 +64,7 @@ class GradientRows:
                    rows of one group of folds at a time in memory where rows are not kept
         """
         self.release()
-        self._reduction.late = self.most_bytes = 0
+        self._reduction.num_late_gradients = self.most_bytes = 0
         self._groups, self._roots = groups, roots
         num_folds = groups[-1].folds.stop
         if keep_rows:
@@ -101,7 +101,7 @@ class GradientRows:
     def complete(self, step: Step) -> tuple[Step, Tensor]:
         """Return a step with the gradients of its folds, and the square norms of these, (F,). A collective."""
         if len(step.folds) > len(step.batch.microbatch_rows):
-            self.fill_slices(step)
+            self.split_microbatch_gradients(step)
         mean = self.layout.vector(step.gradients.mean.values())
         squares = self.finish(step.fold_sizes, step.ranks.count, mean)
         sq_norms = None if self.sq_norms is None else step.ranks.reduce(self.sq_norms)
@@ -110,11 +110,11 @@ class GradientRows:
         tensors = [*self._reduction.shard.leaves.values(), *(self.rows or ())]
         is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
         squares = step.ranks.reduce(squares)
-        why_not = why_not_the_sum(squares, is_rounded)
+        why_not = gradient_mismatch_reason(squares, is_rounded)
         gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms, why_no_rows=why_not)
         return dataclasses.replace(step, gradients=gradients), squares[3:]
 
-    def fill_slices(self, step: Step) -> None:
+    def split_microbatch_gradients(self, step: Step) -> None:
         """Splits each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.
 
         Each slice takes a forward pass and a backward, except the last one, whose gradient is the difference: s slices
@@ -166,7 +166,7 @@ class GradientRows:
             self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._roots)
         rest = (one - part.to(one.device) / num_ranks for one, part in zip(mean, caught, strict=True))
         off = torch.stack([dots(part, part) for part in rest]).sum()
-        late = torch.full_like(off, float(self._reduction.late))
+        late = torch.full_like(off, float(self._reduction.num_late_gradients))
         return torch.cat([torch.stack([late, off, dot(mean, mean)]), squares])
 
     def release(self) -> None:

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.gradients.folds import response_number
+from rl_training.gradients.folds import response_index
 from rl_training.optim.state import gradients_and_states, view_optimizer
-from rl_training.optim.updates import OptimizerPieces, clipping, whole_update
+from rl_training.optim.updates import OptimizerPieces, clipping, compute_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import dots
@@ -159,9 +159,9 @@ class KLBound:
             rollout: the sequences of the step.
             scores: of training's forward pass, (B, T) each.
         """
-        rows = (response_number(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
+        rows = (response_index(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
         self._before, self._rollout = self._scores_before(rollout, scores, rows), take_rows(rollout, rows)
-        self._weights, groups = self._shard.held(), self._shard.optimizer.param_groups
+        self._weights, groups = self._shard.copy_local_weights(), self._shard.optimizer.param_groups
         entropy = self._mean_over_tokens(scores.entropies, scores.mask)
         self._target = self.share_of_entropy * entropy * schedule_factor(groups) ** 2
         factor = self.state.next_factor
@@ -177,10 +177,12 @@ class KLBound:
         """Shorten a step that had no formula, restore the rates, and return how the step was bounded as metrics."""
         if not self._has_formula:
             first = self.state.next_factor
-            moved = {name: weight - self._weights[name] for name, weight in self._shard.held().items()}
+            moved = {name: weight - self._weights[name] for name, weight in self._shard.copy_local_weights().items()}
             factor = self._search(lambda factor: self._kl_at(moved, factor / first))
             if factor != first:
-                self._shard.put({name: w + factor / first * moved[name] for name, w in self._weights.items()})
+                self._shard.load_local_weights(
+                    {name: w + factor / first * moved[name] for name, w in self._weights.items()}
+                )
         rate = max(self._rates) * self._info.factor
         self.restore()
         self._weights = {}
@@ -220,7 +222,7 @@ class KLBound:
         """
         first = self._policy.score_rollout(take_rows(rollout, rows[:1]))
         apart = (first.logps - scores.logps[rows[:1]])[first.mask.bool()].double().abs().mean().nan_to_num(0.0)
-        if float(self._ranks.largest(apart)) <= SAME:
+        if float(self._ranks.max(apart)) <= SAME:
             return Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
         return self._policy.score_rollout(take_rows(rollout, rows))
 
@@ -234,7 +236,7 @@ class KLBound:
             gradient = piece.of(gradients)
             square += dots(gradient, gradient)
         clip = float(clipping(self._ranks.reduce(square), view.max_grad_norm))
-        return shard.layout.by_name(whole_update(shard.layout, pieces, gradients, clip))
+        return shard.layout.by_name(compute_update(shard.layout, pieces, gradients, clip))
 
     def _mean_over_tokens(self, values: Tensor, mask: Tensor) -> float:
         is_token = mask.bool()

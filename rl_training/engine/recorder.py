@@ -21,7 +21,7 @@ from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.policy import Policy
-from rl_training.policy.rollout import Rollout, in_one_width, join_origins, join_rollouts
+from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.batch import Batch, LossSettings
@@ -41,7 +41,7 @@ from rl_training.step.limits import (
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """How an optimizer step of a loop is cut into microbatches."""
 
     responses_per_prompt: int
@@ -56,10 +56,10 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopSpec:
     """What the driver must know about a training loop, once its parameters are laid out over processes."""
 
-    shape: Shape
+    shape: StepShape
     shard: Shard
     policy: Policy
     ranks: Ranks
@@ -81,7 +81,7 @@ class Loop:
 
 
 @dataclass
-class LearnedPrompts:
+class SeenPrompts:
     """The prompts of a rollout that optimizer steps have learned from, on this process."""
 
     rollout_number: int = 0  # the latest
@@ -99,7 +99,7 @@ class LearnedPrompts:
 
 
 @dataclass
-class OpenStep:
+class StepRecorder:
     """The step that is being measured: filled by each microbatch, dropped at its end."""
 
     number: int
@@ -142,7 +142,7 @@ class OpenStep:
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
-    def capabilities(self, loop: Loop, learned: set[int], mismatch: str) -> Capabilities:
+    def capabilities(self, loop: LoopSpec, learned: set[int], mismatch: str) -> Capabilities:
         """Returns what cannot be measured at this step, and why not. What holds on one rank holds on all: a collective.
 
         learned   prompts of this rollout and process that earlier steps have learned from
@@ -214,7 +214,7 @@ class OpenStep:
         return dataclasses.replace(joined, rewards=None) if unrewarded else joined
 
     def as_seen(
-        self, loop: Loop, rollout: Rollout, capabilities: Capabilities, reduction: FoldReduction, terms: TermsCheck
+        self, loop: LoopSpec, rollout: Rollout, capabilities: Capabilities, reduction: FoldReduction, terms: TermsCheck
     ) -> Step:
         """Return what probes see of the step once all gradients are in, but the gradients of its folds. A collective.
 
@@ -238,7 +238,7 @@ class OpenStep:
             capabilities=capabilities,
         )
 
-    def place_in_folds(self, loop: Loop, rollout: Rollout, mixed: bool) -> tuple[Sequence[FoldGroup], Tensor]:
+    def place_in_folds(self, loop: LoopSpec, rollout: Rollout, mixed: bool) -> tuple[Sequence[FoldGroup], Tensor]:
         """Return the folds that the step has, and which of them each sequence is in, (B,). A collective if mixed.
 
         Args:
@@ -248,7 +248,7 @@ class OpenStep:
         rank, index = loop.ranks.number, rollout.prompt_index
         if mixed:
             num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
-            fewest = int(-loop.ranks.largest(-num_prompts))
+            fewest = int(-loop.ranks.max(-num_prompts))
             folds: Sequence[FoldGroup] = plan_prompt_folds(fewest, loop.ranks.count, self.num_folds)
             return folds, folds_of_prompts(index, folds, rank)
         fold = torch.empty_like(index)
@@ -260,8 +260,8 @@ class OpenStep:
     def join_scores(self, rollout: Rollout) -> Scores:
         """Return the scores of the whole step, (B, T) each, padded to the width of its rollout."""
         return Scores(
-            logps=in_one_width([scores.logps for scores in self.scores]),
-            entropies=in_one_width([scores.entropies for scores in self.scores]),
+            logps=pad_and_concat([scores.logps for scores in self.scores]),
+            entropies=pad_and_concat([scores.entropies for scores in self.scores]),
             mask=rollout.completion_mask,
         )
 
@@ -272,7 +272,7 @@ class OpenStep:
         """
         scores = self.join_scores(rollout)
         logp_weights, entropy_weights = (
-            in_one_width(
+            pad_and_concat(
                 [
                     weights.get(name, torch.zeros_like(scores.logps))
                     for weights, scores in zip(self.loss_weights, self.scores, strict=True)

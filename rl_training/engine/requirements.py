@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import Loop, Shape
+from rl_training.engine.recorder import LoopSpec, StepShape
 from rl_training.engine.timing import SHARED
 from rl_training.errors import UserError
-from rl_training.gradients.folds import ENOUGH, FoldGroup, plan_folds
+from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard, dtype_name
-from rl_training.statistics.estimate import FEWEST_FOLDS
+from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.step.data import EntropySettings
 from rl_training.step.limits import ONE_RESPONSE
 from rl_training.step.needs import Need
@@ -62,15 +62,15 @@ class Requirements:
             raise UserError(f"two probes have the same name: {twice}")
         needs = needs_of(probes)
         folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
-        num_folds = _common({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
-        entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
-        dtype = _common({p.name: p.rows_dtype for p in folding if p.rows_dtype is not None}, "rows_dtype")
+        num_folds = _agreed({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
+        entropy = _agreed({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
+        dtype = _agreed({p.name: p.rows_dtype for p in folding if p.rows_dtype is not None}, "rows_dtype")
         offload = any(probe.offload for probe in folding)
         return cls(probes, needs, num_folds, entropy or EntropySettings(), offload, dtype)
 
     def folds(
         self,
-        shape: Shape,
+        shape: StepShape,
         sizes: Sequence[int],
         sizes_of_ranks: Sequence[Sequence[int]] | None = None,
         responses_per_prompt: int | None = None,
@@ -94,7 +94,7 @@ class Requirements:
                 raise
         return plan_folds(sizes, group, ranks, None, of_ranks)
 
-    def folds_of_step(self, loop: Loop, sizes: Sequence[int] | None, responses_per_prompt: int) -> list[FoldGroup]:
+    def folds_of_step(self, loop: LoopSpec, sizes: Sequence[int] | None, responses_per_prompt: int) -> list[FoldGroup]:
         """Returns the folds of a step. A collective where it has sizes of its own.
 
         sizes  sequences of each of its microbatches on this process; None: as in the loop's shape
@@ -118,27 +118,27 @@ def needs_of(probes: Sequence[Probe]) -> Need:
     return functools.reduce(operator.or_, (probe.needs for probe in probes), Need.NOTHING)
 
 
-def _common(wanted: Mapping[str, Any], what: str) -> Any:
+def _agreed(wanted: Mapping[str, Any], what: str) -> Any:
     """Returns what the probes ask for, None where none does. ValueError when they do not agree."""
     if len(set(wanted.values())) > 1:
         raise UserError(f"all probes share one {what}: give {list(wanted)} the same")
     return next(iter(wanted.values()), None)
 
 
-def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]]:
+def announcement(loop: LoopSpec, requirements: Requirements) -> tuple[str, list[str]]:
     """Returns what will be measured, in a sentence, and what will not and which setting would change that."""
     shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
     count = requirements.folds(shape, shape.sizes)[-1].folds.stop
     vectors, size = requirements.num_vectors(count), layout.num_bytes / 1e6
     plan = (
-        f"probes measure {_counted(count, 'fold')} of whole prompts a step, from "
-        f"{_counted(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "
-        f"{'each of ' * (shape.num_ranks > 1)}{_counted(shape.num_ranks, 'process')}, and keep {vectors} vectors of "
+        f"probes measure {_pluralize(count, 'fold')} of whole prompts a step, from "
+        f"{_pluralize(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "
+        f"{'each of ' * (shape.num_ranks > 1)}{_pluralize(shape.num_ranks, 'process')}, and keep {vectors} vectors of "
         f"{size:.3g} MB on this one"
     )
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    missing = _few(loop, requirements, count)
+    missing = _fold_warnings(loop, requirements, count)
     if loop.mixed_prompts:
         missing = [f"no prediction, and no noise scale: {loop.mixed_prompts}"]
     missing += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
@@ -152,21 +152,21 @@ def announcement(loop: Loop, requirements: Requirements) -> tuple[str, list[str]
     return plan, missing
 
 
-def _few(loop: Loop, requirements: Requirements, count: int) -> list[str]:
+def _fold_warnings(loop: LoopSpec, requirements: Requirements, count: int) -> list[str]:
     """Returns what so many folds are too few for."""
-    if count >= ENOUGH:
+    if count >= DEFAULT_NUM_FOLDS:
         return []
     needs, more, missing = requirements.needs, loop.more_folds(requirements.probes), []
     if Need.SQ_NORMS in needs and count < 2:
         missing.append(f"no noise scale: a step is one fold, and has no scatter; use {more}")
-    if Need.ENTROPY_GRADIENT in needs and count < ENOUGH:
+    if Need.ENTROPY_GRADIENT in needs and count < DEFAULT_NUM_FOLDS:
         rows = ", no interventions and no token classes" if Need.ENTROPY_ROWS in needs else ""
         if count < 2:
             missing.append(f"no prediction: a step is one fold, and none can be left out of it; use {more}")
-        elif count < FEWEST_FOLDS:
+        elif count < MIN_FOLDS_STEP:
             missing.append(f"no error bars{rows}: {count} folds are too few; use {more}")
         else:
-            missing.append(f"uncertain error bars: they come from {count} folds; for {ENOUGH} use {more}")
+            missing.append(f"uncertain error bars: they come from {count} folds; for {DEFAULT_NUM_FOLDS} use {more}")
     return missing
 
 
@@ -181,5 +181,5 @@ def _of_optimizer(shard: Shard) -> list[str]:
     return missing
 
 
-def _counted(number: int, what: str) -> str:
+def _pluralize(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what[-1] in 'hs' else 's'}"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rl_training.engine.probe import Probe
 from rl_training.entropy.attribution import layer
-from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
-from rl_training.optim.rounding import kept_change
+from rl_training.optim.rounding import rounded_update
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout, sums_of_spans
 from rl_training.statistics.estimate import Estimate
@@ -57,7 +57,7 @@ EDITED_WITHIN = (
 ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
 
 
-def why_not_the_sum(sums: Tensor, rounded: bool) -> str:
+def gradient_mismatch_reason(sums: Tensor, rounded: bool) -> str:
     """Returns why the step's gradient is not the mean of its folds' gradients, "" if it is.
 
     sums     as GradientRows.finish returns them, over all processes
@@ -91,10 +91,10 @@ def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
     return torch.cat([values[::stride] for values in entries]).to(layout.device, torch.float64)
 
 
-class StepGuard:
+class UpdateVerifier:
     """Holds what each step does against the optimizer's formula, and discards the predictions of one that differs."""
 
-    def __init__(self, shard: Shard, memory: StepMemory, reduce: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, shard: Shard, memory: PreviousUpdate, reduce: Callable[[Tensor], Tensor]) -> None:
         self._shard, self._layout, self._memory, self._reduce = shard, shard.layout, memory, reduce
         weights, layers = shard.weights(), [layer(name) for name in shard.trained]
         self._layers = list(dict.fromkeys(layers))
@@ -114,7 +114,7 @@ class StepGuard:
         self._at_step: Tensor | None = None  # right before the optimizer's step, where there is no formula
         self._after: Tensor | None = None  # and after it
 
-    def notice_edits(self) -> None:
+    def detect_external_edits(self) -> None:
         """Forgets the step before where weights are no longer those that it ended with. A collective."""
         self._begun = self._sampled_weights()
         if self._after is not None and self._differ(self._begun, self._after):
@@ -207,7 +207,7 @@ class StepGuard:
 
     def _kept(self, change: Tensor) -> Tensor:
         """Returns what rounding leaves of a change of the sampled weights."""
-        return torch.where(self._is_short, kept_change(self._before.to(self._short), change), change)
+        return torch.where(self._is_short, rounded_update(self._before.to(self._short), change), change)
 
 
 def _remaining(share: float) -> Estimate:

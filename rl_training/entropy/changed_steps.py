@@ -17,11 +17,19 @@ from torch import Tensor
 
 from rl_training.entropy.fold_gradients import add_gradients, passes_in_lockstep, shares_of_folds
 from rl_training.gradients.loss_weights import LossWeights
-from rl_training.optim.updates import EVERY_FOLD, Entries, FoldMeans, Piece, StepsWithoutFolds, clipping, fold_means
+from rl_training.optim.updates import (
+    EVERY_FOLD,
+    Entries,
+    FoldMeans,
+    LeaveOneOutUpdates,
+    OptimizerPiece,
+    clipping,
+    fold_means,
+)
 from rl_training.parallel.vectors import Vector, dots
 from rl_training.step.data import Step
 
-AT_ONCE = 2**28  # bytes of bases' rows that are held together
+CHUNK_BYTES = 2**28  # bytes of bases' rows that are held together
 SHARE_OF_GPU = 1 / 32  # the same on a GPU, of its memory
 ROUNDING = 1e-11  # of a sum of squares of weights in fp32: what they may be off a multiple
 
@@ -92,7 +100,7 @@ def multiples(products: Tensor, row: int, others: Sequence[int], rounding: float
     return factors.tolist() if float(rest) <= rounding * float(square) else None
 
 
-def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
+def iter_basis_gradients(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
     """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
     The first comes first. A forward pass over the sequences with any weight, and a backward. Weights on at least half
@@ -101,14 +109,14 @@ def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, 
     if not weights:
         return
     layout, batch = step.gradients.layout, step.batch
-    counts = torch.stack([weighed(some).sum() for some in (*([one] for one in weights), weights)])
+    counts = torch.stack([rows_with_weight(some).sum() for some in (*([one] for one in weights), weights)])
     shares = step.ranks.reduce(counts.double()).tolist()
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
     fitting = _bytes_at_once(layout.device) // (layout.dtype.itemsize * batch.num_folds * max(1, layout.num_entries))
-    at_once = max(
-        1, -int(step.ranks.largest(torch.tensor(-float(fitting), dtype=torch.float64, device=batch.fold.device)))
+    chunk_size = max(
+        1, -int(step.ranks.max(torch.tensor(-float(fitting), dtype=torch.float64, device=batch.fold.device)))
     )
-    together = [dense[first : first + at_once] for first in range(0, len(dense), at_once)]
+    together = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
     alone = [[number] for number in range(len(weights)) if number not in dense]
     sizes = step.fold_sizes
     shares_of_folds = (sizes / sizes.sum()).to(layout.device, layout.dtype)
@@ -122,8 +130,8 @@ def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, 
 
 def _bytes_at_once(device: torch.device) -> int:
     if device.type != "cuda":
-        return AT_ONCE
-    return max(AT_ONCE, int(torch.cuda.get_device_properties(device).total_memory * SHARE_OF_GPU))
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, int(torch.cuda.get_device_properties(device).total_memory * SHARE_OF_GPU))
 
 
 def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
@@ -131,14 +139,14 @@ def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
     layout, batch = step.gradients.layout, step.batch
     found = [layout.zeros(batch.num_folds) for _ in weights]
     shares = shares_of_folds(step)
-    for group, passes in passes_in_lockstep(step, weighed(weights)):
+    for group, passes in passes_in_lockstep(step, rows_with_weight(weights)):
         targets = [[part[group.folds.start : group.folds.stop] for part in rows] for rows in found]
         for rows in passes:
             add_gradients(step, targets, rows, weights, shares)
     return found
 
 
-def weighed(weights: Sequence[LossWeights]) -> Tensor:
+def rows_with_weight(weights: Sequence[LossWeights]) -> Tensor:
     """Returns the sequences that have any of these weights, (B,)."""
     parts = [part for one in weights for part in (one.logps, one.entropies) if part is not None]
     return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
@@ -151,7 +159,7 @@ class ChangedSteps:
     """
 
     def __init__(
-        self, plain: StepsWithoutFolds, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
+        self, plain: LeaveOneOutUpdates, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
     ) -> None:
         """basis: the gradient of further weights, D. A collective, as is `products`."""
         self._plain, self._reduce, self._pieces = plain, reduce, plain.pieces.halved()
@@ -187,7 +195,7 @@ class ChangedSteps:
         both = self._reduce(torch.stack([own, lost])).cpu()
         return list(zip(*both, strict=True))
 
-    def _gradients(self, piece: Piece) -> list[Tensor]:
+    def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:
         """Returns those of the step and of the basis, not clipped, (F + 1, n) each."""
         return [torch.cat([term.without(EVERY_FOLD, piece), piece.of(term.mean)[None]]) for term in self._terms]
 
@@ -202,7 +210,7 @@ class ChangedSteps:
                     squares[:, one, other] += dots(gradients[one], gradients[other])
         return self._reduce(squares)
 
-    def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:
+    def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
         """Returns the steps that the optimizer makes of the changed gradients in this piece, (F + 1, n)."""
         shares = [1.0 + change.gradient, change.basis][: len(gradients)]
         vector = self._squares.new_tensor(shares)
@@ -225,6 +233,6 @@ class GradientParts(ChangedSteps):
     `products([None], …)` are products with these parts.
     """
 
-    def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:
+    def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
         clips = clipping(self._squares[:, 0, 0], self._plain.max_grad_norm).to(gradients[0]).unsqueeze(1)
         return piece.gradient_factor(clips * gradients[0]) * clips * gradients[-1]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.weights import PrefixRatios, policy_first, surrogate_weights
-from rl_training.gradients.folds import FoldGroup, response_number
+from rl_training.gradients.folds import FoldGroup, response_index
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.vectors import Vector
-from rl_training.policy.rollout import Rollout, in_one_width
+from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropySettings, Step
 from rl_training.step.score_check import ScoreCheck
@@ -42,8 +42,8 @@ def prefix_ratios(step: Step) -> PrefixRatios | None:
     logs, mask = log_ratios(step.batch), step.batch.scores.mask
     if step.batch.rollout.sampling_logps is None or logs is None:
         return None
-    width = int(step.ranks.largest(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))
-    logs, mask = (in_one_width([part], at_least=width) for part in (logs, mask))
+    width = int(step.ranks.max(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))
+    logs, mask = (pad_and_concat([part], at_least=width) for part in (logs, mask))
     return PrefixRatios.of(logs, mask).normalised(step.ranks.reduce)
 
 
@@ -59,7 +59,7 @@ def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
     if ratios is not None:
         before, order = ratios.before, policy_first(mask)
         terms = before * torch.stack(
-            [in_one_width([part.gather(1, order)], at_least=before.shape[1]) for part in (entropies, mask)]
+            [pad_and_concat([part.gather(1, order)], at_least=before.shape[1]) for part in (entropies, mask)]
         )
         means = step.ranks.reduce(terms.sum(dim=1, keepdim=True)) / step.num_sequences
         sums = list((terms - (before - 1.0) * means).sum(dim=-1))
@@ -87,7 +87,7 @@ def fold_gradients(
     )
     logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
     taken = min(settings.responses_per_prompt, batch.responses_per_prompt)
-    chosen = response_number(index) < taken
+    chosen = response_index(index) < taken
     sizes = step.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / taken / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
@@ -108,14 +108,14 @@ def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, 
         chosen: (B,) bool.
     """
     batch = step.batch
-    at_once = max(len(rows) for rows in batch.microbatch_rows)
+    chunk_size = max(len(rows) for rows in batch.microbatch_rows)
     rows = chosen.nonzero().squeeze(1)
     group_of_row = batch.fold[rows] // len(step.folds[0].folds)  # all groups have as many folds
     sizes = group_of_row.bincount(minlength=len(step.folds)).tolist()
     of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
-    parts = [torch.split(some, at_once) if len(some) else () for some in of_groups]
+    parts = [torch.split(some, chunk_size) if len(some) else () for some in of_groups]
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
-    for group, part, count in zip(step.folds, parts, step.ranks.largest(counts).tolist(), strict=True):
+    for group, part, count in zip(step.folds, parts, step.ranks.max(counts).tolist(), strict=True):
         yield group, [*part, *[rows[:0]] * (int(count) - len(part))]
 
 
@@ -138,7 +138,7 @@ def add_gradients(
     if not len(rows):
         rows, shares = torch.zeros(1, dtype=torch.long, device=rows.device), torch.zeros_like(shares)
     for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
-        keep_graph = number < last and step.gradients.reduction.shard.graph_lasts
+        keep_graph = number < last and step.gradients.reduction.shard.supports_retain_graph
         if fresh is None:
             fresh = step.policy.score(rollout or step.batch.rollout, rows)
         if check is not None and num_own and number == 0:
@@ -170,7 +170,7 @@ def gradients_of_processes(
     parts  rows of this process; a process that has fewer parts than others gets zeros for the rest
     """
     layout, none = step.gradients.layout, torch.zeros(0, dtype=torch.long, device=shares.device)
-    for rows in step.ranks.in_step(list(parts), none):
+    for rows in step.ranks.pad_to_equal_count(list(parts), none):
         found = [layout.zeros(step.ranks.count) for _ in weights]
         add_gradients(step, found, rows, weights, shares, rollout)
         yield found

@@ -137,7 +137,7 @@ def change_between(
     return MeasuredChange(
         before, after, sequences, units, fresh,
         true=true_change(before, after, sequences, units, fresh),
-        snis=reweighted_replicates(then, now, _of_all(units, sequences)),
+        snis=reweighted_replicates(then, now, _global_units(units, sequences)),
         weights=importance_weights(then, now),
         log_ratios=(now - then)[:, LOGP],
     )  # fmt: skip
@@ -152,7 +152,7 @@ def true_change(
     """
     if fresh is None:
         return per_decision_change(before, after, units)
-    return paired_replicates(_totals(before, sequences), fresh, _of_all(units, sequences))
+    return paired_replicates(_totals(before, sequences), fresh, _global_units(units, sequences))
 
 
 def _totals(scores: Scores, sequences: JackknifeUnits) -> Tensor:
@@ -160,7 +160,7 @@ def _totals(scores: Scores, sequences: JackknifeUnits) -> Tensor:
     return sequences.gather(sequence_totals(scores))
 
 
-def _of_all(units: JackknifeUnits, sequences: JackknifeUnits) -> JackknifeUnits:
+def _global_units(units: JackknifeUnits, sequences: JackknifeUnits) -> JackknifeUnits:
     """Returns the unit of each sequence of all processes, for tables that every process has."""
     return JackknifeUnits(sequences.gather(units.number.double()).long(), units.count)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from rl_training.entropy.changed_steps import ChangedSteps, Direction, multiples
 from rl_training.entropy.fold_gradients import log_ratios
-from rl_training.gradients.folds import over_the_others
+from rl_training.gradients.folds import centre_by_prompt
 from rl_training.gradients.loss_weights import LossWeights
-from rl_training.optim.updates import StepsWithoutFolds
+from rl_training.optim.updates import LeaveOneOutUpdates
 from rl_training.step.data import Step
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS
 
@@ -76,7 +76,7 @@ def _above_the_others(step: Step) -> tuple[Tensor, str]:
     rewards = torch.full_like(rollout.prompt_index, torch.nan, dtype=torch.float64)
     if rollout.rewards is not None:
         rewards = rollout.rewards.double()
-    above, sizes = over_the_others(rewards, rollout.prompt_index)
+    above, sizes = centre_by_prompt(rewards, rollout.prompt_index)
     has_reward = ~rewards.isnan()
     has_others = has_reward & (sizes > 1)
     counts = torch.stack([has_reward.sum(), has_others.sum(), has_reward.new_tensor(rollout.rewards is None)])
@@ -111,7 +111,7 @@ def reward_factor(step: Step) -> float | None:
     return reward_gradient(step).factor
 
 
-def reward_products(step: Step, steps: StepsWithoutFolds | None, factor: float | None) -> Tensor:
+def reward_products(step: Step, steps: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
     """Returns n_k J_k · δθ_(−k) of each fold, and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) without each, (F, 2) fp64.
 
     A collective. nan where J is not a multiple of the step's own gradient, and without steps.

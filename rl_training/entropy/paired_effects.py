@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from rl_training.entropy.changed_steps import Change, ChangedSteps, Direction, bases_of, changes_by_basis
+from rl_training.entropy.changed_steps import Change, ChangedSteps, Direction, changes_by_basis, iter_basis_gradients
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.updates import FoldMeans
 from rl_training.statistics.estimate import why_no_stderr
@@ -55,7 +55,7 @@ class StepByFolds:
         return Pair(values, covariance, self._step.num_folds - 1)
 
 
-def pairs_of(
+def paired_effects(
     step: Step,
     changes: Mapping[str, Change | None],
     weights: Mapping[str, Tensor],
@@ -74,7 +74,7 @@ def pairs_of(
     without_basis, by_basis = changes_by_basis(further, None if step.capabilities.other_terms else plain, reduce)
     directions, names = [Direction(folds.rows)], list(by_basis)
     first = [reward] if isinstance(reward, LossWeights) else []
-    bases = bases_of(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])
+    bases = iter_basis_gradients(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])
     if reward is not None:
         gradient, factor = (folds.steps.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
         directions.append(Direction(gradient.rows, gradient.mean, factor))

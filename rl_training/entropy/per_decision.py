@@ -51,7 +51,7 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     now, then = _exact(before, units), _exact(after, units)
     log_ratios = sums_before(then.logps - now.logps)
     # Relative to the largest of each position, which cancels: none overflows, not all underflow.
-    ratios = (log_ratios - units.largest(log_ratios)).exp()
+    ratios = (log_ratios - units.max(log_ratios)).exp()
     terms = torch.stack([ratios * then.entropies, ratios * now.mask, ratios], dim=1)  # (B, 3, T)
     total, (own, unit_sums) = units.reduce(terms.sum(dim=0)), units.local(terms)
 

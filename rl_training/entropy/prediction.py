@@ -33,13 +33,13 @@ from torch import Tensor
 
 from rl_training.entropy.fold_gradients import fold_gradients, levels_of_folds, log_ratios, prefix_ratios
 from rl_training.entropy.length_and_reward import reward_gradient, reward_products
-from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import PRODUCTS, FoldProducts
 from rl_training.gradients.folds import FoldGroup
-from rl_training.optim.rounding import kept_change
-from rl_training.optim.updates import OptimizerPieces, StepsWithoutFolds, clipping, fold_means, whole_update
+from rl_training.optim.rounding import rounded_update
+from rl_training.optim.updates import LeaveOneOutUpdates, OptimizerPieces, clipping, compute_update, fold_means
 from rl_training.parallel.vectors import Vector, add, dots
-from rl_training.statistics.estimate import FEWEST_FOLDS
+from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.step.data import EntropyChange, Step
@@ -60,7 +60,7 @@ NO_TOKENS = "no response of this step has a token of the policy"
 ONE_FOLD = "there is only one fold, so none can be left out: use {more_folds}"
 
 
-def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> EntropyChange:
+def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyChange:
     """Returns what the step does to entropy to first order, as far as `needs` asks for it. A collective.
 
     The memory keeps δθ for the step after.
@@ -88,9 +88,9 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     found: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(step, ratios, entropy / length, settings, check)
     if layout.is_small:  # then all come first: passes and products in turns would drive each other out of a CPU's cache
         found = list(found)
-    at_once = len(sizes) if layout.is_small else len(step.folds[0].folds)
+    folds_at_once = len(sizes) if layout.is_small else len(step.folds[0].folds)
     sums = products.sums if products is not None else []
-    memory.count_bytes(intended, update, rows, *sums, more=at_once * (1 + settings.per_sequence))
+    memory.count_bytes(intended, update, rows, *sums, more=folds_at_once * (1 + settings.per_sequence))
     for group, directions in found:
         for number, k in enumerate(group.folds):
             if products is not None:
@@ -138,7 +138,7 @@ def _why_no_forward(step: Step) -> str:
     return step.optimizer.reason or step.gradients.why_no_rows or one_fold or step.capabilities.reused
 
 
-def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFolds | None]:
+def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdates | None]:
     """Returns δθ by the formula, as the weights keep it, and the steps without each fold; None where not available."""
     gradients, max_grad_norm, reduce = step.gradients, step.optimizer.max_grad_norm, step.ranks.reduce
     layout = gradients.layout
@@ -150,19 +150,19 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, StepsWithoutFold
     for own in (piece.of(mean) for piece in pieces):
         square += dots(own, own)
     clip = float(clipping(reduce(square), max_grad_norm))
-    intended = whole_update(layout, pieces, mean, clip)
+    intended = compute_update(layout, pieces, mean, clip)
     update = intended
     if step.optimizer.rounded:
         by_name = layout.by_name(intended)
-        update = layout.vector(kept_change(weight, by_name[name]) for name, weight in gradients.weights.items())
+        update = layout.vector(rounded_update(weight, by_name[name]) for name, weight in gradients.weights.items())
     if gradients.rows is None or _why_no_forward(step):
         return intended, update, None
     folds = fold_means(mean, gradients.rows, step.fold_sizes)
-    return intended, update, StepsWithoutFolds(pieces, folds, max_grad_norm, reduce, clip)
+    return intended, update, LeaveOneOutUpdates(pieces, folds, max_grad_norm, reduce, clip)
 
 
 def _with_quantities(
-    change: EntropyChange, step: Step, memory: StepMemory, levels: Tensor, products: FoldProducts
+    change: EntropyChange, step: Step, memory: PreviousUpdate, levels: Tensor, products: FoldProducts
 ) -> EntropyChange:
     """Returns the change with the entropy, each product and each split of forward, by name. A collective.
 
@@ -186,11 +186,11 @@ def _with_quantities(
     without = sums_without(total, by_fold, lost, level or None)
     values, stderrs = statistic(total), jackknife_stderr(statistic, total, without)
     half_step = stderrs[-1] if step.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
-    if step.num_folds < FEWEST_FOLDS:
+    if step.num_folds < MIN_FOLDS_STEP:
         stderrs = torch.full_like(stderrs, torch.nan)
     reasons = {"entropy": "", "backward": change.why_no_backward, "reuse": step.optimizer.reason}
     entropy, *rows = (
-        Quantity(name, value, stderr, step.number).unless(reasons.get(name, change.why_no_forward))
+        Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, change.why_no_forward))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
     variances, batches = memory.errors.add(torch.stack([row.stderr for row in rows]).square(), step.number)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.weights import sums_after, sums_before, surrogate_weights
-from rl_training.gradients.folds import over_the_others
+from rl_training.gradients.folds import centre_by_prompt
 from rl_training.policy.scores import Scores
 
 
@@ -58,7 +58,7 @@ def differences_before(
         ((moves_before - moves) * (sums_after(costs) - weights)[rows]).sum(dim=1)
         for costs, weights in zip((entropies, mask), centred, strict=True)
     )
-    above, sizes = over_the_others(rewards.double(), prompt_index)
+    above, sizes = centre_by_prompt(rewards.double(), prompt_index)
     above_others = (above * sizes / (sizes - 1.0)).where(~rewards.isnan() & (sizes > 1), 0.0)
     columns = [
         (prefix_before * exact_before.entropies - prefix * own).sum(dim=1) - of_entropy,

@@ -18,7 +18,7 @@ ERRORS = {"variances", "steps"}  # what an average of errors keeps
 ERROR = "error."  # how names of averaged errors begin in a checkpoint
 
 
-class KeptVector:
+class ShardedVectorState:
     """This process's entries of a vector of some step, as the shard says which they are, and errors of the last steps.
 
     error_decay  weight of an optimizer step relative to the next, measured or not, in the average of variances
@@ -90,7 +90,7 @@ class KeptVector:
         return own
 
 
-class StepMemory(KeptVector):
+class PreviousUpdate(ShardedVectorState):
     """What a step's probes share of those before it: δθ of the last one, for `backward`, and errors of the products.
 
     Where a step has no formula, or weights are rounded, those before it are kept until those after it are there.

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from rl_training.entropy.attribution import Attribution
 from rl_training.optim.adamw import UpdateParts
-from rl_training.optim.updates import CAUSES, Piece, StepsWithoutFolds, split_products
+from rl_training.optim.updates import CAUSES, LeaveOneOutUpdates, OptimizerPiece, split_products
 from rl_training.parallel.vectors import Layout, Vector, add, dot, dots
 
 # What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
 
 
-def as_pairs(values: Tensor) -> Tensor:
+def pad_units(values: Tensor) -> Tensor:
     """Returns (…, 2) of (…, 1 or 2): nan per sequence where it was not asked for."""
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
 
@@ -40,7 +40,7 @@ class FoldProducts:
     attribution: Attribution
     update: Vector | None
     previous: Vector | None
-    steps: StepsWithoutFolds | None
+    steps: LeaveOneOutUpdates | None
     num_targets: int
     sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
     _products: list[Tensor] = field(default_factory=list)  # by fold, (·, targets)
@@ -65,14 +65,14 @@ class FoldProducts:
         by_fold = torch.stack(self._products)
         own, split = by_fold[:, : len(PRODUCTS)], self.attribution.sum(by_fold[:, len(PRODUCTS) :])
         sizes, (forward, _, reuse, _) = self.sizes.to(own), own.unbind(dim=1)
-        whole, by_cause = self._lost_with_a_fold(sizes.unsqueeze(1) * (forward - reuse))
+        whole, by_cause = self._leave_out_correction(sizes.unsqueeze(1) * (forward - reuse))
         lost = torch.zeros_like(torch.cat([own, split], dim=1))
         lost[:, [PRODUCTS.index("forward"), PRODUCTS.index("forward_unclipped")]] = whole.unsqueeze(1)
         lost[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
-        parts = as_pairs(reduce(torch.stack([torch.cat([own, split], dim=1), lost])))
+        parts = pad_units(reduce(torch.stack([torch.cat([own, split], dim=1), lost])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
-    def _lost_with_a_fold(self, own: Tensor) -> tuple[Tensor, Tensor]:
+    def _leave_out_correction(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what the others lose with each fold l, (F, targets), and of that each cause, (F, causes, targets).
 
         In all S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), which is given. Momentum and decay
@@ -108,7 +108,7 @@ class FoldProducts:
         steps, clip = self.steps, float(self.steps.clips[k])
         unclipped: list[Tensor] = []
 
-        def parts() -> Iterator[tuple[Piece, UpdateParts]]:  # clipped and not, together: joining a piece takes time
+        def parts() -> Iterator[tuple[OptimizerPiece, UpdateParts]]:  # clipped and not: joining takes time
             for piece in steps.pieces:
                 gradient = steps.gradient.without(k, piece)
                 if clip != 1.0:

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.statistics.jackknife import unchanged
+from rl_training.statistics.jackknife import identity
 
 Target = Literal["sequence", "token", "length"]
 Baseline = Literal["prompt", "buffer"]
@@ -65,7 +65,7 @@ class PrefixRatios(NamedTuple):
         logs = log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, policy_first(mask))
         return cls(sums_before(logs).exp(), running_sum(logs).exp())
 
-    def normalised(self, reduce: Callable[[Tensor], Tensor] = unchanged) -> PrefixRatios:
+    def normalised(self, reduce: Callable[[Tensor], Tensor] = identity) -> PrefixRatios:
         """Returns them over their mean over all N sequences at each position: 1 in expectation, so less noise.
 
         reduce  sums a tensor over the processes that hold the sequences, in tables of one width
@@ -87,7 +87,7 @@ def surrogate_weights(
     prompt_index: Tensor,
     target: Target = "sequence",
     baseline: Baseline = "prompt",
-    reduce: Callable[[Tensor], Tensor] = unchanged,
+    reduce: Callable[[Tensor], Tensor] = identity,
     ratios: PrefixRatios | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (logp_weights, entropy_weights), both (B, T), detached, zero where mask is 0.

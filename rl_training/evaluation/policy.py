@@ -107,8 +107,8 @@ class CheckpointPolicy:
         logps, entropies = (v[is_token].double().cpu().split(lengths) for v in (scores.logps, scores.entropies))
         kl: Sequence[Tensor | None] = [None] * len(lengths)
         if self._reference_scorer is not None:
-            at_once = max(1, logits_at_once(self.model.device) // (max(lengths) * len(self.tokenizer)))
-            parts = [self._divergences(self._reference_scorer, rollout, some) for some in rows.split(at_once)]
+            chunk_size = max(1, logits_at_once(self.model.device) // (max(lengths) * len(self.tokenizer)))
+            parts = [self._divergences(self._reference_scorer, rollout, some) for some in rows.split(chunk_size)]
             kl = torch.cat(parts).cpu().split(lengths)
         return [TokenScores(*values) for values in zip(logps, entropies, kl, strict=True)]
 

@@ -45,7 +45,7 @@ class FoldReduction:
         self._handles: list[RemovableHandle] = []
         self.bytes_sent = 0
         # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
-        self.late = 0
+        self.num_late_gradients = 0
         self.forget()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class FoldReduction:
     def _catch_reduced(self, name: str, param: Tensor) -> None:
         """Takes a gradient as soon as it is reduced, so that they never exist all at once."""
         assert param.grad is not None
-        self._hold(name, self.shard.own(name, param.grad))
+        self._hold(name, self.shard.local(name, param.grad))
         param.grad = None
         if self._is_complete(self._bucket_of[name]):
             self._add_reduced(self._bucket_of[name])
@@ -158,7 +158,7 @@ class FoldReduction:
     def _catch(self, name: str, consume: bool, gradient: Tensor) -> Tensor | None:
         """Takes a leaf's gradient, of this process alone; a consumed one is replaced by zeros that take no memory."""
         if self._bucket_of[name] >= self._unsent:
-            self.late += 1
+            self.num_late_gradients += 1
             return None
         self._hold(name, gradient.detach())
         while self._unsent and self._is_complete(self._unsent - 1):
@@ -178,8 +178,8 @@ class FoldReduction:
         if self._group is None:  # all entries are this process's
             rows[0].add_(join(whole).to(rows.device))
             return
-        for first in range(0, max(map(shard.width, names)), layout.at_once):
-            part = slice(first, first + layout.at_once)
+        for first in range(0, max(map(shard.width, names)), layout.chunk_size):
+            part = slice(first, first + layout.chunk_size)
             parts = [
                 [flat[start:stop][part] for flat, (start, stop) in zip(whole, cuts, strict=True)]
                 for cuts in zip(*(shard.cuts[name] for name in names), strict=True)

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 
-ENOUGH = 8  # folds for an error bar that is known well enough
+DEFAULT_NUM_FOLDS = 8  # folds for an error bar that is known well enough
 
 
-def shares_of_others(fold_sizes: Tensor, total_size: float | None = None) -> tuple[Tensor, Tensor]:
+def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) -> tuple[Tensor, Tensor]:
     """Returns a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (F,) each: a mean without fold k is a_k g + b_k g_k.
 
     fold_sizes  (F,), n_k            total_size  N; None where they add up to it
     ValueError when a fold is everything there is.
 
-    >>> shares_of_others(torch.tensor([1.0, 3.0]))
+    >>> leave_out_coefficients(torch.tensor([1.0, 3.0]))
     (tensor([1.3333, 4.0000]), tensor([-0.3333, -3.0000]))
     """
     total = fold_sizes.sum() if total_size is None else total_size
@@ -70,7 +70,7 @@ def plan_folds(
     """Returns the folds of a step, sets of whole prompts of all processes; as many groups and passes on each process.
 
     sizes           sequences of each microbatch of this process, whose prompts lie one after another
-    num_folds       over all processes; None: at least ENOUGH, where that takes no pass beyond the loop's own
+    num_folds       over all processes; None: at least DEFAULT_NUM_FOLDS, where that takes no pass beyond the loop's own
     sizes_of_ranks  `sizes` of every process; None where they are the same
 
     A unit is the fewest microbatches in a row that end with a prompt, on every process. A fold is one or several units
@@ -99,7 +99,7 @@ def plan_folds(
     if parts > 1:
         part_of_rank = tuple(rank * parts // num_ranks for rank in range(num_ranks))
         return [FoldGroup(_after(number, parts), part_of_rank, unit) for number, unit in enumerate(units)]
-    wanted = len(units) // max(1, len(units) // ENOUGH) if num_folds is None else num_folds
+    wanted = len(units) // max(1, len(units) // DEFAULT_NUM_FOLDS) if num_folds is None else num_folds
     bounds = [fold * len(units) // wanted for fold in range(wanted + 1)]
     return [
         FoldGroup(_after(number, 1), (0,) * num_ranks, tuple(itertools.chain.from_iterable(units[first:last])))
@@ -122,7 +122,7 @@ def _parts_and_slices(
     """Returns of how many groups of processes each unit is a fold of its own, and how many slices a microbatch has."""
     divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if num_folds is None:
-        return next((parts for parts in divisors if parts * units >= ENOUGH), num_ranks), 1
+        return next((parts for parts in divisors if parts * units >= DEFAULT_NUM_FOLDS), num_ranks), 1
     if num_folds <= units:
         return 1, 1
     possible = {parts * units: (parts, 1) for parts in divisors}
@@ -138,10 +138,10 @@ def _parts_and_slices(
     return possible[num_folds]
 
 
-def response_number(prompt_index: Tensor) -> Tensor:
+def response_index(prompt_index: Tensor) -> Tensor:
     """Returns, for each sequence, how many earlier sequences answer the same prompt: 0 for a prompt's first response.
 
-    >>> response_number(torch.tensor([7, 7, 3, 7, 3]))
+    >>> response_index(torch.tensor([7, 7, 3, 7, 3]))
     tensor([0, 1, 0, 2, 1])
     """
     order = prompt_index.argsort(stable=True)
@@ -152,13 +152,13 @@ def response_number(prompt_index: Tensor) -> Tensor:
     return number
 
 
-def over_the_others(rewards: Tensor, prompt_index: Tensor) -> tuple[Tensor, Tensor]:
+def centre_by_prompt(rewards: Tensor, prompt_index: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each reward less the mean of its prompt's, (b,), and how many rewards that mean is of, (b,).
 
     A reward of nan is none: it is in no mean, and less it is nan.
 
     >>> rewards = torch.tensor([1.0, 0.0, torch.nan, 5.0])
-    >>> above, sizes = over_the_others(rewards, torch.tensor([3, 3, 3, 8]))
+    >>> above, sizes = centre_by_prompt(rewards, torch.tensor([3, 3, 3, 8]))
     >>> above.tolist(), sizes.tolist()
     ([0.5, -0.5, nan, 0.0], [2, 2, 2, 1])
     """

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn, optim
 
-from rl_training.engine.recorder import Loop
+from rl_training.engine.recorder import LoopSpec
 
 # Of a parameter group: what a step is made of, whichever optimizer has it.
 OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
-def settings_of_loop(loop: Loop) -> dict[str, Any]:
+def settings_of_loop(loop: LoopSpec) -> dict[str, Any]:
     """Return the settings of a training loop that affect it, as far as the engine knows them, by name."""
     shape, scorer = loop.shape, loop.policy.scorer
     return {

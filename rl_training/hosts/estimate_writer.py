@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.recorder import OpenStep
+from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
 from rl_training.hosts.equal_rewards import why_nothing_is_learned
 from rl_training.parallel.ranks import all_ranks
@@ -146,7 +146,7 @@ def _known(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
-def _averages(step: OpenStep) -> dict[str, float]:
+def _averages(step: StepRecorder) -> dict[str, float]:
     """Returns the means of a step over all ranks under TRL's names, nan for what is not known. A collective."""
     rollout = join_rollouts(step.rollouts)
     lengths = rollout.completion_mask.sum(dim=1).double()
@@ -169,7 +169,7 @@ def _averages(step: OpenStep) -> dict[str, float]:
     return dict(zip(parts, (totals / counts).tolist(), strict=True))
 
 
-def _sequences(step: OpenStep, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
+def _sequences(step: StepRecorder, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
     """Yields a row per sequence of this rank: texts, reward, advantage, length in tokens, log-probability and ratio.
 
     logp              Σ_t log π(t), in nats, at the parameters that the step starts from

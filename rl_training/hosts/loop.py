@@ -36,7 +36,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import Loop, OpenStep, Shape
+from rl_training.engine.recorder import LoopSpec, StepRecorder, StepShape
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.described import settings_of_loop
@@ -104,12 +104,12 @@ def measured_loop(
     module = model.module if isinstance(model, DistributedDataParallel) else model
     loop_refusals.refuse_scaled_optimizer(optimizer)
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    shape = Shape(responses_per_prompt, microbatch_size, microbatches, all_ranks().count)
+    shape = StepShape(responses_per_prompt, microbatch_size, microbatches, all_ranks().count)
     loop_refusals.refuse_impossible_settings(shape, temperature, max_grad_norm)
     loop_refusals.refuse_what_cannot_be_measured(probes, model, module, optimizer)
     is_sharded = isinstance(module, FSDPModule)
-    scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, as_root=is_sharded)
-    loop = Loop(
+    scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, run_inside_forward=is_sharded)
+    loop = LoopSpec(
         shape=shape,
         shard=(FullyShard if is_sharded else Shard)(module, optimizer, max_grad_norm),
         policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
@@ -124,7 +124,7 @@ def measured_loop(
 class MeasuredLoop:
     """Probes on a plain loop, until the end of its context. Made by `measured_loop`."""
 
-    def __init__(self, probes: Any, loop: Loop, records: Any, bound: KLBound | None = None) -> None:
+    def __init__(self, probes: Any, loop: LoopSpec, records: Any, bound: KLBound | None = None) -> None:
         probes = loop_refusals.probes_in(probes)
         self._driver, self._bound = BoundedDriver(probes, bound) if bound else StepDriver(probes), bound
         self._loop, self._policy = loop, loop.policy
@@ -289,7 +289,7 @@ class MeasuredLoop:
     def _stateful(self) -> Sequence[NamedStateful]:
         return [*self._driver.probes, self._driver, *([self._bound] if self._bound else [])]
 
-    def _step(self) -> OpenStep:
+    def _step(self) -> StepRecorder:
         assert self._driver.open_step is not None
         return self._driver.open_step
 

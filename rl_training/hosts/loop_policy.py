@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.policy import Policy
-from rl_training.policy.rng import seed_torch, streams_put_back
+from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scorer import Scorer
 
@@ -43,7 +43,7 @@ class LoopPolicy(Policy):
         ranks = all_ranks()
         mine = torch.arange(ranks.number, num_sequences, ranks.count)
         parts = []
-        with torch.no_grad(), streams_put_back(device), self.measuring():
+        with torch.no_grad(), preserve_rng(device), self.measuring():
             for number, rows in enumerate(mine.split(self._batch_size)):
                 # One seed per batch: how many random numbers a batch uses depends on its longest response.
                 seed_torch(seed, ranks.number, number, device=device)

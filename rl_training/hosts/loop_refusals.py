@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp import grad_scaler
 
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import OpenStep, Shape
+from rl_training.engine.recorder import StepRecorder, StepShape
 from rl_training.errors import UserError
 from rl_training.options import check_num_folds
 from rl_training.policy.policy import Policy
@@ -74,7 +74,7 @@ def _is_language_model(module: Any) -> bool:
     return can_score and (not hasattr(base, "can_generate") or base.can_generate())  # which a body alone cannot
 
 
-def refuse_impossible_settings(shape: Shape, temperature: Any, max_grad_norm: Any) -> None:
+def refuse_impossible_settings(shape: StepShape, temperature: Any, max_grad_norm: Any) -> None:
     """Raises ValueError for a number that no loop can have."""
     for name, value in vars(shape).items():
         if type(value) is not int or value < 1:
@@ -160,7 +160,7 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
             )
 
 
-def refuse_missing_backward(step: OpenStep) -> None:
+def refuse_missing_backward(step: StepRecorder) -> None:
     """Raises ValueError where the latest microbatch had no backward: gradients are told apart by when they arrive."""
     if step.loss_weights and "logps" not in step.loss_weights[-1]:
         raise UserError(

@@ -37,7 +37,7 @@ class LossInputs:
     advantages: Tensor  # (b,), as the loss weighs them: 0 for a response that it hides; of unlike tokens the mean
     prompt_index: Tensor  # (b,), equal for responses of the same prompt
     microbatches: float = 1  # sequences of this step on this rank, over b: the loss is a mean over all of them
-    silent_share: float = 0.0  # of the step's prompts, on all ranks: those whose advantages are all 0
+    zero_advantage_share: float = 0.0  # of the step's prompts, on all ranks: those whose advantages are all 0
     settings: LossSettings | None = None  # None where they are not known
     rewards: Tensor | None = None  # (b,)
     truncated: Tensor | None = None  # (b,), bool: cut off at the maximum length
@@ -118,7 +118,7 @@ def loss_inputs(
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
     rollout, scores = dataclasses.replace(batch.rollout, images=None), vars(batch.scores).values()
-    silent, parts = silent_share(rollout.advantages_of_tokens, rollout.prompt_index, reduce), []
+    silent, parts = zero_advantage_share(rollout.advantages_of_tokens, rollout.prompt_index, reduce), []
     for microbatch in batch.microbatch_rows:
         rows = torch.arange(microbatch.start, microbatch.stop, device=rollout.advantages.device)
         parts.append(
@@ -129,7 +129,7 @@ def loss_inputs(
                 batch.loss_settings,
                 None if reference_logps is None else reference_logps[rows],
                 microbatches=rollout.num_sequences / len(rows),
-                silent_share=silent,
+                zero_advantage_share=silent,
                 responses_per_prompt=batch.responses_per_prompt,
             )
         )
@@ -149,7 +149,7 @@ def microbatch_inputs(
     reference_logps: Tensor | None = None,
     *,
     microbatches: float = 1,
-    silent_share: float = 0.0,
+    zero_advantage_share: float = 0.0,
     responses_per_prompt: int | None = None,
 ) -> LossInputs:
     """Returns what the loss knows of a microbatch; by default one that is a whole step.
@@ -177,7 +177,7 @@ def microbatch_inputs(
         token_advantages=rollout.token_advantages,
         prompt_index=rollout.prompt_index,
         microbatches=microbatches,
-        silent_share=silent_share,
+        zero_advantage_share=zero_advantage_share,
         settings=settings,
         rewards=rollout.rewards,
         truncated=rollout.truncated,
@@ -190,12 +190,12 @@ def microbatch_inputs(
     return inputs.compared()
 
 
-def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
+def zero_advantage_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
     """Returns the share of the prompts, over all ranks, whose responses all have the advantage 0. A collective.
 
     advantages  (b, …), of responses or of their tokens
 
-    >>> silent_share(torch.tensor([0.0, 0.5, 0.0, 0.0]), torch.tensor([1, 2, 3, 4]), lambda x: x)
+    >>> zero_advantage_share(torch.tensor([0.0, 0.5, 0.0, 0.0]), torch.tensor([1, 2, 3, 4]), lambda x: x)
     0.75
     """
     prompts, group = prompt_index.unique(return_inverse=True)

@@ -19,8 +19,8 @@ from typing import Any
 from rl_training.errors import UserError
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions import reweighting as rw
+from rl_training.interventions.custom import load_own
 from rl_training.interventions.loss import Function, LossInputs
-from rl_training.interventions.own import load_own
 
 PLAIN = "plain"  # the step as it is, in the names of metrics
 RATIOS_ARE_ONE = "on-policy every ratio is 1, so it changes nothing"
@@ -91,7 +91,7 @@ class Intervention:
         return "intervention" if {"advantages", "dr_grpo"} & {*self.needs} else "beta"
 
     @property
-    def starts_anew(self) -> bool:
+    def overwrites_weights(self) -> bool:
         """Whether it makes its weights of advantages and ratios: what another one has changed before is lost."""
         return "sampler" in self.needs or self.trl == "epsilon_high"
 
@@ -108,7 +108,7 @@ class Intervention:
             "truncated": loss.truncated is not None,
             "reference": loss.reference_logps is not None,
             "sampler": loss.sampling_logps is not None,
-            "some_advantage": loss.silent_share < 1.0,
+            "some_advantage": loss.zero_advantage_share < 1.0,
         }
         return next((NEEDS[need] for need in self.needs if not has[need]), "")
 
@@ -153,7 +153,7 @@ INTERVENTIONS: Mapping[str, Intervention] = {
         Intervention("max_grad_norm", None, (), strength=0.1, trl="max_grad_norm"),
     )
 }  # fmt: skip
-TOGETHER_NOTHING = ({"psr", "nsr"}, {"drop_truncated", "keep_truncated"})  # one takes what the other leaves
+MUTUALLY_EXCLUSIVE = ({"psr", "nsr"}, {"drop_truncated", "keep_truncated"})  # one takes what the other leaves
 
 
 def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
@@ -183,11 +183,11 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
         if count > 1:
             raise UserError(f"interventions has {kind} with {count} strengths: give it one")
     for later in found[1:]:
-        if later.starts_anew:
+        if later.overwrites_weights:
             raise UserError(
                 f"interventions: {later.name} would undo those before it: give it first, and one of its kind"
             )
-    for pair in TOGETHER_NOTHING:
+    for pair in MUTUALLY_EXCLUSIVE:
         if pair <= kinds.keys():
             raise UserError(f"interventions: {' and '.join(sorted(pair))} contradict each other: give one of them")
     return found

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.gradients.folds import over_the_others
+from rl_training.gradients.folds import centre_by_prompt
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs
 from rl_training.step.batch import Correction
@@ -89,7 +89,7 @@ def dynamic_sampling(loss: LossInputs, strength: float) -> LossWeights:
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
     """
-    return LossWeights(loss.weights.logps / (1.0 - loss.silent_share), loss.weights.entropies)
+    return LossWeights(loss.weights.logps / (1.0 - loss.zero_advantage_share), loss.weights.entropies)
 
 
 def drop_truncated(loss: LossInputs, strength: float) -> LossWeights:
@@ -109,7 +109,7 @@ def keep_truncated(loss: LossInputs, strength: float) -> LossWeights:
     assert loss.rewards is not None
     if loss.hidden is None:
         return loss.weights
-    above = over_the_others(loss.rewards, loss.prompt_index)[0].nan_to_num(nan=0.0)
+    above = centre_by_prompt(loss.rewards, loss.prompt_index)[0].nan_to_num(nan=0.0)
     added = loss.hidden * (-loss.unit * above).unsqueeze(1)
     return LossWeights(loss.weights.logps + added.to(loss.weights.logps), loss.weights.entropies)
 

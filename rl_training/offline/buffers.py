@@ -28,7 +28,7 @@ from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, UpdateConfig
-from rl_training.policy.rng import seed_torch, streams_put_back
+from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, as_rollout, join_rollouts, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits
@@ -87,7 +87,7 @@ def sample_update(
     chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
     order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]
     parts, ends = [], [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
-    with streams_put_back(restored.device):
+    with preserve_rng(restored.device):
         for first in range(restored.rank * chunk, num_prompts, chunk * restored.num_ranks):
             seed_torch(seed, RESPONSES, first // chunk, device=restored.device)
             rows = [dict(trainer.train_dataset[int(i)]) for i in order[first : first + chunk] for _ in range(group)]

@@ -43,7 +43,7 @@ from rl_training.offline.update import Update
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.updates import CAUSES, split_products
 from rl_training.parallel.vectors import JOINED, Layout, dot
-from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.statistics.jackknife import Replicates
 
 WHOLE = "whole"
@@ -66,7 +66,7 @@ class FirstOrder:
     @property
     def stderr(self) -> Tensor:
         """(labels, 2), from both buffers; nan where one has too few blocks or folds for an error."""
-        if min(len(self.over_evaluation.without), len(self.over_update.without)) < MIN_FOLDS_FOR_STDERR:
+        if min(len(self.over_evaluation.without), len(self.over_update.without)) < MIN_UNITS_OFFLINE:
             return torch.full_like(self.value, math.nan)
         return (self.over_evaluation.stderr.square() + self.over_update.stderr.square()).sqrt()
 

@@ -18,7 +18,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 from rl_training.offline.truth import Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
-from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.statistics.jackknife import Replicates
 
 Numbers = tuple[dict[str, float], str]  # and why those are nan that are
@@ -28,7 +28,7 @@ NOT_PREDICTED = "not asked for: first_order.enabled=true predicts"
 NOT_MEASURED = "not asked for: truth.enabled=true measures"
 NOT_ODD = "not asked for: set truth.odd=true"
 NOT_FINITE = "not a finite number"
-FEW = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
+FEW = f"fewer than {MIN_UNITS_OFFLINE} blocks of E or folds of U: no error bar"
 SEVERAL_RATES = "parameter groups have different learning rates: there is no single one to divide by"
 NO_DIRECTION = "the direction is 0: it cannot be scaled to the length of the step"
 OVERFLOW = "a weight is beyond what float64 holds"

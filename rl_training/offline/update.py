@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.entropy.changed_steps import weighed
+from rl_training.entropy.changed_steps import rows_with_weight
 from rl_training.gradients.folds import folds_of_prompts, plan_prompt_folds
 from rl_training.gradients.loss_weights import LossWeights, gradient_of
 from rl_training.hosts.trl.patches import FORWARD_PASS, wrap
@@ -32,11 +32,11 @@ from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Memory
 from rl_training.optim.adamw import UpdateParts, clip_coefficient
-from rl_training.optim.updates import OptimizerPieces, Piece, StepsWithoutFolds, fold_means
+from rl_training.optim.updates import LeaveOneOutUpdates, OptimizerPiece, OptimizerPieces, fold_means
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
-from rl_training.statistics.jackknife import unchanged
+from rl_training.statistics.jackknife import identity
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
 OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # what TRL's loss reads
@@ -51,7 +51,7 @@ class Update:
     parts: UpdateParts  # of (P,): momentum, gradient, decay
     delta: Tensor  # (P,), their sum
     pieces: OptimizerPieces
-    without: StepsWithoutFolds  # for the folds that this process keeps
+    without: LeaveOneOutUpdates  # for the folds that this process keeps
     fold_number: tuple[int, ...]  # which of all folds these are
     fold_prompts: Tensor  # (num_folds,), how many prompts each of all folds has
     scores: Scores  # of this process's part of U, at the checkpoint
@@ -61,7 +61,7 @@ class Update:
         """Of all processes."""
         return len(self.fold_prompts)
 
-    def in_pieces(self) -> Iterator[tuple[Piece, UpdateParts]]:
+    def in_pieces(self) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
         """Yields each piece and the parts of the step in it, (n,)."""
         for piece in self.pieces:
             yield piece, UpdateParts(*(part[piece.flat] for part in self.parts))
@@ -72,7 +72,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     rollout, group = update.rollout, update.responses_per_prompt
     scores = restored.policy.score_rollout(rollout)
     weights = _loss_weights(restored, rollout, scores)
-    learned = weighed([weights])
+    learned = rows_with_weight([weights])
     folds_of_u = plan_prompt_folds(update.num_prompts, num_folds=MOST_FOLDS)
     fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts, device=restored.device), folds_of_u)
     fold, fold_prompts = fold_of_prompt[rollout.prompt_index], torch.bincount(fold_of_prompt)
@@ -101,7 +101,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     sizes, num_prompts = fold_prompts[list(kept)], float(fold_prompts.sum())
     vectors = layout.split(mean), layout.split(folds)
     kept_means = fold_means(*vectors, sizes.double(), num_prompts)
-    without = StepsWithoutFolds(pieces, kept_means, max_norm, unchanged)
+    without = LeaveOneOutUpdates(pieces, kept_means, max_norm, identity)
     return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts, scores)
 
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 
-def kept_change(param: Tensor, change: Tensor) -> Tensor:
+def rounded_update(param: Tensor, change: Tensor) -> Tensor:
     """Returns round(θ + δ) − θ, to nearest in the dtype of θ; δ itself where δ has that dtype too.
 
     δ may have leading dimensions. A bf16 weight of 1 has neighbours 2⁻⁷ above and 2⁻⁸ below it:
 
-    >>> kept_change(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.003, 0.005, -0.005]))
+    >>> rounded_update(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.003, 0.005, -0.005]))
     tensor([ 0.0000,  0.0078, -0.0039])
     """
     if param.dtype == change.dtype:
@@ -21,5 +21,5 @@ def kept_change(param: Tensor, change: Tensor) -> Tensor:
 
 
 def kept_share(param: Tensor, change: Tensor) -> Tensor:
-    """Returns `kept_change` over δ, elementwise; 0 where δ is."""
-    return kept_change(param, change) / torch.where(change == 0.0, 1.0, change)
+    """Returns `rounded_update` over δ, elementwise; 0 where δ is."""
+    return rounded_update(param, change) / torch.where(change == 0.0, 1.0, change)

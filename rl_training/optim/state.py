@@ -69,7 +69,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
         return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
     known = _with_steps_as_numbers({name: optimizer.state.get(tensor, {}) for name, tensor in shard.optimized.items()})
     states = {
-        name: {key: shard.own_of_optimizer(name, v) if isinstance(v, Tensor) else v for key, v in state.items()}
+        name: {key: shard.local_of_optimizer(name, v) if isinstance(v, Tensor) else v for key, v in state.items()}
         for name, state in known.items()
     }
     short = {name: dtype_name(weight.dtype) for name, weight in weights.items() if weight.dtype.itemsize < 4}

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.gradients.folds import shares_of_others
+from rl_training.gradients.folds import leave_out_coefficients
 from rl_training.optim.adamw import AdamWState, UpdateParts, clip_coefficient
-from rl_training.optim.rounding import kept_change, kept_share
+from rl_training.optim.rounding import kept_share, rounded_update
 from rl_training.optim.sgd import SGDState
 from rl_training.parallel.vectors import Layout, Vector, constant, join, sums_of_spans
 
@@ -32,7 +32,7 @@ Entries = Vector | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Run:
+class ParameterSpan:
     """Neighbouring entries of one bucket that the optimizer treats alike."""
 
     bucket: int
@@ -55,7 +55,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Piece(Run):
+class OptimizerPiece(ParameterSpan):
     """A run with its parameters and their optimizer's state, as vectors."""
 
     param: Tensor  # (n,), before the step, as it is kept
@@ -67,7 +67,7 @@ class Piece(Run):
 
     def total(self, gradient: Tensor) -> Tensor:
         """Returns what the rounding of the weights leaves of it."""
-        return kept_change(self.param, self.intended(gradient))
+        return rounded_update(self.param, self.intended(gradient))
 
     def delta(self, gradient: Tensor) -> UpdateParts:
         """Returns the parts of `total`: of an entry, rounding leaves of each the same share."""
@@ -97,24 +97,24 @@ class OptimizerPieces:
         layout: Layout,
         parameters: Mapping[str, Tensor],
         states: Mapping[str, AdamWState | SGDState] | None,
-        at_once: int | None = None,
+        chunk_size: int | None = None,
     ) -> None:
-        """at_once: entries of a piece at most; None: as the layout has them."""
+        """chunk_size: entries of a piece at most; None: as the layout has them."""
         self._layout, self._parameters, self._states = layout, parameters, states or {}
-        self._at_once = at_once or layout.at_once
-        self._runs = list(_runs(layout, parameters, states, self._at_once)) if states else []
+        self._chunk_size = chunk_size or layout.chunk_size
+        self._runs = list(_runs(layout, parameters, states, self._chunk_size)) if states else []
         self._kept = list(self._made()) if layout.is_small else None
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[OptimizerPiece]:
         return self._made() if self._kept is None else iter(self._kept)
 
     def halved(self) -> OptimizerPieces:
         """Returns pieces of half as many entries, for who holds several vectors of each; the same of few entries."""
         if self._kept is not None:
             return self
-        return OptimizerPieces(self._layout, self._parameters, self._states, max(1, self._at_once // 2))
+        return OptimizerPieces(self._layout, self._parameters, self._states, max(1, self._chunk_size // 2))
 
-    def _made(self) -> Iterator[Piece]:
+    def _made(self) -> Iterator[OptimizerPiece]:
         for run in self._runs:
             alike = [self._states[name] for name in run.names]
             moments: dict[str, Any] = {
@@ -124,7 +124,9 @@ class OptimizerPieces:
             }
             if len({state.weight_decay for state in alike}) > 1:  # as of matrices and norms
                 moments["weight_decay"] = run.joined(map(self._decays, run.names))
-            yield Piece(**vars(run), param=run.of(self._parameters), state=dataclasses.replace(alike[0], **moments))
+            yield OptimizerPiece(
+                **vars(run), param=run.of(self._parameters), state=dataclasses.replace(alike[0], **moments)
+            )
 
     def _decays(self, name: str) -> Tensor:
         """Returns the weight decay of a parameter's entries, which takes no memory."""
@@ -133,17 +135,17 @@ class OptimizerPieces:
 
 
 def _runs(
-    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState], at_once: int
-) -> Iterator[Run]:
+    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState], chunk_size: int
+) -> Iterator[ParameterSpan]:
     before = 0  # parameters in the buckets before
     for number, bucket in enumerate(layout.buckets):
         bounds = [columns for _, columns in bucket.bounds()]
         for first, last in _alike(bucket.names, parameters, states):
             start, stop = bounds[first].start, bounds[last - 1].stop
-            for begin in range(start, stop, at_once):
-                end = min(begin + at_once, stop)
+            for begin in range(start, stop, chunk_size):
+                end = min(begin + chunk_size, stop)
                 sizes = (max(0, min(own.stop, end) - max(own.start, begin)) for own in bounds[first:last])
-                yield Run(
+                yield ParameterSpan(
                     bucket=number,
                     columns=slice(begin, end),
                     flat=slice(bucket.start + begin, bucket.start + end),
@@ -179,7 +181,7 @@ def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
     return clip_coefficient(square_norm.double().sqrt(), max_grad_norm)
 
 
-def whole_update(layout: Layout, pieces: Iterable[Piece], gradient: Entries, clip: float) -> Vector:
+def compute_update(layout: Layout, pieces: Iterable[OptimizerPiece], gradient: Entries, clip: float) -> Vector:
     """Returns δθ of the step with this mean gradient, before the weights are rounded."""
     update = layout.zeros()
     for piece in pieces:
@@ -188,7 +190,7 @@ def whole_update(layout: Layout, pieces: Iterable[Piece], gradient: Entries, cli
 
 
 def split_products(
-    parts: Iterable[tuple[Piece, UpdateParts]], directions: Sequence[Vector], num_parameters: int
+    parts: Iterable[tuple[OptimizerPiece, UpdateParts]], directions: Sequence[Vector], num_parameters: int
 ) -> Tensor:
     """Returns X · δθ by cause and by parameter, (causes + parameters, directions) fp64, of one step in pieces, (n,)."""
     by_both = directions[0][0].new_zeros(len(CAUSES), num_parameters, len(directions), dtype=torch.float64)
@@ -202,7 +204,7 @@ def split_products(
     return torch.cat([by_both.sum(dim=1), by_both.sum(dim=0)])
 
 
-def adam_roots(
+def sqrt_preconditioner(
     layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState] | None
 ) -> Vector:
     """Returns √P of the step before; nan for the entries of parameters without a warm state of AdamW's."""
@@ -223,7 +225,7 @@ class FoldMeans:
     share_of_mean: Tensor  # (F, 1), where the entries are
     share_of_fold: Tensor  # (F, 1)
 
-    def without(self, folds: int | slice, piece: Piece, mean: Tensor | None = None) -> Tensor:
+    def without(self, folds: int | slice, piece: OptimizerPiece, mean: Tensor | None = None) -> Tensor:
         """Returns g_(−k) of a fold, (n,), or of some, (folds, n), where the parameters are.
 
         mean  its entries in this piece, where they are at hand
@@ -239,11 +241,11 @@ def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | N
     total_size  of all folds; None where these are all
     """
     entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
-    shares = torch.stack(shares_of_others(sizes, total_size)).to(entries).unsqueeze(2)
+    shares = torch.stack(leave_out_coefficients(sizes, total_size)).to(entries).unsqueeze(2)
     return FoldMeans(mean, rows, sizes, *shares)
 
 
-class StepsWithoutFolds:
+class LeaveOneOutUpdates:
     """The steps that the optimizer would make without each fold, each clipped by its own gradient's norm.
 
     Making it is a collective, of one pass over all entries.
@@ -268,14 +270,14 @@ class StepsWithoutFolds:
         # (F,) fp64 in host memory, the factor by which the gradient without each fold is clipped.
         self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
 
-    def changes(self, piece: Piece) -> Iterator[Tensor]:
+    def changes(self, piece: OptimizerPiece) -> Iterator[Tensor]:
         """Yields by how much the parts of the step change without one fold after another in this piece, (causes, n)."""
         mean = piece.of(self.gradient.mean)
         whole = torch.stack(piece.delta(self.clip * mean))
         for fold, clip in enumerate(self.clips.tolist()):
             yield torch.stack(piece.delta(self.gradient.without(fold, piece, mean).mul_(clip))).sub_(whole)
 
-    def parts(self, fold: int) -> Iterator[tuple[Piece, UpdateParts]]:
+    def parts(self, fold: int) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
         """Yields each piece and the step without a fold in it."""
         for piece in self.pieces:
             yield piece, piece.delta(self.gradient.without(fold, piece).mul_(float(self.clips[fold])))

@@ -54,15 +54,15 @@ class FullyShard(Shard):
         start, stop = chunk_of(rows, self.num_ranks, rank)
         return start * (entries // rows), stop * (entries // rows)
 
-    def own(self, name: str, value: Tensor) -> Tensor:
+    def local(self, name: str, value: Tensor) -> Tensor:
         with torch.no_grad():  # so that no operation of a DTensor is dispatched, which takes longer than most kernels
             local: Tensor = value.to_local()  # type: ignore[attr-defined]
         return local.reshape(-1)
 
-    def put(self, entries: Mapping[str, Tensor]) -> None:
+    def load_local_weights(self, entries: Mapping[str, Tensor]) -> None:
         reshard(self.model)  # gathered ones would be used instead
         for name, param in self.trained.items():
-            self.own(name, param).copy_(entries[name])
+            self.local(name, param).copy_(entries[name])
 
     @property
     def reduces_each_backward(self) -> bool:

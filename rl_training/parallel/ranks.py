@@ -24,13 +24,13 @@ class Ranks:
         table[self.number] = values
         return self.reduce(table)
 
-    def largest(self, values: Tensor) -> Tensor:
+    def max(self, values: Tensor) -> Tensor:
         """Returns the largest of each number over the processes. A collective."""
         return self.gather(values).amax(dim=0)
 
-    def in_step(self, parts: list[Tensor], filler: Tensor) -> list[Tensor]:
+    def pad_to_equal_count(self, parts: list[Tensor], filler: Tensor) -> list[Tensor]:
         """Returns the parts, and this one as often as another process has more. A collective."""
-        count = self.largest(torch.tensor([float(len(parts))], dtype=torch.float64, device=filler.device))
+        count = self.max(torch.tensor([float(len(parts))], dtype=torch.float64, device=filler.device))
         return parts + [filler] * (int(count) - len(parts))
 
 

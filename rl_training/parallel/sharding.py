@@ -58,12 +58,12 @@ class Shard:
     readable_optimizers: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that have formulas
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, alone: bool = False
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, replicated: bool = False
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.max_grad_norm = clipping_threshold(max_grad_norm)
         self.trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        together = dist.is_initialized() and not alone
+        together = dist.is_initialized() and not replicated
         self.num_ranks = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
         # By name, always the same objects: the tensors that autograd delivers whole gradients to, and those that the
@@ -72,7 +72,7 @@ class Shard:
         self.optimized: Mapping[str, Tensor] = self.trained
 
     @property
-    def graph_lasts(self) -> bool:
+    def supports_retain_graph(self) -> bool:
         """Whether several backwards may go through one forward pass: compiled layers give up what they saved."""
         return all(module._compiled_call_impl is None for module in self.model.modules())
 
@@ -100,14 +100,14 @@ class Shard:
         """Returns the most entries of a parameter that any process keeps."""
         return max(stop - start for start, stop in self.cuts[name])
 
-    def own(self, name: str, value: Tensor) -> Tensor:
+    def local(self, name: str, value: Tensor) -> Tensor:
         """Returns this process's entries of a tensor that the model holds: a parameter or its gradient, (n,)."""
         start, stop = self.cuts[name][self.rank]
         return value.detach().reshape(-1)[start:stop]
 
-    def own_of_optimizer(self, name: str, value: Tensor) -> Tensor:
+    def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
         """Returns this process's entries of a tensor that the optimizer holds: of `optimized`, or of a moment, (n,)."""
-        return self.own(name, value)
+        return self.local(name, value)
 
     # --- what the loop holds ------------------------------------------------------------------------------------------
 
@@ -118,21 +118,21 @@ class Shard:
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the weights that the optimizer updates, by name, (n,) each."""
-        return {name: self.own_of_optimizer(name, value) for name, value in self.optimized.items()}
+        return {name: self.local_of_optimizer(name, value) for name, value in self.optimized.items()}
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradient, the mean over processes, not clipped, (n,); None for a parameter that got none."""
         return {
-            name: None if param.grad is None else self.own(name, param.grad) for name, param in self.trained.items()
+            name: None if param.grad is None else self.local(name, param.grad) for name, param in self.trained.items()
         }
 
     # --- other weights for a moment -----------------------------------------------------------------------------------
 
-    def held(self) -> dict[str, Tensor]:
+    def copy_local_weights(self) -> dict[str, Tensor]:
         """Returns this process's entries of the weights that forward passes compute with, by name: copies."""
-        return {name: self.own(name, param).clone() for name, param in self.trained.items()}
+        return {name: self.local(name, param).clone() for name, param in self.trained.items()}
 
-    def put(self, entries: Mapping[str, Tensor]) -> None:
+    def load_local_weights(self, entries: Mapping[str, Tensor]) -> None:
         """Writes entries, laid out as those of `held`, into these weights, a parameter at a time. A collective."""
         for name, param in self.trained.items():
             own = whole = entries[name]

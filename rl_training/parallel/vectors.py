@@ -68,11 +68,11 @@ class Layout:
         widths = widths or {name: param.numel() for name, param in parameters.items()}
         # In whole segments: a parameter that is cut there still has a length that other lengths share divisors with.
         on_gpu = max(JOINED_ON_GPU, sum(widths.values()) // PARTS_ON_GPU // SEGMENT * SEGMENT)
-        self.at_once = JOINED if self.device.type == "cpu" else on_gpu  # entries that are handled together
+        self.chunk_size = JOINED if self.device.type == "cpu" else on_gpu  # entries that are handled together
         groups: list[list[str]] = []
         size = 0
         for name, width in widths.items():
-            if not groups or size + width > self.at_once:
+            if not groups or size + width > self.chunk_size:
                 groups.append([])
                 size = 0
             groups[-1].append(name)
@@ -92,7 +92,7 @@ class Layout:
     @property
     def is_small(self) -> bool:
         """Whether all entries together are few enough to be handled at once."""
-        return self.num_entries <= self.at_once
+        return self.num_entries <= self.chunk_size
 
     def vector(self, tensors: Iterable[Tensor]) -> Vector:
         """Returns one vector, given by its tensors in the order of the parameters; a large one is not copied."""

@@ -32,7 +32,7 @@ class ModelInputs:
         return tokens // self.mask.shape[1] * self.ids.shape[1] + self.columns.flatten()[tokens]
 
 
-def first_columns(sequences: Rollout, rows: Tensor) -> ModelInputs:
+def right_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
     """Returns these rows with the padding on their right, each sequence from the first column on."""
     prompt_mask, mask = sequences.prompt_mask[rows], sequences.completion_mask[rows]
     prompt_length, length = prompt_mask.sum(dim=1), sequences.token_mask[rows].sum(dim=1)
@@ -51,7 +51,7 @@ def first_columns(sequences: Rollout, rows: Tensor) -> ModelInputs:
     )
 
 
-def as_they_lie(sequences: Rollout, rows: Tensor) -> ModelInputs:
+def left_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
     """Returns these rows with the padding on their left, by an attention mask and without positions."""
     ids = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
     attention = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.precision import without_dropout
-from rl_training.policy.rollout import Rollout, in_one_width
-from rl_training.policy.rotary import tables_put_back
+from rl_training.policy.rollout import Rollout, pad_and_concat
+from rl_training.policy.rotary import preserve_rotary_tables
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 
@@ -58,19 +58,19 @@ class Policy(abc.ABC):
             context = contextlib.nullcontext() if dropout else without_dropout(self.model)
         width = rollout.completion_ids.shape[1]
         rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
-        with tables_put_back(self.model), context, torch.no_grad():
+        with preserve_rotary_tables(self.model), context, torch.no_grad():
             parts = [scorer.score(rollout, some, graph=False) for some in self.in_batches(rows, self._batch_size)]
         parts = parts[: -(-len(rows) // self._batch_size)]
         return Scores(
-            logps=in_one_width([part.logps for part in parts], at_least=width),
-            entropies=in_one_width([part.entropies for part in parts], at_least=width),
+            logps=pad_and_concat([part.logps for part in parts], at_least=width),
+            entropies=pad_and_concat([part.entropies for part in parts], at_least=width),
             mask=rollout.completion_mask,
         )
 
     def in_batches(self, rows: Tensor, size: int) -> list[Tensor]:
         """Returns rows in parts of so many; in lockstep copies of the first follow where others have more."""
         parts = list(rows.split(size))
-        return parts if self.in_lockstep is None else self.in_lockstep.in_step(parts, parts[0])
+        return parts if self.in_lockstep is None else self.in_lockstep.pad_to_equal_count(parts, parts[0])
 
     @property
     def reference(self) -> Scorer | None:
@@ -117,10 +117,10 @@ class Policy(abc.ABC):
     def with_weights(self, entries: Mapping[str, Tensor]) -> Iterator[None]:
         """A context in which the trained weights are others; then they are bitwise what they were. A collective.
 
-        entries  this process's, as `shard.held()` has them
+        entries  this process's, as `shard.copy_local_weights()` has them
         """
         assert self.shard is not None
-        held = self.shard.held()
+        held = self.shard.copy_local_weights()
         try:
             self._put(entries)
             yield
@@ -129,7 +129,7 @@ class Policy(abc.ABC):
 
     def _put(self, entries: Mapping[str, Tensor]) -> None:
         assert self.shard is not None
-        self.shard.put(entries)
+        self.shard.load_local_weights(entries)
         torch.clear_autocast_cache()  # of weights in half precision, where the loop's autocast is still on
 
     @abc.abstractmethod

@@ -11,7 +11,7 @@ import torch
 
 
 @contextlib.contextmanager
-def streams_put_back(device: torch.device) -> Iterator[None]:
+def preserve_rng(device: torch.device) -> Iterator[None]:
     """A context that restores the random streams of Python, NumPy and torch when it ends: a measurement draws in it."""
     python, numpy = random.getstate(), np.random.get_state()
     try:

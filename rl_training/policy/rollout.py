@@ -106,13 +106,13 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
     written = None
     if any(part.environment_mask is not None for part in parts):
-        written = in_one_width([part.token_mask - part.completion_mask for part in parts])
+        written = pad_and_concat([part.token_mask - part.completion_mask for part in parts])
     mismatches = [part.sampling_mismatch for part in parts if part.sampling_mismatch is not None]
-    on_the_left = functools.partial(in_one_width, on_the_left=True)
+    on_the_left = functools.partial(pad_and_concat, on_the_left=True)
     return Rollout(
         **{name: joined(name, on_the_left) for name in ("prompt_ids", "prompt_mask")},
         **{
-            name: joined(name, in_one_width)
+            name: joined(name, pad_and_concat)
             for name in ("completion_ids", "completion_mask", "sampling_logps", "old_logps")
         },
         **{name: joined(name) for name in ("advantages", "rewards", "prompt_index", "truncated")},
@@ -129,7 +129,7 @@ def _join_token_advantages(parts: Sequence[Rollout]) -> Tensor | None:
     """Returns (B, T), None where every response has one advantage."""
     if all(part.token_advantages is None for part in parts):
         return None
-    return in_one_width([part.advantages_of_tokens.expand_as(part.completion_ids) for part in parts])
+    return pad_and_concat([part.advantages_of_tokens.expand_as(part.completion_ids) for part in parts])
 
 
 def with_one_advantage_each(rollout: Rollout) -> Rollout:
@@ -154,7 +154,7 @@ def with_one_advantage_each(rollout: Rollout) -> Rollout:
     return dataclasses.replace(rollout, advantages=means, token_advantages=of_tokens)
 
 
-def in_one_width(tensors: Sequence[Tensor], on_the_left: bool = False, value: float = 0, at_least: int = 0) -> Tensor:
+def pad_and_concat(tensors: Sequence[Tensor], on_the_left: bool = False, value: float = 0, at_least: int = 0) -> Tensor:
     """Returns the rows of these (B, T) tensors, filled up with `value` to the widest of them, or to `at_least`."""
     width = max(at_least, *(tensor.shape[1] for tensor in tensors))
     missing = [width - tensor.shape[1] for tensor in tensors]
@@ -204,7 +204,7 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
         if name.endswith("token_type_ids"):
             prompts = [v[:, : part.prompt_ids.shape[1]] for v, part in zip(values, parts, strict=True)]
             completions = [v[:, part.prompt_ids.shape[1] :] for v, part in zip(values, parts, strict=True)]
-            joined[name] = torch.cat([in_one_width(prompts, on_the_left=True), in_one_width(completions)], dim=1)
+            joined[name] = torch.cat([pad_and_concat(prompts, on_the_left=True), pad_and_concat(completions)], dim=1)
         elif isinstance(first, Tensor):
             if any(value.shape[1:] != first.shape[1:] for value in values):
                 raise UserError(f"the rollouts of one optimizer step differ in the shape of their {name}")

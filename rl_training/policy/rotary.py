@@ -21,7 +21,7 @@ def depends_on_longest_row(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def tables_put_back(model: nn.Module) -> Iterator[None]:
+def preserve_rotary_tables(model: nn.Module) -> Iterator[None]:
     """A context after which the model's rotary tables are those that it began with."""
     kept = [
         (module, dict(module._buffers), {name: buffer.clone() for name, buffer in _tensors(module._buffers).items()},

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_training.errors import UserError
 from rl_training.parallel.fsdp import reshard
-from rl_training.policy.inputs import ModelInputs, as_they_lie, first_columns
+from rl_training.policy.inputs import ModelInputs, left_padded_inputs, right_padded_inputs
 from rl_training.policy.linear_head import LogitMap, scores_of_hidden, scores_of_logits
 from rl_training.policy.precision import measuring, why_not_fp32
-from rl_training.policy.rng import streams_put_back
+from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 
@@ -42,7 +42,7 @@ class Scorer:
     fp32_head     training's head multiplies in fp32, outside of autocast
     call_head     the head's module is called, for hooks on it; otherwise its weight is read where that is the same
     chunk_logits  so many logits exist at once, unless one position alone has more
-    as_root       it runs as the model's own forward pass, whose hooks gather sharded weights; all processes call alike
+    run_inside_forward  it runs as the model's own forward pass, whose hooks gather sharded weights; all call alike
     whole_logits  the model's own logits are used: its head is gathered only while it is called
 
     Raises ValueError for adapters that are tokens before the prompt (PEFT's prompt learning).
@@ -57,7 +57,7 @@ class Scorer:
         fp32_head: bool = False,
         call_head: bool = False,
         chunk_logits: int = CHUNK_LOGITS,
-        as_root: bool = False,
+        run_inside_forward: bool = False,
         whole_logits: bool = False,
     ) -> None:
         wrapped: Any = model
@@ -69,9 +69,9 @@ class Scorer:
         self._autocast, self._fp32_head, self._call_head = autocast, fp32_head, call_head
         self._chunk = chunk_logits
         self._measuring = 0
-        self._as_root = as_root
+        self._as_root = run_inside_forward
         self.why_rounded = ""  # why layers compute with less than the weights: known once training has begun
-        self._why_whole: str | None = "its weights are sharded" if whole_logits else None
+        self._full_logits_reason: str | None = "its weights are sharded" if whole_logits else None
 
     @property
     def why_not_fp32(self) -> str:
@@ -91,11 +91,11 @@ class Scorer:
         With autocast and dropout as training has them; inside `measuring()` with neither, and in IEEE fp32. Random
         streams stay as they were. A graph may be used as often as wanted, by first derivatives.
         """
-        with streams_put_back(self._device):
+        with preserve_rng(self._device):
             self.verify()
             as_training = contextlib.nullcontext() if self._measuring else self._autocast()
             with as_training, torch.set_grad_enabled(graph):
-                batch = first_columns(sequences, rows)
+                batch = right_padded_inputs(sequences, rows)
                 logps, entropies = self._calculate(batch)
         return Scores(logps, entropies, batch.mask)
 
@@ -104,8 +104,8 @@ class Scorer:
 
         All of them at once, in at least fp32: give few rows at a time.
         """
-        with streams_put_back(self._device), torch.no_grad():
-            batch = first_columns(sequences, rows)
+        with preserve_rng(self._device), torch.no_grad():
+            batch = right_padded_inputs(sequences, rows)
             at_tokens = batch.at_tokens(batch.sampled_tokens())
             if self.verify():
                 logits = self._own_logits(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
@@ -140,7 +140,7 @@ class Scorer:
 
         By an attention mask and without positions, as trainers pass rows on; as a measurement, without graph.
         """
-        batch = as_they_lie(sequences, rows)
+        batch = left_padded_inputs(sequences, rows)
         # Half-precision layers take no fp32 but from autocast.
         rounded = self._autocast() if self.why_not_fp32 else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
@@ -163,17 +163,18 @@ class Scorer:
 
         The first score calls it if nothing has. Call it before hooking modules: it makes two small forward passes.
         """
-        if self._why_whole is None:
-            with streams_put_back(self._device), self.measuring(), torch.no_grad():
-                self._why_whole = self._gathered(self._why_not_apart)
-            if self._why_whole:
+        if self._full_logits_reason is None:
+            with preserve_rng(self._device), self.measuring(), torch.no_grad():
+                self._full_logits_reason = self._gathered(self._head_mismatch)
+            if self._full_logits_reason:
                 warnings.warn(
-                    f"{self._why_whole}: all logits of a batch are in memory at once, so score few rows at a time",
+                    f"{self._full_logits_reason}: all logits of a batch are in memory at once, "
+                    "so score few rows at a time",
                     stacklevel=2,
                 )
-        return self._why_whole
+        return self._full_logits_reason
 
-    def _why_not_apart(self) -> str:
+    def _head_mismatch(self) -> str:
         """Returns why head(body(ids)), scaled as the config says, would not be the model's logits; "" if it would."""
         head = self._lm.get_output_embeddings()
         if head is None:
@@ -205,7 +206,7 @@ class Scorer:
         return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
 
     def _calculate(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
-        calculate = self._by_own_logits if self._why_whole else self._by_body_and_head
+        calculate = self._by_own_logits if self._full_logits_reason else self._by_body_and_head
         logps, entropies = self._gathered(lambda: calculate(batch))
         return logps, entropies
 

@@ -27,7 +27,7 @@ from rl_training.engine.probe import Probe
 from rl_training.entropy.attribution import KINDS, module_kind
 from rl_training.entropy.fold_gradients import gradients_of_processes
 from rl_training.entropy.length_and_reward import why_not_of_rewards
-from rl_training.gradients.folds import response_number
+from rl_training.gradients.folds import response_index
 from rl_training.options import check_share, check_whole
 from rl_training.parallel.vectors import dot
 from rl_training.statistics import noise_scale as noise
@@ -160,7 +160,7 @@ def _mean_product_within_prompts(step: Step, num_prompts: int) -> Tensor:
     index, weights = step.batch.rollout.prompt_index, step.batch.loss_weights
     prompts = index.unique()[:num_prompts]
     _, place, sizes = index.unique(return_inverse=True, return_counts=True)
-    is_first = response_number(index) < sizes[place] // 2
+    is_first = response_index(index) < sizes[place] // 2
     half = torch.where(is_first, sizes[place] // 2, sizes[place] - sizes[place] // 2).double()
     shares = (step.num_sequences / step.ranks.count / half).unsqueeze(1)
     halves = [weights.where(chosen.unsqueeze(1)) for chosen in (is_first, ~is_first)]

@@ -33,9 +33,9 @@ from rl_training.entropy.per_decision import per_decision_change
 from rl_training.errors import UserError
 from rl_training.options import check_whole
 from rl_training.parallel.vectors import dot
-from rl_training.policy.rollout import Rollout, in_one_width
+from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
-from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 from rl_training.step.data import Step
 from rl_training.step.needs import Need
@@ -138,8 +138,8 @@ def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
     """Returns the prediction from E, per token and as far as asked for per sequence, and how far it is off."""
     error = predicted - Replicates(true.value[: len(predicted.value)], true.without[:, : len(predicted.value)])
     count = len(predicted.without)
-    enough = count >= MIN_FOLDS_FOR_STDERR
-    no_bar = NOT_FINITE if enough else f"{count} blocks of sequences: an error bar needs {MIN_FOLDS_FOR_STDERR}"
+    enough = count >= MIN_UNITS_OFFLINE
+    no_bar = NOT_FINITE if enough else f"{count} blocks of sequences: an error bar needs {MIN_UNITS_OFFLINE}"
     return {
         f"{name}{suffix}": _estimate(float(value), float(stderr) if enough else math.nan, count, no_bar)
         for name, replicates in zip(PREDICTED, (predicted, error), strict=True)
@@ -155,7 +155,9 @@ def _estimate(value: float, stderr: float, count: int, no_bar: str = NO_ERROR_BA
 
 def _widened(scores: Scores, width: int) -> Scores:
     """Returns the scores in tables of so many columns."""
-    logps, entropies, mask = (in_one_width([v], at_least=width) for v in (scores.logps, scores.entropies, scores.mask))
+    logps, entropies, mask = (
+        pad_and_concat([v], at_least=width) for v in (scores.logps, scores.entropies, scores.mask)
+    )
     return Scores(logps, entropies, mask)
 
 

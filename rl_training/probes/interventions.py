@@ -29,7 +29,7 @@ import torch
 from rl_training.engine.probe import Probe
 from rl_training.entropy.changed_steps import Change
 from rl_training.entropy.length_and_reward import reward_gradient
-from rl_training.entropy.paired_effects import pairs_of, why_no_folds
+from rl_training.entropy.paired_effects import paired_effects, why_no_folds
 from rl_training.errors import UserError
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
@@ -105,7 +105,7 @@ class InterventionsProbe(Probe):
                 changes[each.name] = Change(lr_factor=each.lr_factor, max_grad_norm=each.max_grad_norm)
             elif not unavailable[each.name]:
                 weights[each.name] = torch.cat([each.weights(part).stacked() for part in loss], dim=1)
-        pairs = pairs_of(step, changes, weights, reward)
+        pairs = paired_effects(step, changes, weights, reward)
         plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN], step.number)
         no_reward = gradient.why_none
         answers = [estimate for pair in plain for estimate in pair.both(no_reward)]
@@ -129,7 +129,7 @@ class InterventionsProbe(Probe):
         pair       ΔH per token and Δreward per response, less those of the step as it is
         no_reward  why every Δreward is nan
         """
-        is_small, factor = abs(float(pair.values[0])) < SMALLEST, kept_factor(each, step.optimizer)
+        is_small, factor = abs(float(pair.values[0])) < SMALLEST, steady_state_factor(each, step.optimizer)
         remarks = [each.remark, FIRST_OF_ADAM * step.optimizer.first_of_adam, TOO_SMALL * is_small]
         remark = RATIOS_ARE_ONE if each.nothing_on_policy else "; ".join(filter(None, remarks))
         delta, reward = pair.both(no_reward, remark)
@@ -151,7 +151,7 @@ class InterventionsProbe(Probe):
         ]
 
 
-def kept_factor(intervention: Intervention, optimizer: OptimizerView) -> float:
+def steady_state_factor(intervention: Intervention, optimizer: OptimizerView) -> float:
     """Returns what a step does once all of the momentum includes an intervention, as a multiple of its effect now.
 
     (1 − β1^t) / (1 − β1) at the t-th step of Adam, 1 / (1 − μ) of SGD; 1 where only learning rates change, which act at
@@ -175,10 +175,10 @@ def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Es
 
     mean_kept, plain  over steps: what it does when it is kept, and the step as it is
     """
-    low, high = mean_kept.estimate(0).ends()
+    low, high = mean_kept.estimate(0).bounds()
     if not intervention.is_linear or intervention.nothing is None:
         return Estimate.missing(NO_STRENGTH if math.isnan(intervention.strength) else NOT_LINEAR)
-    if not plain.estimate(0).ends()[1] < 0.0:
+    if not plain.estimate(0).bounds()[1] < 0.0:
         return Estimate.missing(NO_FALL)
     if not (low > 0.0 or high < 0.0):
         return Estimate.missing(LOST)

@@ -30,9 +30,9 @@ from rl_training.engine.probe import Probe
 from rl_training.entropy.fold_gradients import log_ratios
 from rl_training.entropy.per_decision import slopes
 from rl_training.entropy.previous_policy import differences_before
-from rl_training.entropy.previous_update import KeptVector
+from rl_training.entropy.previous_update import ShardedVectorState
 from rl_training.entropy.weights import sums_before
-from rl_training.gradients.folds import over_the_others, response_number
+from rl_training.gradients.folds import centre_by_prompt, response_index
 from rl_training.options import check_share, check_whole, half_by_measured_step
 from rl_training.parallel.vectors import Vector
 from rl_training.policy.rollout import take_rows
@@ -77,7 +77,7 @@ class MeasuredStepProbe(Probe):
         check_share("measured: error_decay", error_decay, "[0, 1)", "; 0.5 averages over three steps")
         self.responses_per_prompt = responses_per_prompt
         self._error_decay = error_decay
-        self._kept: KeptVector | None = None  # the weights before the last step, from the first step on
+        self._kept: ShardedVectorState | None = None  # the weights before the last step, from the first step on
         self._state: Mapping[str, Tensor] = {}  # of a checkpoint, until then
 
     def reset(self) -> None:
@@ -94,7 +94,10 @@ class MeasuredStepProbe(Probe):
             self._answers = self._measure(step, kept, kept.vector)
         if not why:
             assert step.policy.shard is not None
-            kept.step, kept.vector = step.number, step.gradients.layout.vector(step.policy.shard.held().values())
+            kept.step, kept.vector = (
+                step.number,
+                step.gradients.layout.vector(step.policy.shard.copy_local_weights().values()),
+            )
 
     def num_vectors(self, num_folds: int) -> int:
         """The weights before the step, those after it, and where numbers are rounded those in between."""
@@ -106,16 +109,16 @@ class MeasuredStepProbe(Probe):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._state, self._kept = state, None
 
-    def _kept_of(self, step: Step) -> KeptVector:
+    def _kept_of(self, step: Step) -> ShardedVectorState:
         if self._kept is None:
             assert step.policy.shard is not None
-            self._kept = KeptVector(step.policy.shard, self._error_decay)
+            self._kept = ShardedVectorState(step.policy.shard, self._error_decay)
             self._kept.load_state_dict(self._state)
         return self._kept
 
     def _rows(self, step: Step) -> Tensor:
         """Returns which responses are scored again."""
-        number = response_number(step.batch.rollout.prompt_index)
+        number = response_index(step.batch.rollout.prompt_index)
         return (number < self.responses_per_prompt).nonzero().squeeze(1)
 
     def _why_other_scores(self, step: Step) -> str:
@@ -126,7 +129,7 @@ class MeasuredStepProbe(Probe):
         check.look(self._rows(step))
         return check.why_not(step.ranks.reduce)
 
-    def _measure(self, step: Step, kept: KeptVector, before: Vector) -> dict[str, Estimate]:
+    def _measure(self, step: Step, kept: ShardedVectorState, before: Vector) -> dict[str, Estimate]:
         """Returns the estimates of the change by the steps since these weights. A collective."""
         rollout, logs, why_rounded = step.batch.rollout, log_ratios(step.batch), step.policy.scorer.why_training_rounds
         assert logs is not None
@@ -135,7 +138,7 @@ class MeasuredStepProbe(Probe):
         now, then = score(step, rows, step.gradients.layout.by_name(before))
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
         terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
-        has_others = over_the_others(rewards, rollout.prompt_index)[1] > 1
+        has_others = centre_by_prompt(rewards, rollout.prompt_index)[1] > 1
         by_prompt = step.batch.sum_by_prompt(sums_of_responses(step, rows, terms, logs, ~rewards.isnan() & has_others))
         found = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, step.ranks.reduce)
         found[STEPS] = Estimate(step.number - (kept.step or 0), reason=NO_BAR)
@@ -159,7 +162,7 @@ def scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]) -> tup
     policy, rollout, now = step.policy, take_rows(step.batch.rollout, rows), step.batch.scores
     first = policy.score_rollout(take_rows(rollout, torch.zeros_like(rows[:1])))
     apart = (first.logps - now.logps[rows[:1]])[first.mask.bool()].double().abs()
-    if not float(step.ranks.largest(apart.mean().nan_to_num(0.0))) <= SAME:  # dropout, TF32
+    if not float(step.ranks.max(apart.mean().nan_to_num(0.0))) <= SAME:  # dropout, TF32
         fresh = policy.score_rollout(rollout)
         logps, entropies = now.logps.clone(), now.entropies.clone()
         logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
@@ -172,7 +175,7 @@ def rounded_scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]
     """The same, extrapolated from SPAN steps to either side: see the module's docstring. A collective."""
     policy, rollout, now = step.policy, take_rows(step.batch.rollout, rows), step.batch.scores
     assert policy.shard is not None
-    held = policy.shard.held()
+    held = policy.shard.copy_local_weights()
     ends = []
     for steps in (-SPAN, SPAN):
         with policy.with_weights({name: w + steps * (w - before[name]) for name, w in held.items()}):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_training.engine.probe import Probe
 from rl_training.entropy.fold_gradients import log_ratios
-from rl_training.gradients.folds import response_number
+from rl_training.gradients.folds import response_index
 from rl_training.options import check_flag
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
@@ -103,7 +103,7 @@ class SamplerProbe(Probe):
         The rows answer different prompts, so each is independent of the others.
         """
         batch, policy = step.batch, step.policy
-        rows = (response_number(batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
+        rows = (response_index(batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
         mask, differences = batch.scores.mask[rows], batch.scores.logps[rows].double()
         for own, row in zip(differences, policy.in_batches(rows, 1), strict=False):
             again = policy.scorer.score(batch.rollout, row, graph=False).logps[0]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.probe import Probe
-from rl_training.entropy.changed_steps import Direction, GradientParts, bases_of
+from rl_training.entropy.changed_steps import Direction, GradientParts, iter_basis_gradients
 from rl_training.entropy.paired_effects import StepByFolds, why_no_folds
 from rl_training.entropy.prediction import NO_TOKENS
 from rl_training.optim.updates import FoldMeans
@@ -169,7 +169,7 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
         return own
 
     found = {}
-    for number, basis in bases_of(step, weights):
+    for number, basis in iter_basis_gradients(step, weights):
         found[weighed[number]] = products(basis)
         del basis  # before the next is made
     whole = products(None)

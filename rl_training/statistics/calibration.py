@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 
-MIN_PAIRS = MIN_FOLDS_FOR_STDERR  # fewer make a line through any cloud
+MIN_PAIRS = MIN_UNITS_OFFLINE  # fewer make a line through any cloud
 NO_NOISE_LEFT = "the predictions are smaller than their own error bars: without their noise nothing is left"
 ALL_ZERO = "all predictions are zero"
 NO_SPREAD = "all predictions, or all truths, are the same number"

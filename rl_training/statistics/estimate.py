@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from scipy.special import stdtrit
 
-MIN_FOLDS_FOR_STDERR = 8  # with fewer, a jackknife error is itself too noisy to be quoted
-FEWEST_FOLDS = 4  # of a step: Student's t makes up for the noise of its error, which is some 40 % then
+MIN_UNITS_OFFLINE = 8  # with fewer, a jackknife error is itself too noisy to be quoted
+MIN_FOLDS_STEP = 4  # of a step: Student's t makes up for the noise of its error, which is some 40 % then
 
 
 def why_no_stderr(num_folds: int) -> str:
     """Returns why so few folds give no error bar, "" if they are enough."""
-    if num_folds >= FEWEST_FOLDS:
+    if num_folds >= MIN_FOLDS_STEP:
         return ""
-    return f"no error bar: it needs {FEWEST_FOLDS} folds of whole prompts, the step has {num_folds}"
+    return f"no error bar: it needs {MIN_FOLDS_STEP} folds of whole prompts, the step has {num_folds}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,6 @@ class Estimate:
             return math.nan
         return float(stdtrit(self.num_samples - 1, 0.5 + 0.5 * coverage)) * self.stderr
 
-    def ends(self) -> tuple[float, float]:
+    def bounds(self) -> tuple[float, float]:
         """Returns the ends of the 95 % interval, `interval` if that is given; nan without an error."""
         return self.interval or (self.value - self.half_width(), self.value + self.half_width())

@@ -75,7 +75,7 @@ def jackknife_covariance(
     return (count - 1) * (products - means.unsqueeze(-1) * means.unsqueeze(-2))
 
 
-def unchanged(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     """Returns the tensor: on a single process it is the sum over all processes."""
     return tensor
 
@@ -84,7 +84,7 @@ def estimates_over_units(
     names: Sequence[str],
     statistic: Callable[[Tensor], Tensor],
     by_unit: Tensor,
-    reduce: Callable[[Tensor], Tensor] = unchanged,
+    reduce: Callable[[Tensor], Tensor] = identity,
     why_no_bar: str = "",
 ) -> dict[str, Estimate]:
     """Returns the numbers of statistic(Σ by_unit) by name, with their jackknife errors where there are enough units.
@@ -143,7 +143,7 @@ class JackknifeUnits:
 
     number: Tensor  # (B,), 0 .. count - 1 over all processes; no unit lies on two
     count: int
-    reduce: Callable[[Tensor], Tensor] = unchanged  # sums a tensor over the processes
+    reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over the processes
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> JackknifeUnits:
@@ -164,7 +164,7 @@ class JackknifeUnits:
         table = values.new_zeros(self.count, *values.shape[1:])
         return self.reduce(table.index_add_(0, self.number, values))
 
-    def largest(self, values: Tensor) -> Tensor:
+    def max(self, values: Tensor) -> Tensor:
         """Returns the maximum of (B, …) over all rows of all processes, (…)."""
         first = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         first[self.number.min()] = 1.0  # a process is identified by its first unit

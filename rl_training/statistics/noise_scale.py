@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.jackknife import jackknife_covariance, jackknife_stderr
 from rl_training.statistics.kish import kish_size
 from rl_training.statistics.running_pairs import fieller_interval
@@ -139,8 +139,8 @@ def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
     if math.isnan(value):
         return Estimate.missing(NO_NOISE)
     num_samples = int(averages.degrees) + 1
-    if averages.steps < MIN_FOLDS_FOR_STDERR:
-        return Estimate(value, math.nan, num_samples, f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} steps")
+    if averages.steps < MIN_UNITS_OFFLINE:
+        return Estimate(value, math.nan, num_samples, f"no error bar: it needs {MIN_UNITS_OFFLINE} steps")
     return Estimate(value, stderr, num_samples)
 
 

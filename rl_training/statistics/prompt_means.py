@@ -44,7 +44,7 @@ def mean_over_prompts(values: Tensor) -> Estimate:
 def share_over_prompts(values: Tensor, least: float = 0.0, most: float = 1.0) -> Estimate:
     """Returns the mean of (P,) values that all lie between `least` and `most`, with an interval that lies there too."""
     mean = mean_over_prompts(values)
-    low, high = mean.ends()
+    low, high = mean.bounds()
     if math.isnan(low) or (least <= low < high <= most):
         return mean
     span = most - least

@@ -34,7 +34,7 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
     """Returns one − other of independent estimates; without an error where one of them has none."""
     value = one.value - other.value
     if one.interval or other.interval:
-        (low, high), (other_low, other_high) = one.ends(), other.ends()
+        (low, high), (other_low, other_high) = one.bounds(), other.bounds()
         ends = (
             value - math.hypot(one.value - low, other_high - other.value),
             value + math.hypot(high - one.value, other.value - other_low),
@@ -52,5 +52,5 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
 
 def is_significant(estimate: Estimate) -> bool:
     """Returns whether the 95 % interval leaves out 0; False without an error."""
-    low, high = estimate.ends()
+    low, high = estimate.bounds()
     return low > 0 or high < 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.state import OptimizerView
-from rl_training.optim.updates import StepsWithoutFolds
+from rl_training.optim.updates import LeaveOneOutUpdates
 from rl_training.options import check_flag, check_share, check_whole
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Layout, Vector
@@ -82,7 +82,7 @@ class EntropyChange:
     # (2,), of ½(forward + backward) from this batch, of two folds or more: of a sum; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
     rows: Vector | None = None  # (F, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
-    steps_without: StepsWithoutFolds | None = None  # each fold; where `why_no_forward` is ""
+    steps_without: LeaveOneOutUpdates | None = None  # each fold; where `why_no_forward` is ""
 
 
 @dataclass(frozen=True)

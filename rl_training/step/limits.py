@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rl_training.errors import UserError
-from rl_training.gradients.folds import ENOUGH, plan_folds
+from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, plan_folds
 
 REUSED = (
     "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1; a replay buffer): "
@@ -43,7 +43,7 @@ class Fixes:
     num_folds: str = "{probe}(num_folds={folds})"  # {name} is the probe's, {probe} its class
 
     def more_folds(self, group: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
-        """Return what to type so that a step has ENOUGH folds.
+        """Return what to type so that a step has DEFAULT_NUM_FOLDS folds.
 
         Args:
             group: Responses to a prompt.
@@ -64,17 +64,19 @@ class Fixes:
         prompts = own // group * num_ranks
         # A microbatch of whole prompts, or a part of one.
         fitting = [part for part in range(1, size) if own % part == 0 and 0 in (part % group, group % part)]
-        smaller = [part for part in fitting if folds(part, own // part) >= ENOUGH]
+        smaller = [part for part in fitting if folds(part, own // part) >= DEFAULT_NUM_FOLDS]
         advice = [f"smaller microbatches, {batch(smaller[-1], own // smaller[-1])}"] if smaller else []
-        cut = next((number for number in range(ENOUGH, prompts + 1) if folds(size, count, number) == number), None)
+        cut = next(
+            (number for number in range(DEFAULT_NUM_FOLDS, prompts + 1) if folds(size, count, number) == number), None
+        )
         if cut and probe is not None:
             option = self.num_folds.format(name=getattr(probe, "name", ""), probe=type(probe).__name__, folds=cut)
             advice.append(f"{option}, whose folds cost a further pass each")
         if advice:
             return ", or ".join(advice)
         part = math.gcd(size, group)
-        larger = batch(part, -(-ENOUGH // num_ranks) * group // part)
-        return f"steps of at least {ENOUGH} prompts, where these have {prompts}: {larger}"
+        larger = batch(part, -(-DEFAULT_NUM_FOLDS // num_ranks) * group // part)
+        return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {prompts}: {larger}"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Quantity:
     stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
     remark: str = ""  # on a value or an error bar that is there, or why the bar alone is not
 
-    def unless(self, reason: str) -> Quantity:
+    def masked_if(self, reason: str) -> Quantity:
         """Returns this quantity, but nan with the reason if there is one."""
         if not reason:
             return self

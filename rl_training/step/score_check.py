@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_training.gradients.folds import response_number
+from rl_training.gradients.folds import response_index
 from rl_training.policy.policy import Policy
-from rl_training.policy.rng import seed_torch, streams_put_back
+from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
@@ -87,7 +87,7 @@ class ScoreCheck:
         rows, scorer, rollout = self._some_rows(), self._policy.scorer, self._batch.rollout
         with self._policy.measuring():
             exact = scorer.score(rollout, rows, graph=False)
-        with streams_put_back(self._sums.device):
+        with preserve_rng(self._sums.device):
             seed_torch(SEED, device=self._sums.device)
             noisy = scorer.score(rollout, rows, graph=False)
         others, numbers = [noisy], torch.arange(len(rows), device=rows.device)
@@ -97,7 +97,7 @@ class ScoreCheck:
 
     def _some_rows(self) -> Tensor:
         """Returns the first response to each of a few prompts."""
-        return (response_number(self._batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
+        return (response_index(self._batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
 
 
 def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:

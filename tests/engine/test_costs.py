@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
 from rl_training.engine import driver as driver_module
-from rl_training.engine.recorder import OpenStep
+from rl_training.engine.recorder import StepRecorder
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.timing import SHARED
 from rl_training.gradients.fold_reduction import FoldReduction
@@ -49,7 +49,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
     ("owner", "name"),
     [
         (PaddingCheck, "why_it_matters"),
-        (OpenStep, "as_seen"),
+        (StepRecorder, "as_seen"),
         (FoldReduction, "_send"),  # what hooks do of the backward's time
         (driver_module, "measure_entropy_change"),
     ],

@@ -23,11 +23,11 @@ from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import OpenStep
+from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy.paired_effects import why_no_folds
 from rl_training.entropy.prediction import measure_entropy_change
-from rl_training.entropy.previous_update import StepMemory
-from rl_training.gradients.folds import ENOUGH, plan_folds
+from rl_training.entropy.previous_update import PreviousUpdate
+from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, plan_folds
 from rl_training.hosts.trl import batches
 from rl_training.optim import adamw as adamw_module
 from rl_training.optim.state import OptimizerView, view_optimizer
@@ -63,7 +63,7 @@ def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
         return sums + sums.new_tensor([128.0, 1024.0])
 
     two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), fold_sizes=2 * step.fold_sizes)
-    memory = StepMemory(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
+    memory = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
     assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).why_none
 
 
@@ -77,7 +77,7 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
             shape=shape, ranks=ranks, fixes=Fixes(), no_fresh_responses="", dr_grpo=True, shard=shard
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
-        step = OpenStep(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
+        step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
         why = step.capabilities(loop, learned={1} if rank == 0 else set(), mismatch="")
         return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
 
@@ -227,7 +227,7 @@ def test_advice_names_what_is_typed_and_whoever_follows_it_has_enough_folds(host
     fixes, of_batch, of_folds = TYPED[host]
     kinds = set()
     for group, size, count in itertools.product((1, 2, 3, 8), (1, 2, 6, 8, 12, 16, 24, 64), (1, 2, 3, 6, 16)):
-        if size * count % group or plan_folds([size] * count, group, ranks)[-1].folds.stop >= ENOUGH:
+        if size * count % group or plan_folds([size] * count, group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS:
             continue
         said = fixes.more_folds(group, size, count, ranks, SimpleEntropyProbe())
         asked, cut = re.search(of_batch, said), re.search(of_folds, said)
@@ -235,11 +235,11 @@ def test_advice_names_what_is_typed_and_whoever_follows_it_has_enough_folds(host
         if asked:
             new, other = map(int, asked.groups())
             steps = other // (new * ranks) if host == "train" else other
-            assert plan_folds([new] * steps, group, ranks)[-1].folds.stop >= ENOUGH, said
+            assert plan_folds([new] * steps, group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS, said
             kinds.add("larger" if new * steps > size * count else "smaller")
             assert new * steps >= size * count
         if cut:
-            assert plan_folds([size] * count, group, ranks, int(cut[1]))[-1].folds.stop >= ENOUGH, said
+            assert plan_folds([size] * count, group, ranks, int(cut[1]))[-1].folds.stop >= DEFAULT_NUM_FOLDS, said
             kinds.add("cut")
     assert kinds == {"larger", "smaller", "cut"}
 

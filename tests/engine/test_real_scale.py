@@ -20,7 +20,7 @@ from rl_training import Probe
 from rl_training.job.configuration.checks import accumulation_steps
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe, TokenClassesProbe
 from rl_training.records.jsonl import read_metrics
-from rl_training.statistics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.tasks import models
 from rl_training.tasks.models import load_causal_lm, load_tiny
 
@@ -67,7 +67,7 @@ def test_the_batch_of_the_experiment_divides_among_1_2_4_and_8_processes_with_an
     batch = (cfg.batch.sequences_per_step, cfg.batch.microbatch_size)
     steps = {n: accumulation_steps(*batch, n, cfg.trainer.num_generations) for n in (1, 2, 4, 8)}
     assert steps == {1: 16, 2: 8, 4: 4, 8: 2}
-    assert min(n * (1 if n >= 8 else k) for n, k in steps.items()) >= MIN_FOLDS_FOR_STDERR
+    assert min(n * (1 if n >= 8 else k) for n, k in steps.items()) >= MIN_UNITS_OFFLINE
 
 
 # --- bf16 -------------------------------------------------------------------------------------------------------------

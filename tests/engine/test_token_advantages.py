@@ -18,7 +18,7 @@ from rl_training.entropy.advantage_covariance import covariance_terms, minus_cov
 from rl_training.entropy.length_and_reward import NO_MULTIPLE
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.hosts.trl import batches
-from rl_training.interventions.loss import LossInputs, silent_share
+from rl_training.interventions.loss import LossInputs, zero_advantage_share
 from rl_training.interventions.named import INTERVENTIONS
 from rl_training.policy.rollout import join_rollouts, with_one_advantage_each
 from rl_training.policy.scores import Scores
@@ -157,7 +157,7 @@ def test_an_intervention_asks_for_the_sign_of_each_token_s_advantage(name: str, 
 
 def test_a_prompt_is_silent_where_no_token_of_its_responses_has_an_advantage() -> None:
     each = torch.tensor([[1.0, -1.0], [0.0, 0.0], [0.0, 0.0]])  # the first's mean is 0, and it is not silent
-    assert silent_share(each, torch.tensor([1, 2, 3]), torch.clone) == pytest.approx(2 / 3)
+    assert zero_advantage_share(each, torch.tensor([1, 2, 3]), torch.clone) == pytest.approx(2 / 3)
 
 
 def test_a_covariance_takes_each_token_with_its_own_advantage() -> None:

@@ -16,7 +16,7 @@ from example_steps import means_without_folds
 from torch import Tensor
 from transformers import TrainerCallback
 
-from rl_training.engine.verifier import StepGuard
+from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.optim.adamw import adamw_delta
 from rl_training.probes import SimpleEntropyProbe
@@ -139,7 +139,9 @@ class TakeEveryStepBack(TrainerCallback):
 def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_and_the_naive_product_has_not(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepGuard, "notice_edits", lambda self: None)  # every step is taken back on purpose
+    monkeypatch.setattr(
+        UpdateVerifier, "detect_external_edits", lambda self: None
+    )  # every step is taken back on purpose
     trainer = make_trainer(
         probes=[SimpleEntropyProbe(responses_per_prompt=4)],
         per_device_train_batch_size=4,

@@ -98,7 +98,7 @@ def test_shares_of_none_and_of_all_have_wilsons_interval() -> None:
     """Z² = 3.8415: of 20 of 20 it is 20/23.8415 to 1, of 0 of 10 0 to 3.8415/13.8415."""
     assert share_over_prompts(torch.ones(20)).interval == (pytest.approx(0.83887, abs=1e-5), 1.0)
     assert share_over_prompts(torch.zeros(10)).interval == (0.0, pytest.approx(0.27754, abs=1e-5))
-    low, high = share_over_prompts(torch.full((20,), 3.0), least=-1.0, most=3.0).ends()
+    low, high = share_over_prompts(torch.full((20,), 3.0), least=-1.0, most=3.0).bounds()
     assert (low, high) == (pytest.approx(-1 + 4 * 0.83887, abs=1e-4), 3.0)
     assert share_over_prompts(torch.ones(1)).interval is None
 
@@ -118,8 +118,8 @@ def test_a_share_whose_bar_would_leave_0_to_1_has_the_ends_that_solve_wilsons_eq
 
 def test_an_interval_scales_with_the_range_of_the_values() -> None:
     share = torch.tensor([1.0] * 9 + [0.0])
-    low, high = share_over_prompts(share).ends()
-    assert share_over_prompts(4.0 * share - 1.0, least=-1.0, most=3.0).ends() == pytest.approx(
+    low, high = share_over_prompts(share).bounds()
+    assert share_over_prompts(4.0 * share - 1.0, least=-1.0, most=3.0).bounds() == pytest.approx(
         (4 * low - 1, 4 * high - 1)
     )
 
@@ -127,14 +127,14 @@ def test_an_interval_scales_with_the_range_of_the_values() -> None:
 def test_a_share_whose_bar_stays_within_0_to_1_keeps_it() -> None:
     share = share_over_prompts(torch.tensor([0.0, 1.0] * 10))
     assert share.interval is None
-    assert share.ends() == (share.value - share.half_width(), share.value + share.half_width())
+    assert share.bounds() == (share.value - share.half_width(), share.value + share.half_width())
 
 
 def test_the_intervals_of_shares_near_1_hold_the_truth_in_at_least_93_of_100_cases() -> None:
     """2000 evaluations of 20 prompts that are right with chance .95; value ± t se holds it in 63 of 100."""
     draws = (torch.rand(2000, 20, generator=torch.Generator().manual_seed(0)) < 0.95).double()
     shares = [share_over_prompts(row) for row in draws]
-    held = sum(low <= 0.95 <= high for low, high in (share.ends() for share in shares))
+    held = sum(low <= 0.95 <= high for low, high in (share.bounds() for share in shares))
     plain = sum(abs(share.value - 0.95) <= share.half_width() for share in shares)
     assert held / 2000 > 0.93
     assert plain / 2000 < 0.70

@@ -17,11 +17,11 @@ from rl_training.entropy.products import PRODUCTS
 from rl_training.gradients.folds import (
     FoldGroup,
     folds_of_prompts,
+    leave_out_coefficients,
     plan_folds,
     plan_prompt_folds,
     ranges_of,
-    response_number,
-    shares_of_others,
+    response_index,
 )
 from rl_training.statistics.jackknife import JackknifeUnits, jackknife_stderr
 
@@ -144,7 +144,7 @@ def test_what_is_left_without_a_fold_is_the_plain_mean_of_the_other_folds(sizes:
 @pytest.mark.parametrize("sizes", [[8], [0, 8]])
 def test_leaving_out_a_fold_that_is_everything_raises(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="nothing is left"):
-        shares_of_others(torch.tensor(sizes))
+        leave_out_coefficients(torch.tensor(sizes))
 
 
 # --- the jackknife ----------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_the_largest_of_a_column_is_that_of_all_ranks() -> None:
     rows = [torch.tensor([[-5.0, 1.0], [-3.0, 0.0]]), torch.tensor([[-4.0, 7.0], [-9.0, 2.0]])]
 
     def largest(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        return JackknifeUnits(torch.tensor([0, 1]) + 2 * rank, 4, reduce).largest(rows[rank].double())
+        return JackknifeUnits(torch.tensor([0, 1]) + 2 * rank, 4, reduce).max(rows[rank].double())
 
     assert [found.tolist() for found in on_two_ranks(largest)] == [[-3.0, 7.0]] * 2
 
@@ -253,7 +253,7 @@ def interleaved_prompts(num_prompts: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 def test_response_number_counts_the_earlier_responses_of_the_same_prompt(seed: int) -> None:
     labels = interleaved_prompts(7, seed)
-    assert response_number(torch.tensor(labels)).tolist() == [labels[:i].count(x) for i, x in enumerate(labels)]
+    assert response_index(torch.tensor(labels)).tolist() == [labels[:i].count(x) for i, x in enumerate(labels)]
 
 
 @pytest.mark.parametrize("num_folds", [None, 1, 2, 3, 5, 8, 9, 20, 64])

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from rl_training.engine.fold_recorder import GradientRows
-from rl_training.engine.verifier import IN_PARTS, why_not_the_sum
+from rl_training.engine.verifier import IN_PARTS, gradient_mismatch_reason
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.parallel import vectors
@@ -271,7 +271,7 @@ def test_a_gradient_in_several_parts_is_noticed() -> None:
     rows = rows_of(model)
     train_step(model, rows, microbatches(1))
     sums = rows.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model, rows))
-    assert why_not_the_sum(sums, rounded=False) == IN_PARTS
+    assert gradient_mismatch_reason(sums, rounded=False) == IN_PARTS
 
 
 def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, rows: GradientRows) -> None:
@@ -383,7 +383,7 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
     for rows in microbatch_rows:
         own = torch.tensor(rows)
         catch(caught, rows.start, (weights[own] * policy.score(rollout, own).logps).sum())
-    caught.fill_slices(step)
+    caught.split_microbatch_gradients(step)
     caught.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, caught.layout.zeros())
     expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
     torch.testing.assert_close(caught.rows[0], expected, rtol=1e-12, atol=0)

@@ -28,7 +28,7 @@ from trainers import trainer_maker
 
 from rl_training import Estimate, Probe, Rollout, measured_loop
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.recorder import OpenStep
+from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy import length_and_reward, paired_effects
 from rl_training.gradients.folds import plan_folds
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
@@ -72,7 +72,7 @@ def test_equal_rewards_have_no_spread_whatever_they_are() -> None:
     part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.arange(27) // 9)
     part = dataclasses.replace(part, completion_mask=torch.ones(27, 1), completion_ids=torch.ones(27, 1))
     scores = Scores(torch.zeros(27, 1), torch.zeros(27, 1), torch.ones(27, 1))
-    step = OpenStep(1, [], rollouts=[part], scores=[scores])
+    step = StepRecorder(1, [], rollouts=[part], scores=[scores])
     assert _averages(step)["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
@@ -81,7 +81,7 @@ def test_averages_are_over_the_tokens_that_are_there_and_say_nothing_of_rewards_
     part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.tensor([0, 0, 1, 1]))
     part = dataclasses.replace(part, completion_mask=mask, completion_ids=torch.ones(4, 2))
     scores = Scores(torch.zeros(4, 2), torch.tensor([[2.0, 5.0]] * 4), mask)
-    found = _averages(OpenStep(1, [], rollouts=[part], scores=[scores]))
+    found = _averages(StepRecorder(1, [], rollouts=[part], scores=[scores]))
     assert (found["entropy"], found["completions/mean_length"]) == (2.0, 1.0)
     assert math.isnan(found["reward"])
     assert math.isnan(found["frac_reward_zero_std"])
@@ -503,13 +503,13 @@ def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason(
 
 def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass(monkeypatch) -> None:
     """The loop does not say what its loss divides by. Where no multiple is one, rows of its own give the same."""
-    found, passes, bases_of = [], [], paired_effects.bases_of
+    found, passes, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
 
     def counted(step: Any, weights: Any) -> Any:
         passes.append(len(weights))
-        return bases_of(step, weights)
+        return iter_basis_gradients(step, weights)
 
-    monkeypatch.setattr(paired_effects, "bases_of", counted)
+    monkeypatch.setattr(paired_effects, "iter_basis_gradients", counted)
     for rounding in (length_and_reward.ROUNDING, -1.0):
         monkeypatch.setattr(length_and_reward, "ROUNDING", rounding)
         loop = new_loop([InterventionsProbe(["lr"], every=1)], dr_grpo=True)
@@ -572,7 +572,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
             fixes=own, no_fresh_responses="", shape=shape, ranks=all_ranks(), shard=shard, more_folds=str
         )
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
-        step = OpenStep(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
+        step = StepRecorder(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
         why = step.capabilities(loop, set(), mismatch="")
         reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {own.whole_prompts}") for reason in reasons)

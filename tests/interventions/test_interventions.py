@@ -14,7 +14,7 @@ from configs import REFUSED
 from torch import Tensor
 
 from rl_training.gradients.loss_weights import LossWeights
-from rl_training.interventions.loss import LossInputs, loss_inputs, silent_share
+from rl_training.interventions.loss import LossInputs, loss_inputs, zero_advantage_share
 from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, intervention, interventions_to_train
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -66,7 +66,7 @@ def known(off_policy: bool = False, hides: bool = False) -> LossInputs:
         advantages=advantages.masked_fill(truncated, 0.0) if hides else advantages,
         prompt_index=torch.tensor(PROMPTS),
         microbatches=MICROBATCHES,
-        silent_share=0.25,
+        zero_advantage_share=0.25,
         settings=LossSettings(L, EPSILON, EPSILON, hides),
         rewards=double(REWARDS),
         truncated=truncated,
@@ -301,8 +301,10 @@ def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
 def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
     """Two of three here, and one of seven on the other processes."""
     advantages, prompts = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0, 0.0]), torch.tensor([5, 5, 2, 2, 9, 9])
-    assert silent_share(advantages, prompts, lambda mine: mine) == pytest.approx(2 / 3)
-    assert silent_share(advantages, prompts, lambda mine: mine + torch.tensor([1.0, 7.0])) == pytest.approx(3 / 10)
+    assert zero_advantage_share(advantages, prompts, lambda mine: mine) == pytest.approx(2 / 3)
+    assert zero_advantage_share(advantages, prompts, lambda mine: mine + torch.tensor([1.0, 7.0])) == pytest.approx(
+        3 / 10
+    )
 
 
 @pytest.mark.parametrize(("text", "said"), REFUSED["intervention"].items())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rl_training.optim.adamw import AdamWState, adamw_delta, clip_coefficient
 from rl_training.optim.sgd import SGDState
-from rl_training.optim.updates import adam_roots
+from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.vectors import JOINED, Layout, square_norms
 
 NUM_STEPS = 25
@@ -162,7 +162,7 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
         state = states[-1].not_updated()
         assert torch.equal(state.delta(before, zeros).total, zeros)
     layout = Layout({"unused": zeros})
-    roots = adam_roots(layout, {"unused": before}, {"unused": states[0].not_updated()})
+    roots = sqrt_preconditioner(layout, {"unused": before}, {"unused": states[0].not_updated()})
     assert square_norms(layout, [zeros.unsqueeze(0)], roots).tolist() == [[[0.0, 0.0]]]
 
 
@@ -181,7 +181,7 @@ def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -
     layout = Layout(gradients)
     assert [len(bucket.names) for bucket in layout.buckets] == [1, 4]
     rows = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
-    (got,) = square_norms(layout, rows, adam_roots(layout, gradients, states)).tolist()
+    (got,) = square_norms(layout, rows, sqrt_preconditioner(layout, gradients, states)).tolist()
     assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
     assert square_norms(layout, rows, None)[..., 1].isnan().all()
 

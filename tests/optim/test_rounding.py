@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rl_training.optim.rounding import kept_change, kept_share
+from rl_training.optim.rounding import kept_share, rounded_update
 
 
 def nearest_bf16(value: float) -> float:
@@ -29,7 +29,7 @@ def test_what_is_kept_of_a_change_is_what_rounding_in_float64_says(rate: float) 
         [nearest_bf16(w + d) - w for w, d in zip(weights.double().tolist(), row, strict=True)]
         for row in change.double().tolist()
     ]
-    found = kept_change(weights, change)
+    found = rounded_update(weights, change)
     assert found.dtype == torch.float32
     assert found.double().tolist() == expected
     share = kept_share(weights, change)
@@ -40,4 +40,4 @@ def test_what_is_kept_of_a_change_is_what_rounding_in_float64_says(rate: float) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weights_as_exact_as_the_change_keep_all_of_it(dtype: torch.dtype) -> None:
     change = torch.randn(5, dtype=dtype)
-    assert kept_change(torch.randn(5, dtype=dtype), change) is change
+    assert rounded_update(torch.randn(5, dtype=dtype), change) is change

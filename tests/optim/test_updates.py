@@ -11,16 +11,16 @@ import torch
 from example_steps import shard_of
 from torch import Tensor, nn
 
-from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import view_optimizer
-from rl_training.optim.updates import OptimizerPieces, StepsWithoutFolds, fold_means, whole_update
+from rl_training.optim.updates import LeaveOneOutUpdates, OptimizerPieces, compute_update, fold_means
 from rl_training.parallel import vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout
-from rl_training.statistics.jackknife import unchanged
+from rl_training.statistics.jackknife import identity
 from rl_training.step.data import EntropySettings
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
@@ -56,7 +56,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
     parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
     states = states_of(optimizer)
     layout = Layout(parameters)
-    layout.at_once = longest
+    layout.chunk_size = longest
     gradients = {name: draw(*shape) for name, shape in SHAPES.items()}
     alone = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
     step = torch.cat(layout.vector(parts.total for parts in alone.values()))
@@ -70,7 +70,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
         assert max(len(piece.param) for piece in pieces) == longest
     found = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in pieces])
     torch.testing.assert_close(found, step)
-    torch.testing.assert_close(torch.cat(whole_update(layout, pieces, gradient, clip=1.0)), step)
+    torch.testing.assert_close(torch.cat(compute_update(layout, pieces, gradient, clip=1.0)), step)
     flat = torch.cat(gradient)
     assert all(torch.equal(flat[piece.flat], piece.of(gradient)) for piece in pieces)
     halves = list(OptimizerPieces(layout, parameters, states).halved())
@@ -93,9 +93,9 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
     layout = Layout(parameters)
     rows = [draw(3, bucket.size) for bucket in layout.buckets]
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
-    layout.at_once = 8
+    layout.chunk_size = 8
     pieces = OptimizerPieces(layout, parameters, states)
-    steps = StepsWithoutFolds(pieces, fold_means(mean, rows, sizes), max_grad_norm, unchanged)
+    steps = LeaveOneOutUpdates(pieces, fold_means(mean, rows, sizes), max_grad_norm, identity)
     for k in range(3):
         others = [i for i in range(3) if i != k]
         own = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()
@@ -117,7 +117,7 @@ def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped
         mean = rows.mean(dim=0)
         weights = {"w": torch.zeros(20000)}
         pieces = OptimizerPieces(Layout(weights), weights, {"w": SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)})
-        steps = StepsWithoutFolds(pieces, fold_means([mean], [rows], sizes), limit, unchanged)
+        steps = LeaveOneOutUpdates(pieces, fold_means([mean], [rows], sizes), limit, identity)
         made = [torch.cat([parts.total for _, parts in steps.parts(k)]).double() for k in (3, 0)]
         for step, clip in zip(made, steps.clips[[3, 0]].tolist(), strict=True):
             unclipped = step.norm() / clip / 0.1  # of the gradient that the step is made of
@@ -153,9 +153,9 @@ def test_steps_of_bf16_weights_are_those_that_torch_makes(optimizer: Any, settin
         assert torch.isclose(moved, parts.total, rtol=1e-5, atol=0.0)[moves].float().mean() > alike
 
 
-def history_of(entries: int) -> StepMemory:
+def history_of(entries: int) -> PreviousUpdate:
     parameters = {"w": torch.zeros(entries)}
-    return StepMemory(shard_of(parameters), EntropySettings())
+    return PreviousUpdate(shard_of(parameters), EntropySettings())
 
 
 def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:

@@ -12,7 +12,7 @@ from example_steps import ALONE
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
-from rl_training.engine.recorder import OpenStep
+from rl_training.engine.recorder import StepRecorder
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Origin, Rollout, join_origins
 from rl_training.policy.scores import Scores
@@ -27,7 +27,7 @@ UNKNOWN = dataclasses.replace(FRESH, on_policy=False)
 
 def joined(parts: list[Rollout], ranks: Ranks = ALONE) -> Rollout:
     scores = [Scores(OWN, OWN, IDS)] * len(parts)
-    return OpenStep(1, [], rollouts=list(parts), scores=scores).join_rollouts(ranks)
+    return StepRecorder(1, [], rollouts=list(parts), scores=scores).join_rollouts(ranks)
 
 
 def test_beside_another_policy_s_samples_the_policy_s_own_have_its_log_probabilities() -> None:

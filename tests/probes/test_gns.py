@@ -20,7 +20,7 @@ from rl_training.engine.fold_recorder import GradientRows
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.optim.adamw import WARM_STEPS, AdamWState
-from rl_training.optim.updates import adam_roots
+from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -105,7 +105,7 @@ class Loop:
         self.steps += 1
         rows = ranges_of([number * G for number in sizes])
         folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
-        roots = adam_roots(self.layout, self.shard.weights(), self.states)
+        roots = sqrt_preconditioner(self.layout, self.shard.weights(), self.states)
         self.rows.start_step(folds, keep_rows=False, roots=roots)
         for k, block in enumerate(vectors):
             loss = self.model(block) * len(block) / sum(sizes)

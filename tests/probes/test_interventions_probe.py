@@ -21,7 +21,7 @@ from rl_training.interventions.named import intervention
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import OptimizerView
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
-from rl_training.probes.interventions import kept_factor, kept_halving
+from rl_training.probes.interventions import kept_halving, steady_state_factor
 from rl_training.statistics.running_pairs import Pair
 
 NUM_FOLDS, G, MICROBATCHES, L_MAX = 8, 4, 4, 24
@@ -196,7 +196,7 @@ def test_of_sgd_an_effect_is_kept_for_as_long_as_its_momentum(make_trainer: Call
         name: SGDState(None, lr=0.1, momentum=momentum, dampening=0.0, weight_decay=0.0, nesterov=False)
         for name, momentum in (("a", 0.75), ("b", 0.5))
     }
-    assert math.isnan(kept_factor(intervention("psr"), OptimizerView(states, math.inf)))
+    assert math.isnan(steady_state_factor(intervention("psr"), OptimizerView(states, math.inf)))
 
 
 def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[..., Any]) -> None:
@@ -275,14 +275,14 @@ def test_prices_are_those_of_two_changes_of_a_step_or_of_their_means(run: tuple[
             for mean in known:
                 price = answers[f"intervention/{name}/{mean}price"]
                 change, reward = (answers[f"intervention/{name}/{mean}{q}"] for q in ("delta_h", "delta_reward"))
-                low, high = change.ends()
+                low, high = change.bounds()
                 is_small = not mean and abs(change.value) < 1e-4
                 assert math.isnan(price.value) == (low <= 0 <= high or is_small)
                 if not math.isnan(price.value):
                     assert price.value == pytest.approx(-reward.value / change.value)
                     known[mean] += 1
     assert min(known.values()) >= 2
-    falling = [a["intervention/lr:2/price"] for a in run[0].all if a["intervention/lr:2/delta_h"].ends()[1] < -1e-4]
+    falling = [a["intervention/lr:2/price"] for a in run[0].all if a["intervention/lr:2/delta_h"].bounds()[1] < -1e-4]
     assert falling
     assert all(math.isfinite(price.value) for price in falling)
 

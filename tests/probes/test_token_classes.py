@@ -21,12 +21,12 @@ from rl_training import Estimate, measured_loop
 from rl_training.entropy.changed_steps import Direction, GradientParts
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.sgd import SGDState
-from rl_training.optim.updates import OptimizerPieces, StepsWithoutFolds, fold_means
+from rl_training.optim.updates import LeaveOneOutUpdates, OptimizerPieces, fold_means
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe, token_classes
 from rl_training.probes.token_classes import CLASSES
-from rl_training.statistics.jackknife import unchanged
+from rl_training.statistics.jackknife import identity
 from rl_training.tasks.models import load_tiny
 
 NUM_FOLDS, LENGTH = 8, 12
@@ -192,10 +192,10 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     one, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
-    steps = StepsWithoutFolds(pieces, fold_means([one], [rows], sizes), math.inf, unchanged)
+    steps = LeaveOneOutUpdates(pieces, fold_means([one], [rows], sizes), math.inf, identity)
     basis = fold_means([0.5 * one], [0.5 * rows], sizes)
     direction = Direction([torch.tensor([[1.0], [2.0]]).double()])
-    ((products, _),) = GradientParts(steps, unchanged, basis).products([None], [direction])
+    ((products, _),) = GradientParts(steps, identity, basis).products([None], [direction])
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
 
 

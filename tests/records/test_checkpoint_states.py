@@ -10,7 +10,7 @@ from foreign_runs import foreign_run
 from safetensors.torch import save_file
 from torch import nn
 
-from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.parallel.sharding import Shard
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import what_is_wrong_with
@@ -28,7 +28,7 @@ class OneOf(Shard):
         self.num_ranks, self.rank = processes, rank
 
 
-class History(StepMemory):
+class History(PreviousUpdate):
     """That of one of several processes, under a name."""
 
     name = "engine"

@@ -284,7 +284,7 @@ def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_b
     (row,) = [
         r for r in drawn.standalone()["datasets"]["rows"] if r["series"].startswith("forward") and round(r["x"]) == 2
     ]
-    low, high = forward.ends()
+    low, high = forward.bounds()
     assert [row[name] for name in ("y", "low", "high")] == pytest.approx([forward.value, low, high], rel=1e-4)
     (pointed,) = [layer for layer in drawn.spec["layer"][0]["layer"][-1]["layer"] if "tooltip" in layer["encoding"]]
     said = {part["as"]: part["calculate"] for part in pointed["transform"] if "as" in part}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.entropy.prediction import measure_entropy_change
-from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.gradients.loss_weights import LossWeights
@@ -36,7 +36,7 @@ PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0
 def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
     """Returns the shard of a process that keeps all of these parameters."""
     held = nn.ParameterDict(parameters)
-    return Shard(held, torch.optim.SGD(held.parameters()), None, alone=True)
+    return Shard(held, torch.optim.SGD(held.parameters()), None, replicated=True)
 
 
 def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def step_of(
     states: Any = None,
     rows: Vector | None = None,
     sq_norms: Tensor | None = None,
-    memory: StepMemory | None = None,
+    memory: PreviousUpdate | None = None,
     ranks: Ranks = ALONE,
 ) -> Step:
     """Returns a step in so many microbatches of equal size, each a fold of all ranks; with a memory, and its ΔH.

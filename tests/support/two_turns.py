@@ -10,7 +10,7 @@ import torch
 from example_steps import shard_of, step_of
 from torch import Tensor
 
-from rl_training.entropy.previous_update import StepMemory
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.optim.adamw import AdamWState
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
@@ -144,7 +144,7 @@ def step_on(
         Tabular(logits),
         states=states,
         rows=[rows],
-        memory=StepMemory(shard_of(parameters), EntropySettings(per_sequence=True, error_decay=0.0)),
+        memory=PreviousUpdate(shard_of(parameters), EntropySettings(per_sequence=True, error_decay=0.0)),
     )
 
 

@@ -22,7 +22,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import Loop
+from rl_training.engine.recorder import LoopSpec
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_refusals import probes_in
@@ -225,7 +225,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         shuffled = not self._rollouts.whole_prompts and trainer.args.steps_per_generation > 1
         shard = shard_of(trainer)
         self.driver.start(
-            Loop(
+            LoopSpec(
                 shape=batches.shape_of(trainer),
                 shard=shard,
                 policy=self._policy,

@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from rl_training.engine.recorder import Shape
+from rl_training.engine.recorder import StepShape
 from rl_training.errors import UserError
 from rl_training.hosts.trl.generated import rows_as_bytes
 from rl_training.parallel.ranks import all_ranks
@@ -54,11 +54,11 @@ WHOLE_PROMPTS = (
 )
 
 
-def shape_of(trainer: GRPOTrainer) -> Shape:
+def shape_of(trainer: GRPOTrainer) -> StepShape:
     """Return how an optimizer step of the trainer is cut into microbatches."""
     args = trainer.args
     size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    return Shape(trainer.num_generations, size, count, all_ranks().count)
+    return StepShape(trainer.num_generations, size, count, all_ranks().count)
 
 
 def loss_settings(trainer: GRPOTrainer) -> LossSettings:

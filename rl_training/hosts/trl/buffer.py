@@ -32,7 +32,7 @@ from trl import GRPOTrainer
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl import batches
-from rl_training.policy.rollout import in_one_width
+from rl_training.policy.rollout import pad_and_concat
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
 Metrics = Mapping[str, Sequence[float]]
@@ -254,7 +254,7 @@ def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Ten
         parts = [output[key] for output in outputs]
         if first.ndim == 2:
             value = trainer._tokenizer.pad_token_id if key.endswith("_ids") else 0
-            joined[key] = in_one_width(parts, on_the_left=key.startswith("prompt"), value=value)[rows]
+            joined[key] = pad_and_concat(parts, on_the_left=key.startswith("prompt"), value=value)[rows]
         else:
             joined[key] = torch.cat(parts)[rows]
     joined["num_items_in_batch"] = trainer.accelerator.gather(joined["completion_mask"].sum()).sum()

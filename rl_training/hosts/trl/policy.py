@@ -26,7 +26,7 @@ from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.parallel.fsdp import reshard
 from rl_training.policy.policy import Policy
 from rl_training.policy.precision import measuring
-from rl_training.policy.rng import seed_torch, streams_put_back
+from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, as_rollout, take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
@@ -75,7 +75,7 @@ class TrainerPolicy(Policy):
             autocast=trainer.accelerator.autocast,
             fp32_head=trainer.args.cast_lm_head_to_fp32,
             call_head=self._call_head,
-            as_root=has_sharded_weights(trainer),
+            run_inside_forward=has_sharded_weights(trainer),
             whole_logits=trainer.is_deepspeed_enabled and has_sharded_weights(trainer),
         )
 
@@ -173,7 +173,7 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
     device, own = trainer.accelerator.device, vars(trainer.model).pop("forward", None)  # accelerate's, with autocast
     try:
         # Not inference mode: what a model caches under it (rotary tables) would break training's next forward pass.
-        with torch.no_grad(), streams_put_back(device), measuring(trainer.model):
+        with torch.no_grad(), preserve_rng(device), measuring(trainer.model):
             prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
             seed_torch(*seed, device=device)
             return prompt_ids, _generate(trainer, prompt_ids)

@@ -25,7 +25,7 @@ from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.padding_check import LIMIT, LIMIT_ROUNDED
 from rl_training.policy.precision import has_dropout
-from rl_training.policy.rollout import Origin, Rollout, in_one_width
+from rl_training.policy.rollout import Origin, Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
 
 NOT_GENERATED = (
@@ -122,7 +122,7 @@ class Rollouts:
         if any(mask is not None for mask in masks):
             ids = output["completion_ids"]
             rows = [torch.tensor([mask or [1] * ids.shape[1]], device=ids.device) for mask in masks]
-            output[batches.POLICY_MASK] = in_one_width(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
+            output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
 
     def _prompts(self, prompts: Sequence[bytes], in_place: bool, has_images: bool) -> tuple[list[int], int]:
         """Returns the number of each row's prompt, and how many responses a prompt has; 0 where they have unlike many.

@@ -31,7 +31,7 @@ def shard_of(trainer: GRPOTrainer) -> Shard:
 
 def replicated(trainer: GRPOTrainer) -> Shard:
     """Returns all of it, on every process, of a trainer that takes no step, with the optimizer that it has made."""
-    return Shard(*_parts(trainer), alone=True)
+    return Shard(*_parts(trainer), replicated=True)
 
 
 def has_sharded_weights(trainer: GRPOTrainer) -> bool:
@@ -87,7 +87,7 @@ class Zero(Shard):
     def groups(self) -> dict[str, dict[str, Any]]:
         return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._place.items()}
 
-    def own_of_optimizer(self, name: str, value: Tensor) -> Tensor:
+    def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
         """Returns this rank's entries of a parameter in a flat vector that lies as that of the weights."""
         begin, end = self.cut(name, self.rank)
         return value.detach().reshape(-1)[max(0, self._place[name][2]) :][: end - begin]
@@ -96,7 +96,7 @@ class Zero(Shard):
         """Returns this rank's entries; call it before engine.step. Zeros for a parameter that got none."""
         averaged = self._zero.averaged_gradients
         flats = [torch.cat([piece.flatten() for piece in averaged[number]]) for number in range(len(self._flats))]
-        return {name: self.own_of_optimizer(name, flats[number]) for name, (_, number, _) in self._place.items()}
+        return {name: self.local_of_optimizer(name, flats[number]) for name, (_, number, _) in self._place.items()}
 
 
 class Zero3(Zero):
@@ -105,7 +105,7 @@ class Zero3(Zero):
     KIND = "DeepSpeedZeroOptimizer_Stage3"
     FLAT_WEIGHTS = "fp32_partitioned_groups_flat"
     gathers_weights = True
-    graph_lasts = False  # weights are released in the backward
+    supports_retain_graph = False  # weights are released in the backward
 
     def _find_places(self) -> dict[str, tuple[int, int, int]]:
         zero, places = self._zero, {}
@@ -120,15 +120,15 @@ class Zero3(Zero):
     def cut(self, name: str, rank: int) -> tuple[int, int]:
         return chunk_of(self.numel(name), self.num_ranks, rank)
 
-    def own(self, name: str, value: Tensor) -> Tensor:
+    def local(self, name: str, value: Tensor) -> Tensor:
         start, stop = self.cut(name, self.rank)
         part: Tensor = value.ds_tensor  # type: ignore[attr-defined]
         return part.detach().reshape(-1)[: stop - start]  # behind it: what the equal parts are filled up with
 
-    def put(self, entries: Mapping[str, Tensor]) -> None:
+    def load_local_weights(self, entries: Mapping[str, Tensor]) -> None:
         self._zero.empty_partition_cache()  # what is gathered, perhaps ahead of a backward, would be used instead
         for name, param in self.trained.items():
-            self.own(name, param).copy_(entries[name])
+            self.local(name, param).copy_(entries[name])
         small = self._zero.persistent_parameters  # they stay gathered: the engine's own step gathers them anew, too
         if small:
             small[0].all_gather(small)

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training.errors import UserError
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.hosts.trl import batches
-from rl_training.interventions.loss import LossInputs, microbatch_inputs, silent_share
+from rl_training.interventions.loss import LossInputs, microbatch_inputs, zero_advantage_share
 from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.policy import Policy
@@ -80,7 +80,9 @@ class TrainedLoss:
     def begin(self, rollout: Rollout) -> None:
         """Registers a fresh rollout of this rank. A collective."""
         if self.on_loss:
-            self._silent_share = silent_share(rollout.advantages_of_tokens, rollout.prompt_index, all_ranks().reduce)
+            self._silent_share = zero_advantage_share(
+                rollout.advantages_of_tokens, rollout.prompt_index, all_ranks().reduce
+            )
 
     def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
         """Returns the loss of a microbatch, made of these scores, with the gradient that the interventions ask for."""
@@ -96,7 +98,7 @@ class TrainedLoss:
             batches.loss_settings(self._trainer),
             reference_logps,
             microbatches=self._trainer.current_gradient_accumulation_steps,
-            silent_share=self._silent_share,
+            zero_advantage_share=self._silent_share,
             responses_per_prompt=self._trainer.num_generations,
         )
         for each in self.on_loss:
@@ -110,7 +112,7 @@ class TrainedLoss:
 
 def _weights(intervention: Intervention, inputs: LossInputs) -> LossWeights:
     """Returns the loss's weights, changed by the intervention. ValueError where it cannot change them."""
-    if inputs.silent_share == 1.0 and "some_advantage" in intervention.needs:
+    if inputs.zero_advantage_share == 1.0 and "some_advantage" in intervention.needs:
         return inputs.weights  # there is nothing to scale
     why = intervention.why_unavailable(inputs)
     if why:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 from rl_training.policy.linear_head import scores_of_logits
-from rl_training.policy.rollout import Rollout, in_one_width
+from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.scorer import CHUNK_LOGITS
 
 
@@ -53,7 +53,7 @@ def _number(uid: str) -> int:
 
 
 def _padded(rows: Sequence[Tensor], on_the_left: bool = False) -> Tensor:
-    return in_one_width([row.unsqueeze(0) for row in rows], on_the_left=on_the_left)
+    return pad_and_concat([row.unsqueeze(0) for row in rows], on_the_left=on_the_left)
 
 
 def _one_per_response(advantages: Tensor, mask: Tensor) -> Tensor:

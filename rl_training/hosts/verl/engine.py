@@ -24,7 +24,7 @@ from verl.workers.engine.utils import prepare_micro_batches
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_check import MadeLoss
-from rl_training.engine.recorder import Loop, Shape
+from rl_training.engine.recorder import LoopSpec, StepShape
 from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
@@ -57,7 +57,7 @@ class Measurement:
 
     name = "verl"  # of its own state in a checkpoint
 
-    def __init__(self, loop: Loop, settings: Mapping[str, Any], resumed_from: Path | None) -> None:
+    def __init__(self, loop: LoopSpec, settings: Mapping[str, Any], resumed_from: Path | None) -> None:
         self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
         self._steps = self._rollout = 0  # optimizer steps made; the rollout that the last one learned from
         self._loop = loop
@@ -136,19 +136,19 @@ class Measurement:
 
 def _describe_loop(
     engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
-) -> Loop:
+) -> LoopSpec:
     """Returns what the driver must know of verl's loop."""
     dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
     autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
     shard = FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad)
-    scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast, as_root=True)
+    scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast, run_inside_forward=True)
     config, ranks, group = engine.engine_config, all_ranks(), int(settings["responses_per_prompt"])
     size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
     loss = dr_grpo(loss_function, data) if settings["plain_advantages"] else None
     tokenizer = engine.model_config.tokenizer
     decode = None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-    return Loop(
-        shape=Shape(group, size, max(1, len(data) // size), ranks.count),
+    return LoopSpec(
+        shape=StepShape(group, size, max(1, len(data) // size), ranks.count),
         shard=shard,
         policy=LoopPolicy(engine.module, scorer, size, None, decode),
         ranks=ranks,

@@ -168,14 +168,15 @@ def accumulation_steps(
             f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
             f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={fitting}"
         )
-    at_once = microbatch_size * num_processes
-    if sequences_per_step % at_once or sequences_per_step < 1:
-        fitting = max(round(sequences_per_step / at_once), 1) * at_once
+    sequences_at_once = microbatch_size * num_processes
+    if sequences_per_step % sequences_at_once or sequences_per_step < 1:
+        fitting = max(round(sequences_per_step / sequences_at_once), 1) * sequences_at_once
         raise UserError(
             f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
-            f"{microbatch_size} x {num_processes} (processes) = {at_once}: use batch.sequences_per_step={fitting}"
+            f"{microbatch_size} x {num_processes} (processes) = {sequences_at_once}: use "
+            f"batch.sequences_per_step={fitting}"
         )
-    return sequences_per_step // at_once
+    return sequences_per_step // sequences_at_once
 
 
 def check_analysis(cfg: DictConfig) -> Settings:

@@ -200,7 +200,7 @@ def _line(response: Response, prompt: Any) -> dict[str, Any]:
     """Returns a response as responses.jsonl has it; means are over its tokens, in nats."""
     return {
         "row": response.row,
-        "response_number": "greedy" if response.number == GREEDY else response.number,
+        "response_index": "greedy" if response.number == GREEDY else response.number,
         "prompt": prompt,
         "response": response.text,
         "reward": response.reward,

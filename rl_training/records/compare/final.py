@@ -149,7 +149,7 @@ def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
     Example: of 100 and 300 it is 150.
     """
     ratio = mean_of([1 / scale.value for scale in scales])
-    ends = None if math.isnan(ratio.stderr) else noise_scale_interval(ratio.ends())
+    ends = None if math.isnan(ratio.stderr) else noise_scale_interval(ratio.bounds())
     return Estimate(1 / ratio.value, num_samples=ratio.num_samples, reason=ratio.reason, interval=ends)
 
 

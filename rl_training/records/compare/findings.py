@@ -35,7 +35,7 @@ def _difference(pair: Difference) -> str:
 
 def _change(change: Estimate) -> str:
     size = in_words(change, signed=True)
-    if math.isnan(change.ends()[0]):
+    if math.isnan(change.bounds()[0]):
         return f"{size}, without an error bar: more steps or seeds would give one"
     if not is_significant(change):
         return f"does not detectably differ ({size})"

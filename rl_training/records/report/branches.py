@@ -50,7 +50,7 @@ def preferred(run: Run) -> list[str]:
         text = next((name for name in which if name.endswith(f":{effect.name}")), effect.name)
         if math.isfinite(effect.halves_at.value):
             chosen.append(f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.halves_at.value:.2g}")
-        elif effect.delta_h.ends()[0] > 0:
+        elif effect.delta_h.bounds()[0] > 0:
             chosen.append(text)
     return list(dict.fromkeys(chosen))[:MOST]
 

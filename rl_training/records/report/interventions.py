@@ -88,7 +88,7 @@ def effects_of(run: Run) -> list[Effect]:
 def is_falling(run: Run) -> bool:
     """Returns whether entropy falls significantly now, by `forward`; where that was not measured, by the mean step."""
     fall = present_rate(run) or run.last("intervention/plain_mean_delta_h")
-    return fall is not None and fall.ends()[1] < 0
+    return fall is not None and fall.bounds()[1] < 0
 
 
 def halving(effects: Sequence[Effect]) -> list[Effect]:
@@ -99,7 +99,7 @@ def halving(effects: Sequence[Effect]) -> list[Effect]:
 
 def keeping(effects: Sequence[Effect]) -> list[Effect]:
     """Return those that keep entropy significantly, as they are set."""
-    return [effect for effect in effects if effect.delta_h.ends()[0] > 0]
+    return [effect for effect in effects if effect.delta_h.bounds()[0] > 0]
 
 
 # --- in sentences -----------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def _keeping(effects: Sequence[Effect]) -> str:
 
 
 def _spending(effects: Sequence[Effect]) -> str:
-    found = [effect for effect in effects if effect.delta_h.ends()[1] < 0]
+    found = [effect for effect in effects if effect.delta_h.bounds()[1] < 0]
     return f"Spends significantly more entropy, in thousandths of a nat: {_with_prices(found)}." if found else ""
 
 
@@ -159,7 +159,7 @@ def certain_order(effects: Sequence[Effect], name: str) -> str:
 
     Two whose 95 % intervals do not overlap differ. What they share of the noise makes that a cautious answer.
     """
-    ends = {getattr(effect, name): effect.price.ends() for effect in effects if math.isfinite(effect.price.value)}
+    ends = {getattr(effect, name): effect.price.bounds() for effect in effects if math.isfinite(effect.price.value)}
     if len(ends) < 2:
         return ""
     dearer = {name: [other for other in ends if ends[other][0] > ends[name][1]] for name in ends}

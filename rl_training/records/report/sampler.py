@@ -19,7 +19,7 @@ def sampler_and_trainer(run: Run) -> list[str]:
     numerics, outside, gap, corrected = (
         run.last(f"sampler/{name}") for name in ("numerics_kl", "ratio_outside", "reward_gap", "corrected_share")
     )
-    is_off = ratio is not None and (ratio.ends()[0] > 1 or ratio.ends()[1] < 1)
+    is_off = ratio is not None and (ratio.bounds()[0] > 1 or ratio.bounds()[1] < 1)
     why = ratio.reason.removeprefix("below 1: ") if ratio and ratio.reason else ""
     return spoken(
         f"Sampler and trainer are {in_words(kl)} nats per token apart (KL) at the last measured step.",

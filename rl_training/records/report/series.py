@@ -204,7 +204,9 @@ def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
 
 def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
     """Returns a row for each estimate, as `Run.measured` does."""
-    rows = [(e.value, e.stderr, e.num_samples, *e.ends(), e.interval is not None, e.reason) for e in estimates.values()]
+    rows = [
+        (e.value, e.stderr, e.num_samples, *e.bounds(), e.interval is not None, e.reason) for e in estimates.values()
+    ]
     kinds = {
         **dict.fromkeys(["value", "stderr", "num_samples", "low", "high"], float),
         "is_interval": bool,

@@ -19,7 +19,7 @@ def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0
     """
     if estimate is None or math.isnan(estimate.value):
         return MISSING
-    sign, (value, *ends) = "+" * signed, (times * number for number in (estimate.value, *estimate.ends()))
+    sign, (value, *ends) = "+" * signed, (times * number for number in (estimate.value, *estimate.bounds()))
     half = max((abs(end - value) for end in ends if math.isfinite(end)), default=math.nan)
     if _is_rounding(value / times, half / times):
         return _near_0(times)
