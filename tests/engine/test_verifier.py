@@ -144,7 +144,7 @@ class ExactShares:
 def test_the_surviving_share_of_bf16_weights_is_that_of_all_entries_to_a_hundredth(rate: float, monkeypatch) -> None:
     monkeypatch.setattr(verifier, "SAMPLED", 2**14)  # of 105 thousand
     exact = ExactShares()
-    steps = estimates(dtype=torch.bfloat16, rate=rate, late=exact.num_late_gradients, after=exact.after)
+    steps = estimates(dtype=torch.bfloat16, rate=rate, late=exact.late, after=exact.after)
     for step, (whole, by_layer) in zip(steps, exact.found, strict=True):
         assert step["update/surviving_share"].value == pytest.approx(whole, abs=0.01)
         least = step["update/surviving_share/least"]
