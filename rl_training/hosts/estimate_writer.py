@@ -110,7 +110,7 @@ class EstimateWriter:
             self._warn_of_missing(by_name)
         return numbers
 
-    def _warn_if_nothing_is_learned(self, number: int, step: OpenStep) -> None:
+    def _warn_if_nothing_is_learned(self, number: int, step: StepRecorder) -> None:
         """Warn at the first step whose responses have all earned the same. A collective where a probe measures."""
         ranks = all_ranks()
         if not step.rollouts or (ranks.count > 1 and not step.probes):
