@@ -87,6 +87,8 @@ class StepDriver:
         needs, offload = self._requirements.needs, self._requirements.offload
         self._reduction = FoldReduction(loop.shard, self._clock.timed)
         if not needs:
+            if loop.opening and loop.ranks.number == 0:
+                logger.warning(loop.opening)
             return
         self._rows = GradientRows(self._reduction, offload, self._requirements.rows_dtype)
         if loop.ranks.number == 0:

@@ -102,7 +102,9 @@ class Probe:
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to be a trainer's callback: transformers calls this of each when a trainer is made."""
         made = f"{type(self).__name__}(...)"
-        raise UserError(f"{type(self).__name__} is a probe, no callback: attach(trainer, [{made}]), not callbacks=")
+        raise UserError(
+            f"{type(self).__name__} is a probe, no callback: attach(trainer, FOLDER, [{made}]), not callbacks="
+        )
 
     on_train_begin = on_init_end  # of one that is added later
 

@@ -70,6 +70,7 @@ class LoopSpec:
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
     no_fresh_responses: str = ""  # why `policy.sample` may not be asked
     fixes: Fixes = field(default_factory=Fixes)
+    opening: str = ""  # what the host says first, before what is measured
 
     def more_folds(self, probes: Sequence[Probe]) -> str:
         """Return what to type so that a step that these probes measure has enough folds."""

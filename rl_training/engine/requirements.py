@@ -130,8 +130,9 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> tuple[str, list[
     shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
     count = requirements.folds(shape, shape.sizes)[-1].folds.stop
     vectors, size = requirements.num_vectors(count), layout.num_bytes / 1e6
+    opening = f"{loop.opening}. " if loop.opening else ""
     plan = (
-        f"probes measure {_pluralize(count, 'fold')} of whole prompts a step, from "
+        f"{opening}{'P' if opening else 'p'}robes measure {_pluralize(count, 'fold')} of whole prompts a step, from "
         f"{_pluralize(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "
         f"{'each of ' * (shape.num_ranks > 1)}{_pluralize(shape.num_ranks, 'process')}, and keep {vectors} vectors of "
         f"{size:.3g} MB on this one"

@@ -17,13 +17,15 @@ def settings_of_loop(loop: LoopSpec) -> dict[str, Any]:
     shape, scorer = loop.shape, loop.policy.scorer
     return {
         "responses_per_prompt": shape.responses_per_prompt,
-        "sequences_per_step": shape.num_ranks * sum(shape.sizes),
-        "microbatch_size": shape.microbatch_size,
-        "processes": shape.num_ranks,
+        "batch": {
+            "sequences_per_step": shape.num_ranks * sum(shape.sizes),
+            "microbatch_size": shape.microbatch_size,
+            "processes": shape.num_ranks,
+        },
         "temperature": scorer.temperature,
         "max_grad_norm": loop.shard.max_grad_norm,
-        **settings_of_model(loop.policy.model),
-        **settings_of_optimizer(loop.shard.optimizer),
+        "model": settings_of_model(loop.policy.model),
+        "optimizer": settings_of_optimizer(loop.shard.optimizer),
     }
 
 
@@ -31,11 +33,10 @@ def settings_of_model(model: nn.Module) -> dict[str, Any]:
     """Return which model is trained, and how much of it."""
     config = getattr(model, "config", None)
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    return {"model": getattr(config, "name_or_path", "") or type(model).__name__, "trained_parameters": trained}
+    return {"name": getattr(config, "name_or_path", "") or type(model).__name__, "trained_parameters": trained}
 
 
 def settings_of_optimizer(optimizer: optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's kind, and the settings of its first parameter group when training begins."""
     first = optimizer.param_groups[0]
-    settings = {f"optimizer.{name}": first[name] for name in OF_OPTIMIZER if name in first}
-    return {"optimizer.kind": type(optimizer).__name__} | settings
+    return {"kind": type(optimizer).__name__} | {name: first[name] for name in OF_OPTIMIZER if name in first}

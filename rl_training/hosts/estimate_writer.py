@@ -38,6 +38,7 @@ class EstimateWriter:
         records = _as_records(records)
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
+        self.names: dict[str, list[str]] = {}  # of the estimates, by probe
         self._times_missing: Counter[str] = Counter()  # by reason
         self.begin()
 
@@ -105,6 +106,7 @@ class EstimateWriter:
             if self.records is not None:
                 self.records.write_estimates(number, all_ranks().count, probe, by_name)
             self.latest.update(by_name)
+            self.names[probe] = [*by_name]
             for name, estimate in by_name.items():
                 numbers |= {name: estimate.value, f"{name}_se": estimate.stderr}
             self._warn_of_missing(by_name)

@@ -18,6 +18,7 @@ from rl_training.options import check_num_folds
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.rotary import depends_on_longest_row
+from rl_training.probes import BUILT_IN
 
 FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
 FARTHEST_ENTROPY = 0.2  # of their mean: that of entropies, of which bits are .44 more
@@ -46,17 +47,27 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
 
 
 def probes_in(given: Any) -> tuple[Probe, ...]:
-    """Return the probes that were given: several, or one by itself.
+    """Return the probes that were given: several, or one by itself; by name, with default options, or as objects.
 
     Raises:
-        UserError: for what is no object of Probe, and for a number of folds that no step can have.
+        UserError: for what is no probe and names none, and for a number of folds that no step can have.
     """
     probes = (given,) if isinstance(given, Probe | type | str) or not isinstance(given, Iterable) else tuple(given)
-    for probe in probes:
-        if not isinstance(probe, Probe):
-            raise UserError(f"{probe!r} is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()")
-        check_num_folds(probe.name, probe.num_folds)
-    return probes
+    return tuple(map(_probe_in, probes))
+
+
+def _probe_in(given: Any) -> Probe:
+    if isinstance(given, str):
+        if given not in BUILT_IN:
+            raise UserError(f"{given!r} names no probe: there are {', '.join(BUILT_IN)}")
+        return BUILT_IN[given]()
+    if not isinstance(given, Probe):
+        raise UserError(
+            f"{given!r} is no probe: give the name of one, such as 'simple', or an object of rl_training.Probe, such "
+            "as SimpleEntropyProbe()"
+        )
+    check_num_folds(given.name, given.num_folds)
+    return given
 
 
 def refuse_what_is_no_language_model(module: nn.Module) -> None:

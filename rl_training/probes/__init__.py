@@ -1,5 +1,6 @@
 """The probes: one file each, with its formula's source, the pure function and the class that feeds it."""
 
+from rl_training.engine.probe import Probe
 from rl_training.probes.covariance import CovariancePredictorProbe as CovariancePredictorProbe
 from rl_training.probes.ess import EffectiveSampleSizeProbe as EffectiveSampleSizeProbe
 from rl_training.probes.gns import GradientNoiseScaleProbe as GradientNoiseScaleProbe
@@ -9,3 +10,11 @@ from rl_training.probes.measured import MeasuredStepProbe as MeasuredStepProbe
 from rl_training.probes.sampler import SamplerProbe as SamplerProbe
 from rl_training.probes.simple import SimpleEntropyProbe as SimpleEntropyProbe
 from rl_training.probes.token_classes import TokenClassesProbe as TokenClassesProbe
+
+BUILT_IN: dict[str, type[Probe]] = {
+    probe.name: probe
+    for probe in (
+        SimpleEntropyProbe, InterventionsProbe, MeasuredStepProbe, TokenClassesProbe, GroundTruthProbe,
+        GradientNoiseScaleProbe, SamplerProbe, EffectiveSampleSizeProbe, CovariancePredictorProbe,
+    )
+}  # fmt: skip

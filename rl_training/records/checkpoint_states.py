@@ -108,10 +108,15 @@ def _file_of(rank: int) -> str:
     return PROBE_STATES if rank == 0 else PROBE_STATES.replace(".", f"_{rank}.")
 
 
-def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int, rank: int = 0) -> None:
-    """Writes the probes' states, the number of processes and checksums into a checkpoint that has its weights.
+def save_probe_states(
+    probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int, rank: int = 0, run: str = ""
+) -> None:
+    """Write the probes' states, the number of processes and checksums into a checkpoint that has its weights.
 
     Call it on every process: others than the first write what they alone have, each into a file of its own.
+
+    Args:
+        run: Name of the folder of the run that the checkpoint belongs to, where it does not lie in it.
     """
     tensors = {
         f"{probe.name}/{key}": value[:] if key.startswith(SHARD) else value
@@ -128,7 +133,7 @@ def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_pro
     names = ",".join(probe.name for probe in probes)
     weights = sorted(path for path in checkpoint.glob("*.safetensors") if not path.name.startswith("probes"))
     checksums = json.dumps({path.name: checksum(path) for path in weights})
-    notes = {"probes": names, "num_processes": str(num_processes), "checksums": checksums}
+    notes = {"probes": names, "num_processes": str(num_processes), "checksums": checksums, "run": run}
     save_file(tensors, checkpoint / PROBE_STATES, metadata=notes)
 
 

@@ -33,6 +33,10 @@ def _let_go_in_a_fork() -> None:
 os.register_at_fork(after_in_child=_let_go_in_a_fork)
 
 
+class FolderInUse(UserError):
+    """Another process is writing to a folder."""
+
+
 @contextlib.contextmanager
 def locked(folder: Path, fix: str) -> Iterator[None]:
     """A context that one process at a time can enter; a folder without locks is entered with a warning.
@@ -62,7 +66,7 @@ def _take(file: int, folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         other = os.pread(file, 1000, 0).decode(errors="replace") or "another process"
-        raise UserError(f"{folder} is being written to by {other}: wait until it has ended, or stop it") from error
+        raise FolderInUse(f"{folder} is being written to by {other}: wait until it has ended, or stop it") from error
     except OSError as error:
         logger.warning(
             f"{folder} lies on a file system without locks ({error.strerror}): nothing keeps a second process from "

@@ -21,7 +21,8 @@ def provenance() -> dict[str, str]:
     found = {name: next(iter(metadata.distributions(name=name)), None) for name in LIBRARIES}  # as it is imported
     return {
         "version": VERSION,
-        "commit": _commit(),
+        "commit": _commit(Path(__file__).parent),
+        "working_folder_commit": _commit(Path.cwd()),
         "command": shlex.join([Path(sys.argv[0]).name, *mask_words(sys.argv[1:])]),
         "host": platform.node(),
         "system": platform.platform(),
@@ -31,12 +32,11 @@ def provenance() -> dict[str, str]:
     }
 
 
-def _commit() -> str:
-    """Returns the commit of the checkout that this package lies in, and whether it was changed; "" outside of one."""
-    here = Path(__file__).parent
+def _commit(folder: Path) -> str:
+    """Return the commit of the checkout that a folder lies in, and whether it was changed; "" outside of one."""
     words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        shown = subprocess.run(words, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout
+        shown = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     return shown.strip().replace("-dirty", ", with changes that are not committed")

@@ -106,7 +106,7 @@ def test_shuffled_prompts_have_folds_of_whole_prompts_and_the_estimates_and_erro
         per_device_train_batch_size=G, gradient_accumulation_steps=8, learning_rate=3e-3, reward=graded,
         adam_epsilon=1e-5, max_grad_norm=0.05, dtype=torch.float64,
     )  # fmt: skip
-    with attach(trainer, [probe, recorder], whole_prompts=False):
+    with attach(trainer, probes=[probe, recorder], whole_prompts=False):
         trainer.train()
     before, twin = (Twin(step, responses=3) for step in recorder.steps)
     prompts, folds = (twin.step.rollout.prompt_index.tolist(), twin.step.fold.tolist())

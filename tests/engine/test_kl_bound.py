@@ -271,7 +271,7 @@ def test_a_bounded_step_that_is_left_out_leaves_the_loop_its_own_rate() -> None:
 
 def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL)
-    with attach(trainer, target_kl_share=SHARE):
+    with attach(trainer, probes=(), metrics="all", target_kl_share=SHARE):
         trainer.train()
     first, *_ = numbers_of(trainer)
     assert first["bound/first_kl"] > 10 * first["bound/target_kl"]
@@ -281,7 +281,7 @@ def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Call
 def test_a_second_training_of_a_trainer_begins_with_the_factor_of_a_first_one(make_trainer: Callable[..., Any]) -> None:
     """Which is 1: what the last step of another training was cut to says nothing of it."""
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL | {"max_steps": 2})
-    with attach(trainer, target_kl_share=SHARE):
+    with attach(trainer, probes=(), metrics="all", target_kl_share=SHARE):
         for _ in range(2):
             trainer.train()
             first, second = numbers_of(trainer)

@@ -163,7 +163,7 @@ def test_a_term_of_one_step_is_seen_at_that_step_and_at_no_other(make_trainer: A
     """Its graph is walked at each step, not only where a fold's gradient is compared."""
     probe, trainer = Terms(), make_trainer(WithSupervision, **PLAIN | FEW | {"max_steps": 4})
     trainer.at = (3,)
-    with attach(trainer, [probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True):
         trainer.train()
     assert probe.found == ["", "", OTHER_TERMS, ""]
 
@@ -178,7 +178,7 @@ def test_a_gradient_that_is_changed_on_its_way_is_seen_where_a_fold_is_compared(
             output.register_hook(lambda gradient: 2 * gradient)
 
     trainer.model.model.norm.register_forward_hook(forward)
-    with attach(trainer, [probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True):
         trainer.train()
     assert NUMBERS in probe.found[0]
 

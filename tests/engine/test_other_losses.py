@@ -65,7 +65,7 @@ def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None
         max_steps=1,
         **PLAIN | {"entropy_coef": 0.1},
     )
-    with attach(trainer, [probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True):
         trainer.train()
     for kept, twin in zip(probe.kept, probe.twins, strict=True):
         assert float(twin.norm()) > 1e-3
@@ -100,7 +100,7 @@ def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(m
     probe = GradientNoiseScaleProbe(split_prompts=1)
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, max_steps=1, **PLAIN | {"entropy_coef": 0.1})
     assert loss_settings(trainer).differs == {"entropy_coef"}
-    with attach(trainer, [probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True):
         trainer.train()
     answer = probe.results()["gns/trace_between"]
     assert math.isnan(answer.value)

@@ -154,7 +154,7 @@ def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) ->
         )  # fmt: skip
     if kind == "tool":
         trainer.attachment.remove()
-    attachment = attach(trainer, probes, whole_prompts=True)
+    attachment = attach(trainer, probes=probes, whole_prompts=True)
     return ending(trainer), attachment, trainer
 
 

@@ -67,7 +67,7 @@ def found_by(trainer: Any) -> list[BothGradients]:
             steps.append(once)
             Seen.prepare(self, step)
 
-    with attach(trainer, [Each()], whole_prompts=True):
+    with attach(trainer, probes=[Each()], whole_prompts=True):
         trainer.train()
     return steps
 
@@ -110,7 +110,7 @@ def test_of_rewards_without_others_to_compare_them_with_there_is_no_gradient(mak
 
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": first_alone})
     probe = SimpleEntropyProbe(per_sequence=True)
-    with attach(trainer, [probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True):
         trainer.train()
     assert probe.results()["delta_reward/forward"].reason == NO_OTHERS
 
@@ -119,7 +119,7 @@ def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(m
     """Their number, nan, was in every mean: the change was nan, "not a finite number"."""
     probe, seen = MeasuredStepProbe(responses_per_prompt=G), Seen()
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": some_rewards, "per_device_train_batch_size": 16})
-    with attach(trainer, [probe, seen], whole_prompts=True):
+    with attach(trainer, probes=[probe, seen], whole_prompts=True):
         trainer.train()
     rollout = seen.steps[-1].batch.rollout
     assert 0.1 < float(rollout.rewards.isnan().float().mean()) < 0.7
@@ -159,7 +159,7 @@ def test_a_supervised_term_leaves_a_change_of_the_reward_by_rewards_alone(make_t
     for trainer_class in (GRPOTrainer, WithSupervision):
         probes = [SimpleEntropyProbe(per_sequence=True), InterventionsProbe(["lr"], every=1)]
         trainer = make_trainer(trainer_class, **PLAIN | WIDER | {"max_steps": 1, "learning_rate": 1e-4})
-        with attach(trainer, probes, whole_prompts=True) as attachment:
+        with attach(trainer, probes=probes, whole_prompts=True) as attachment:
             trainer.train()
         found[trainer_class] = attachment.latest
     with_term = found[WithSupervision]
@@ -174,7 +174,7 @@ def test_the_split_of_the_noise_is_missing_where_the_loss_has_another_term(make_
     for trainer_class, is_there in ((GRPOTrainer, True), (WithSupervision, False), (PositiveSamples, False)):
         probe = GradientNoiseScaleProbe(split_prompts=1)
         trainer = make_trainer(trainer_class, **PLAIN | STEP | {"max_steps": 1})
-        with attach(trainer, [probe], whole_prompts=True):
+        with attach(trainer, probes=[probe], whole_prompts=True):
             trainer.train()
         answer = probe.results()["gns/trace_between"]
         assert answer.reason.startswith("no error bar" if is_there else "the trace can be split only for Dr-GRPO's")

@@ -64,7 +64,7 @@ def test_an_intervention_is_missing_where_the_weights_are_not_those_that_it_chan
     make_trainer: Any, kind: Any, own: dict[str, Any], missing: dict[str, str]
 ) -> None:
     probe, trainer = InterventionsProbe(WHICH, every=1), make_trainer(kind, **STEP | own)
-    with attach(trainer, [probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True):
         trainer.train()
     for name in WHICH:
         found = probe.results()[f"intervention/{name}/delta_h"]
@@ -88,7 +88,7 @@ def test_the_unit_of_a_step_is_that_of_the_longest_response_of_the_step(make_tra
     seen = Seen()
     trainer = make_trainer(GRPOTrainer, **STEP | {"max_steps": 3})
     trainer.add_callback(Longer(trainer))
-    with attach(trainer, [seen], whole_prompts=True):
+    with attach(trainer, probes=[seen], whole_prompts=True):
         trainer.train()
     for step in seen.steps:
         for part in loss_inputs(step.batch, torch.clone):

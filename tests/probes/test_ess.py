@@ -164,7 +164,7 @@ def test_ratios_beyond_float64_have_no_size_and_say_so(make_trainer) -> None:
 
 def test_prompts_spread_over_steps_have_no_share_and_say_the_fix(make_trainer) -> None:
     probe, trainer = Answers(), make_trainer(GRPOTrainer, steps_per_generation=8, reward=half_of_the_prompts)
-    with attach(trainer, [probe]):
+    with attach(trainer, probes=[probe]):
         trainer.train()
     for answer, step in zip(probe.all, probe.steps, strict=True):
         assert step.capabilities.split_prompts

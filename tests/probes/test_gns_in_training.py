@@ -134,7 +134,7 @@ OTHER_LOSSES = [
 def test_loss_weights_rebuild_the_gradient_of_every_loss(make_trainer, settings: dict[str, Any]) -> None:
     probe = Rebuilder()
     trainer = make_trainer(GRPOTrainer, **settings, **FEW)
-    with attach(trainer, [probe], whole_prompts=settings in OWN_LOSS):
+    with attach(trainer, probes=[probe], whole_prompts=settings in OWN_LOSS):
         trainer.train()
     assert probe.error < 1e-5
     assert probe.knows_entropies == ("entropy_coef" in settings)
@@ -181,7 +181,7 @@ def test_a_later_step_of_a_rollout_that_learns_from_fresh_prompts_is_measured(ma
 def test_microbatches_that_mix_prompts_are_nan_with_the_fix(make_trainer) -> None:
     probe = Answers(split_prompts=1)
     trainer = make_trainer(GRPOTrainer, **FEW)
-    with attach(trainer, [probe]):
+    with attach(trainer, probes=[probe]):
         trainer.train()
     assert set(SPLIT) < set(probe.all[0])
     assert all(math.isnan(e.value) and "whole_prompts=True" in e.reason for e in probe.all[0].values())

@@ -329,7 +329,7 @@ def test_of_another_loss_what_needs_dr_grpo_s_own_weights_is_missing(make_traine
     probe = Answers(["bonus", "psr", "lr", "std_norm"])
     plain = {"loss_type": "dr_grpo", "scale_rewards": "group", "beta": 0.0, "bf16": False, "use_cpu": True}
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **plain)
-    with attach(trainer, [probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True):
         trainer.train()
     for quantity in ("delta_h", "delta_reward"):
         assert list(reasons(probe.all[-1], quantity)) == ["std_norm"]

@@ -18,7 +18,6 @@ from trl import GRPOTrainer
 
 from rl_training import attach
 from rl_training.errors import UserError
-from rl_training.probes import EffectiveSampleSizeProbe
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
     MEASURED,
@@ -299,7 +298,7 @@ def attached(tmp_path_factory: pytest.TempPathFactory) -> Path:
             GRPOTrainer, seed=seed, per_device_train_batch_size=size, gradient_accumulation_steps=2, num_generations=2,
             max_completion_length=4,
         )  # fmt: skip
-        with attach(trainer, [EffectiveSampleSizeProbe()], folder / name / "logs"):
+        with attach(trainer, Records(folder / name / "logs"), "ess"):
             trainer.train()
     return folder
 
@@ -308,7 +307,7 @@ def test_attached_runs_are_compared_by_what_their_records_say_of_how_they_were_t
     groups = read_groups([attached])
     assert [[member.name for member in group.members] for group in groups] == [["large/run"], ["one/run", "two/run"]]
     assert differences(groups) == {
-        "sequences_per_step": ["8", "4"], "trainer.per_device_train_batch_size": ["4", "2"],
+        "batch.sequences_per_step": ["8", "4"], "trainer.per_device_train_batch_size": ["4", "2"],
         "trainer.generation_batch_size": ["8", "4"],
     }  # fmt: skip
     assert [member.seed for member in groups[1].members] == ["0", "1"]

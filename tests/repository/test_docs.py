@@ -202,14 +202,14 @@ def test_pages_name_the_versions_of_python_that_setup_cfg_does() -> None:
     assert set().union(*found.values()) == {f"Python {' or '.join(versions)}"}
 
 
-def test_whole_prompts_without_probes_is_what_training_with_probes_is_bitwise(tmp_path: Path) -> None:
+def test_attach_without_probes_is_what_training_with_probes_is_bitwise(tmp_path: Path) -> None:
     """As README, the tutorial and the docstring of attach say; against TRL alone it differs by rounding."""
     plain: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW, "max_steps": 1}
     plain |= {"gradient_accumulation_steps": 4}
     weights = {}
     for name, probes in {"alone": None, "none": [], "probes": [SimpleEntropyProbe()]}.items():
         trainer = trainer_maker(tmp_path / name)(**plain)
-        with contextlib.nullcontext() if probes is None else attach(trainer, probes, whole_prompts=True):
+        with contextlib.nullcontext() if probes is None else attach(trainer, probes=probes):
             trainer.train()
         weights[name] = trained_weights(trainer)
     assert weights["probes"].equal(weights["none"])

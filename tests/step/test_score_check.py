@@ -229,7 +229,7 @@ def test_noise_on_embeddings_is_measured_with_it(make_trainer: Any) -> None:
     weights = []
     for probes in ([], [SimpleEntropyProbe()]):
         trainer = make_trainer(GRPOTrainer, neftune_noise_alpha=5.0, **FEW)
-        with attach(trainer, probes, whole_prompts=True) as attachment:
+        with attach(trainer, probes=probes, whole_prompts=True) as attachment:
             weights.append(ending(trainer))
     assert differing(*weights) == []
     assert math.isfinite(attachment.latest["delta_h/forward"].value), attachment.latest["delta_h/forward"].reason

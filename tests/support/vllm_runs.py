@@ -98,9 +98,9 @@ def make_trainer(folder: Path, model: Path, kind: str, probed: bool) -> GRPOTrai
         **({"probes": probes, "buffer": FilteredBuffer() if kind == "filtered" else None} if ours else {}),
     )
     if probed and not ours:
-        trainer.attachment = attach(trainer, probes, whole_prompts=True)
+        trainer.attachment = attach(trainer, probes=probes, whole_prompts=True)
     elif not ours:
-        attach(trainer, [], whole_prompts=True)
+        attach(trainer, probes=[], whole_prompts=True)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from rl_training.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,24 +19,59 @@ if TYPE_CHECKING:
 
 def attach(
     trainer: GRPOTrainer,
-    probes: Sequence[Probe] | Probe = (),
-    records: Records | str | Path | None = None,
-    whole_prompts: bool = False,
+    folder: str | Path | Records | None = None,
+    probes: Sequence[Probe | str] | Probe | str = ("simple", "ess"),
+    *,
+    metrics: Literal["core", "all"] = "core",
+    whole_prompts: bool | None = None,
     target_kl_share: float | None = None,
 ) -> Attachment:
-    """Returns the attachment of these probes to a trainer: call `.remove()`, or use it as a context manager.
+    """Measure a trainer's training, and leave records, config.yaml and a report in a folder.
 
-    records          where metrics.jsonl and probes.jsonl are written: Records, or a folder; without it estimates go to
-                     the trainer's log only. Ctrl-C within `with attach(...)` says where they are
-    whole_prompts    keep the responses of a prompt side by side. It sums the microbatches of a step in another order
-                     than TRL does, which differs by rounding; probes beside it change not a bit. Without it training
-                     is bitwise TRL's, and what needs folds of whole prompts is nan, with that reason
-    target_kl_share  the learning rate of each step follows from its measured KL, so that it is this share of the
-                     policy's entropy (2e-3, say); None: the trainer's rate. This one setting changes training
+        with attach(trainer, "runs/my_run"):
+            trainer.train()
 
-    Raises ValueError, saying what to change, when the trainer already has probes, or when measuring would harm training
-    or is impossible. What a single probe cannot measure is nan with the reason.
+    The report is written when the block ends: after success, an exception and Ctrl-C. Without `with`, it is written
+    when `trainer.train()` ends. Of several processes the first one writes.
+
+    Args:
+        folder: Where logs/, config.yaml and report/ go. A folder that holds another training stays as it is: this one
+            goes to the next free number, my_run-2. A training that resumes goes on in its own. None: nothing is
+            written. Records(FOLDER): only these, no config.yaml and no report.
+        probes: Names, as on the command line, or objects, such as SimpleEntropyProbe(every=5).
+        metrics: What is added to the trainer's log, and with it to dashboards: "core", at most 15 numbers, or "all".
+            The records always have all.
+        whole_prompts: Keep the responses of a prompt side by side. None: where that only changes the order in which
+            the microbatches of a step are summed, which differs by rounding. False: training is bitwise that of the
+            trainer alone. True: training with probes is bitwise that of attach(trainer, probes=(), whole_prompts=True).
+        target_kl_share: The learning rate of each step follows from its measured KL, so that it is this share of the
+            policy's entropy (2e-3, say); None: the trainer's rate. This one setting changes training.
+
+    Returns:
+        A handle with `latest`, the latest estimates, and `remove()`.
+
+    Raises:
+        UserError: saying what to change, where the trainer already has probes, where measuring would harm training,
+            or where nothing could be measured. What one probe cannot measure is nan with the reason.
     """
-    from rl_training.hosts.trl.attachment import Attachment  # here: importing `attach` is fast
+    from pathlib import Path
 
-    return Attachment(trainer, probes, records, whole_prompts, target_kl_share=target_kl_share)
+    from trl import GRPOTrainer  # here, as all of these: importing `attach` is fast
+
+    from rl_training.hosts.loop_refusals import probes_in
+    from rl_training.hosts.trl.attached_run import AttachedRun
+    from rl_training.hosts.trl.attachment import Attachment, Options
+    from rl_training.hosts.trl.patches import another_trainer
+    from rl_training.records.jsonl import Records
+
+    if not isinstance(trainer, GRPOTrainer):
+        raise UserError(another_trainer(trainer))
+    if not isinstance(folder, str | Path | Records | None):
+        raise UserError(
+            f"folder={folder!r}: give a folder, such as 'runs/my_run', or Records(FOLDER); probes go by name, "
+            "attach(trainer, FOLDER, probes=...)"
+        )
+    if metrics not in ("core", "all"):
+        raise UserError(f"metrics={metrics!r}: give 'core', at most 15 numbers, or 'all'")
+    place = AttachedRun(folder) if isinstance(folder, str | Path) else folder
+    return Attachment(trainer, probes_in(probes), place, Options(whole_prompts, metrics, target_kl_share))

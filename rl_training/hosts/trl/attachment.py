@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training.engine.bounded_driver import BoundedDriver
@@ -22,67 +24,78 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import LoopSpec
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.loop_refusals import probes_in
 from rl_training.hosts.trl import batches, patches
-from rl_training.hosts.trl.described import settings_of_trainer
+from rl_training.hosts.trl.attached_run import AttachedRun
+from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
+from rl_training.hosts.trl.described import settings_of_probes, settings_of_trainer
+from rl_training.hosts.trl.loop import loop_of
 from rl_training.hosts.trl.patches import wrap
-from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
+from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
-from rl_training.hosts.trl.sharding import has_sharded_weights, shard_of
+from rl_training.hosts.trl.sharding import has_sharded_weights
+from rl_training.hosts.trl.spoken import how_it_ended, opening
 from rl_training.hosts.trl.trained_loss import TrainedLoss
+from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.interventions.named import Intervention
 from rl_training.parallel.ranks import all_ranks
-from rl_training.records.checkpoint_states import NamedStateful, load_probe_states, save_probe_states
+from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
-from rl_training.records.workspace import CORE
+from rl_training.records.provenance import provenance
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.batch import LossSettings
-from rl_training.step.limits import MIXED_PROMPTS, REUSED
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `attach` was asked for, beside the probes and where they write: see there."""
+
+    whole_prompts: bool | None = None
+    metrics: Literal["core", "all"] = "core"
+    target_kl_share: float | None = None
+    interventions: Sequence[Intervention] = ()  # what the trainer trains with, one after another
+    stays: bool = False  # attached when a training has ended
 
 
 class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
     """Probes attached to a trainer, until `remove`. Made by `attach`.
 
-    interventions    what the trainer trains with, one after another
-    target_kl_share  KL of a step over the policy's entropy, which sets its learning rate: engine/kl_bound.py
+    place  where is written: the folder of a run, Records alone, or nothing
     """
 
     def __init__(
-        self,
-        trainer: GRPOTrainer,
-        probes: Sequence[Probe] | Probe,
-        records: Records | str | Path | None,
-        whole_prompts: bool,
-        interventions: Sequence[Intervention] = (),
-        target_kl_share: float | None = None,
+        self, trainer: GRPOTrainer, probes: Sequence[Probe], place: AttachedRun | Records | None, options: Options
     ) -> None:
-        if not isinstance(trainer, GRPOTrainer):
-            raise UserError(patches.another_trainer(trainer))
-        probes = probes_in(probes)
         patches.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
+        keeps_order = options.whole_prompts is None and not batches.only_order_changes(trainer)
+        whole_prompts = not keeps_order if options.whole_prompts is None else options.whole_prompts
         if whole_prompts:
             patches.refuse_split_prompts(trainer)
-        self._bound = None if target_kl_share is None else KLBound(target_kl_share)
+        share = options.target_kl_share
+        self._bound = None if share is None else KLBound(share)
         if probes or self._bound:
             patches.refuse_what_cannot_be_measured(trainer)
-            patches.warn_of_rare_logs(trainer)
         self._trainer = trainer
         self.driver = BoundedDriver(probes, self._bound) if self._bound else StepDriver(probes)
         self.driver.refuse_impossible_folds(batches.shape_of(trainer))
         self.probes = self.driver.probes
         self._policy = TrainerPolicy(trainer)
-        self._writer = EstimateWriter(self.driver, records, self._policy.decode)
-        self._records = self._writer.records
-        self._loss = TrainedLoss(trainer, self._policy, interventions)
+        self.run = place if isinstance(place, AttachedRun) else None
+        self._writer = EstimateWriter(self.driver, place if isinstance(place, Records) else None, self._policy.decode)
+        self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
+        self._loss = TrainedLoss(trainer, self._policy, options.interventions)
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
-        self._trained = self._resumed = False
+        self._trained = False
+        stateful: list[NamedStateful] = [*self.probes, self.driver, *([self._bound] if self._bound else [])]
+        self._checkpoints = CheckpointHooks(trainer, stateful, self.driver.reset)
+        self._ends_with_training = not options.stays  # and not with the block that it is the context of
         self.is_typed = False  # what is advised is typed on a command line
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
@@ -92,7 +105,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         trainer.reward_funcs = named_rewards(trainer)
         for callback in trainer.callback_handler.callbacks:
             if self.probes and isinstance(callback, PrinterCallback | ProgressCallback):
-                wrap(callback, "on_log", self._on_print, self._undo)
+                wrap(callback, "on_log", self._log.on_print, self._undo)
         trainer.add_callback(self)
         self._undo.callback(trainer.remove_callback, self)
 
@@ -101,9 +114,19 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """The probes' latest estimates, by name; the same on every rank where the probe says so."""
         return self._writer.latest
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the run, once training has begun the one that is written to; None where there is none."""
+        return None if self.run is None else self.run.folder
+
+    @property
+    def _records(self) -> Records | None:
+        return self._writer.records
+
     def _wrappers(self) -> dict[str, Callable[..., Any]]:
         """Returns what wraps which method of the trainer."""
         return {
+            "train": self._on_train,
             "_generate_and_score_completions": self._on_generate,  # a rollout is there
             "_generate": self._rollouts.on_turns,  # which tokens a tool wrote, before truncated responses are taken out
             "_calculate_rewards": self._rollouts.on_rewards,  # which TRL does not hand on
@@ -111,10 +134,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             # Between the returns of these two lies the trainer's own backward.
             "compute_loss": self._on_loss,
             "training_step": self._on_training_step,
-            # The probes' state is in the checkpoint before it counts as complete, and so is every process's part.
-            "_save_optimizer_and_scheduler": self._on_save,
-            "_save_rng_state": self._on_save_rng_state,
-            "_load_optimizer_and_scheduler": self._on_load,
+            **self._checkpoints.wrappers(),
         }
 
     @property
@@ -132,11 +152,39 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._undo_engine.close()
         self._undo.close()
 
+    def __enter__(self) -> Attachment:
+        self._ends_with_training = False
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end(error)
+        if self.run is None:
+            self._writer.note_interrupt(error)
+
+    def _on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._ends_with_training:
+            return original(*args, **kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except BaseException as error:
+            self._end(error)
+            raise
+        self._end(None)
+        return output
+
+    def _end(self, error: BaseException | None) -> None:
+        """Remove everything from the trainer, and write the report of a run that has begun."""
         self.remove()
-        self._writer.note_interrupt(error)
+        self._log.flush()
+        if self.run is None or not self.run.has_begun:
+            return
+        how = how_it_ended(self._trainer, error)
+        if line := self.run.end(how):
+            logger.warning(line)
+            if error is not None:
+                error.add_note(line)  # shown below the traceback
 
     # --- the wrapped methods, in the order of a step ------------------------------------------------------------------
 
@@ -208,41 +256,36 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
-        if not self._resumed:
+        resumed, self._checkpoints.resumed_run = self._checkpoints.resumed_run, None
+        if resumed is None:
             self.driver.reset()
-        self._resumed = False
+        own = {"whole_prompts": self._rollouts.whole_prompts, "interventions": [e.name for e in self._loss.on_loss]}
+        own["target_kl_share"] = self._bound and self._bound.share_of_entropy
+        settings = settings_of_trainer(self._trainer, own)
+        if self.run is not None:
+            self.run.begin(resumed)
+            self._checkpoints.run_name = self.run.folder.name
+            if all_ranks().number == 0:
+                self._writer.records = self.run.records()
+                about = {"probes": settings_of_probes(self.probes), "provenance": provenance()}
+                self.run.write_config(settings | about)
         if self.probes or self._bound:
             self._begin_training()
         if self._records is not None:
-            own = {"whole_prompts": self._rollouts.whole_prompts, "interventions": [e.name for e in self._loss.on_loss]}
-            own["target_kl_share"] = self._bound and self._bound.share_of_entropy
-            self._records.start(state.global_step, settings_of_trainer(self._trainer, own))
+            self._records.start(state.global_step, settings)
+        self._log.begin()
         self._writer.begin(f"raise {'trainer.' if self.is_typed else ''}max_completion_length")
 
     def _begin_training(self) -> None:
-        """Tells the driver where parameters and optimizer are: some launches place them only now."""
-        trainer, its_fixes = self._trainer, batches.fixes(self.loss_settings, is_typed=self.is_typed)
-        shuffled = not self._rollouts.whole_prompts and trainer.args.steps_per_generation > 1
-        shard = shard_of(trainer)
-        self.driver.start(
-            LoopSpec(
-                shape=batches.shape_of(trainer),
-                shard=shard,
-                policy=self._policy,
-                ranks=all_ranks(),
-                dr_grpo=self.loss_settings.is_dr_grpo,
-                loss_settings=self.loss_settings,
-                mixed_prompts=f"{MIXED_PROMPTS}: {its_fixes.whole_prompts}" if shuffled else "",
-                reused=REUSED if trainer.num_iterations > 1 else "",
-                sampling_mismatch=why_sampling_mismatch(trainer),
-                no_fresh_responses=why_no_fresh_responses(trainer),
-                fixes=its_fixes,
-            )
-        )
+        """Tell the driver where parameters and optimizer are: some launches place them only now."""
+        trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
+        settings, is_typed = self.loss_settings, self.is_typed
+        loop = loop_of(trainer, self._policy, settings, whole_prompts=whole_prompts, is_typed=is_typed)
+        self.driver.start(dataclasses.replace(loop, opening=opening(self.probes, self.folder)))
         if trainer.is_deepspeed_enabled:
             wrap(trainer.model_wrapped, "step", self._on_engine_step, self._undo_engine)
         else:
-            steps = shard.optimizer.register_step_pre_hook(lambda *args: self.driver.about_to_step())
+            steps = loop.shard.optimizer.register_step_pre_hook(lambda *args: self.driver.about_to_step())
             self._undo_engine.callback(steps.remove)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -254,42 +297,10 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True
-        metrics = self._trainer._metrics["train"]
-        for name, value in self._writer.finish(state.global_step).items():
-            if not name.startswith("probe_cost/"):
-                metrics.pop(name, None)  # keeps the latest step's value: the log is the mean since the last one
-            if value == value:
-                metrics[name].append(value)
+        self._log.add(state.global_step, self._writer.finish(state.global_step), will_log=control.should_log)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        if self._records is not None and "loss" in logs:
-            self._records.write_metrics(state.global_step, logs)
+        if "loss" in logs:
+            self._log.write(state.global_step, logs)
         elif self._records is not None and "eval_loss" in logs:  # and not the summary at the end of training
             self._records.write_evaluation(state.global_step, logs)
-
-    def _on_print(self, original: Callable[..., None], *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        """Prints what the trainer logs, with only the core numbers of the probes; dashboards and records have all."""
-        ours = {key for name in self.latest for key in (name, f"{name}_se")} - {*CORE}
-        short = {k: v for k, v in logs.items() if k not in ours and (k in CORE or not k.startswith("probe_cost/"))}
-        original(*args, logs=short, **kwargs)
-
-    @property
-    def _stateful(self) -> list[NamedStateful]:
-        """What has a state in a checkpoint."""
-        return [*self.probes, self.driver, *([self._bound] if self._bound else [])]
-
-    def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
-        original(output_dir)
-        ranks = all_ranks()
-        save_probe_states(self._stateful, Path(output_dir), ranks.count, ranks.number)
-
-    def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
-        original(output_dir)
-        self._trainer.accelerator.wait_for_everyone()  # the main process now writes trainer_state.json
-
-    def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
-        original(checkpoint)
-        if checkpoint is not None:
-            self._resumed = True
-            self.driver.reset()
-            load_probe_states(self._stateful, Path(checkpoint))

@@ -118,6 +118,27 @@ def steps_per_rollout(args: GRPOConfig) -> int:
     return math.lcm(microbatches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
 
 
+def only_order_changes(trainer: GRPOTrainer) -> bool:
+    """Return whether whole prompts change nothing but the order in which the microbatches of a step are summed.
+
+    Otherwise they would change which responses a step learns from, or what is averaged within a microbatch.
+    """
+    args = trainer.args
+    methods = ("compute_loss", "_compute_loss")
+    of_trl = all(getattr(type(trainer), name) is getattr(GRPOTrainer, name) for name in methods)
+    by_microbatch = (
+        trainer.loss_type == "bnpo"
+        or bool(args.entropy_coef)
+        or args.use_adaptive_entropy
+        or args.top_entropy_quantile < 1.0
+        or trainer.aux_loss_enabled
+    )
+    is_whole = args.gradient_accumulation_steps % args.steps_per_generation == 0
+    counts = (args.gradient_accumulation_steps, args.steps_per_generation)
+    fits = all(args.per_device_train_batch_size * count % trainer.num_generations == 0 for count in counts)
+    return is_whole and fits and of_trl and not by_microbatch
+
+
 def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
     """Returns the weighted sums (sequences,) of what each reward function says, (sequences, functions).
 

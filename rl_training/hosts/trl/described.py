@@ -1,13 +1,16 @@
-"""How a trainer of TRL's is set up, for the records of a run that has no config.yaml."""
+"""How a trainer of TRL's is set up, for config.yaml and the records of its run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from trl import GRPOTrainer
 
+from rl_training.engine.probe import Probe
 from rl_training.hosts.described import settings_of_model, settings_of_optimizer
 from rl_training.parallel.ranks import all_ranks
 
@@ -20,19 +23,53 @@ NOT_OF_TRAINING = (
 
 
 def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a trainer that affect its training, by name, and those of what was attached to it."""
-    args, processes = trainer.args, all_ranks().count
+    """Return the settings of a trainer that affect its training, by name as far as a command's config.yaml has them.
+
+    Args:
+        attached: What of the attachment affects training.
+    """
+    args, processes, rows = trainer.args, all_ranks().count, trainer.train_dataset
     names = (field.name for field in dataclasses.fields(args))
     fields = {name: getattr(args, name) for name in names if not name.startswith(NOT_OF_TRAINING)}
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's around it
     return {
-        "sequences_per_step": step,
-        "processes": processes,
+        "seed": args.seed,
+        "batch": {"sequences_per_step": step, "processes": processes},
         "trainer": {"class": type(trainer).__name__, **fields},
-        "rewards": list(trainer.reward_func_names),
-        "training_set": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
-        **settings_of_model(trainer.model),
-        **settings_of_optimizer(optimizer),
-        **attached,
+        "model": settings_of_model(trainer.model),
+        "adapter": _adapter(trainer.model),
+        "data": {
+            "rows": len(rows) if hasattr(rows, "__len__") else None,
+            "columns": list(getattr(rows, "column_names", None) or []),
+            "rewards": list(trainer.reward_func_names),
+        },
+        "optimizer": settings_of_optimizer(optimizer),
+        "attached": dict(attached),
     }
+
+
+def settings_of_probes(probes: Sequence[Probe]) -> dict[str, Any]:
+    """Return the options of probes by their names, those that a probe keeps under the name of its argument."""
+    return {
+        probe.name: {
+            "class": type(probe).__name__,
+            **{
+                option: getattr(probe, option)
+                for option in inspect.signature(type(probe)).parameters
+                if isinstance(getattr(probe, option, ...), str | int | float | list | tuple | None)
+            },
+        }
+        for probe in probes
+    }
+
+
+def _adapter(model: nn.Module) -> dict[str, Any]:
+    """Return the settings of the adapter that is trained; nothing where there is none."""
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, Mapping) or not adapters:
+        return {}
+    active = getattr(model, "active_adapter", None)
+    chosen: Any = adapters.get(active) if isinstance(active, str) else next(iter(adapters.values()))
+    settings = chosen.to_dict() if hasattr(chosen, "to_dict") else {}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}

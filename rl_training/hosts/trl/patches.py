@@ -28,9 +28,11 @@ from rl_training.hosts.trl.sharding import has_sharded_weights
 logger = logging.get_logger(__name__)
 
 WRITTEN_FOR = "trl>=1.16,<1.17"  # as setup.cfg has it
+TESTED = {"trl": "1.16", "transformers": "5.23", "torch": "2.13"}  # as constraints.txt has them
 FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's own, whose scores the loss is made of
 # Methods that are called or wrapped, with the parameters that are relied on.
 METHODS: dict[str, tuple[str, ...]] = {
+    "train": ("resume_from_checkpoint",),
     # inputs: a list of rows; returns the batch dictionary, keys as in batches.read_rollout
     "_generate_and_score_completions": ("inputs",),
     # returns a tuple: token ids of prompts and of completions, the mask of tools (a list for each sequence, or None),
@@ -197,18 +199,6 @@ def refuse_split_prompts(trainer: GRPOTrainer) -> None:
                 "cannot hold all responses of its prompts. Use "
                 f"per_device_train_batch_size={-(-size // group) * group}"
             )
-
-
-def warn_of_rare_logs(trainer: GRPOTrainer) -> None:
-    """Warns where the trainer does not log every step: its log then keeps no estimate of the steps between."""
-    args = trainer.args
-    by_steps = args.logging_strategy == "steps"
-    if trainer.accelerator.is_main_process and not (by_steps and args.logging_steps == 1):
-        given = f"logging_steps={args.logging_steps}" if by_steps else f"logging_strategy={args.logging_strategy.value}"
-        logger.warning(
-            f"{given}: the trainer's log, metrics.jsonl and dashboards have the probes' numbers of the logged steps "
-            "only, and means of reward and loss: set logging_steps=1 (probes.jsonl has every step)"
-        )
 
 
 def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:

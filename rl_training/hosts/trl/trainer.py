@@ -25,7 +25,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
-from rl_training.hosts.trl.attachment import Attachment
+from rl_training.hosts.loop_refusals import probes_in
+from rl_training.hosts.trl.attachment import Attachment, Options
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
 from rl_training.hosts.trl.trained_loss import with_settings
@@ -142,7 +143,7 @@ class DrGRPOTrainer(GRPOTrainer):
     def __init__(
         self,
         *args: Any,
-        probes: Sequence[Probe] | Probe = (),
+        probes: Sequence[Probe | str] | Probe | str = (),
         records: Records | str | Path | None = None,
         interventions: Sequence[str] = (),
         buffer: FilteredBuffer | None = None,
@@ -160,13 +161,12 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.interventions = tuple(interventions)
+        place = records if isinstance(records, Records | None) else Records(records)
         self.attachment = Attachment(
             self,
-            probes,
-            records,
-            whole_prompts=True,
-            interventions=trained_with,
-            target_kl_share=self.args.target_kl_share,
+            probes_in(probes),
+            place,
+            Options(True, "all", self.args.target_kl_share, trained_with, stays=True),
         )
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(each.lr_factor != 1.0 for each in trained_with)

@@ -92,7 +92,7 @@ def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_train
     """One rollout a step: on-policy, all responses of a prompt in the step; but the microbatches mix prompts."""
     settings = {"max_steps": 3}
     trainer = make_trainer(GRPOTrainer, **settings)
-    with attach(trainer, [SimpleEntropyProbe()]):
+    with attach(trainer, probes=[SimpleEntropyProbe()], metrics="all", whole_prompts=False):
         assert differing(ending(trainer), bare_ending(GRPOTrainer, **settings)) == []
     logged = {key for row in trainer.state.log_history for key in row}
     assert {"probe_cost/simple_seconds", "probe_cost/fraction_of_step"} <= logged
@@ -100,11 +100,11 @@ def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_train
     assert "delta_h/forward" not in logged
 
 
-def test_a_plain_grpo_trainer_prints_the_core_numbers_and_logs_all(make_trainer, capsys) -> None:
+def test_a_plain_grpo_trainer_that_logs_all_prints_the_core_numbers(make_trainer, capsys) -> None:
     """As TRL's user has it, with transformers' own printing callback."""
     trainer = make_trainer(GRPOTrainer, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     trainer.add_callback(PrinterCallback)
-    with attach(trainer, [SimpleEntropyProbe(), EffectiveSampleSizeProbe()], whole_prompts=True):
+    with attach(trainer, metrics="all"):
         trainer.train()
     said = capsys.readouterr().out.splitlines()
     printed = ast.literal_eval(next(line for line in said if "'reward'" in line))
@@ -118,24 +118,10 @@ def test_a_plain_grpo_trainer_prints_the_core_numbers_and_logs_all(make_trainer,
     assert set(logged) - probed - {"step"} <= set(printed)  # all that TRL says is said
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"logging_steps": 1}, []),
-        ({"logging_steps": 10}, ["logging_steps=10"]),
-        ({"logging_strategy": "epoch"}, ["logging_strategy=epoch"]),
-    ],
-)
-def test_a_trainer_that_does_not_log_every_step_is_warned_of_once(make_trainer, caplog, settings, told) -> None:
-    with attach(make_trainer(GRPOTrainer, **settings), [SimpleEntropyProbe()]):
-        warned = [line for line in caplog.messages if "set logging_steps=1" in line]
-    assert [line.partition(":")[0] for line in warned] == told
-
-
 def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer)
     witness = Witness()
-    with attach(trainer, [SimpleEntropyProbe(), witness], whole_prompts=True):
+    with attach(trainer, probes=[SimpleEntropyProbe(), witness]):
         trainer.train()
     assert any("delta_h/forward" in row for row in trainer.state.log_history)
     for step in witness.steps:
@@ -170,7 +156,7 @@ def test_prompts_that_span_microbatches_are_measured_as_those_that_do_not(make_t
 def test_what_this_training_will_not_measure_is_said_when_it_begins(
     make_trainer, caplog, settings: Any, trainer_class: Any, said: str
 ) -> None:
-    with attach(make_trainer(GRPOTrainer, max_steps=1, **FEW, **settings), [SimpleEntropyProbe()],
+    with attach(make_trainer(GRPOTrainer, max_steps=1, **FEW, **settings), probes=[SimpleEntropyProbe()],
                 whole_prompts=trainer_class is DrGRPOTrainer) as attachment:  # fmt: skip
         attachment._trainer.train()
     assert any(re.match(said, line) for line in caplog.messages)
@@ -180,7 +166,7 @@ def test_whole_prompt_order_trains_on_the_same_sequences_and_draws_the_same_numb
     batches, streams = [], []
     for whole in (False, True):
         witness, trainer = Witness(), make_trainer(GRPOTrainer, max_steps=1)
-        with attach(trainer, [witness], whole_prompts=whole):
+        with attach(trainer, probes=[witness], whole_prompts=whole):
             trainer.train()
         rollout = witness.steps[0].batch.rollout
         rows = zip(
@@ -195,7 +181,7 @@ def test_whole_prompt_order_trains_on_the_same_sequences_and_draws_the_same_numb
 def test_nothing_is_left_on_the_trainer_after_remove(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer)
     before, callbacks = set(vars(trainer)), list(trainer.callback_handler.callbacks)
-    attachment = attach(trainer, [SimpleEntropyProbe()], whole_prompts=True)
+    attachment = attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True)
     assert set(vars(trainer)) != before
     trainer._buffered_inputs = [dict.fromkeys((*RIDING_ALONG, "advantages"))]
     attachment.remove()
@@ -209,7 +195,7 @@ def test_remove_gives_back_what_somebody_else_put_there(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer)
     theirs = trainer.compute_loss
     trainer.compute_loss = theirs
-    attach(trainer, []).remove()
+    attach(trainer, probes=[]).remove()
     assert vars(trainer)["compute_loss"] is theirs
 
 
@@ -242,37 +228,37 @@ def test_fp16_that_accelerates_configuration_asks_for_is_refused_as_well(make_tr
     trainer = make_trainer(GRPOTrainer)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with pytest.raises(ValueError, match=r"fp16 scales the loss.*mixed_precision: fp16"):
-        attach(trainer, [SimpleEntropyProbe()])
+        attach(trainer, probes=[SimpleEntropyProbe()])
 
 
 def test_a_generation_that_spreads_prompts_over_processes_is_refused(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     trainer.args.steps_per_generation = 1  # as two processes may have it
     with pytest.raises(ValueError, match="a generation has 1 x 2 sequences on a process, no multiple of num_gen"):
-        attach(trainer, [Witness()], whole_prompts=True)
+        attach(trainer, probes=[Witness()], whole_prompts=True)
 
 
 def test_attaching_twice_and_to_a_model_that_is_not_trained_is_refused(make_trainer) -> None:
     trainer = make_trainer(probes=[Witness()])
     with pytest.raises(ValueError, match="already has probes"):
-        attach(trainer, [Witness()])
+        attach(trainer, probes=[Witness()])
     trainer.attachment.remove()
     trainer.model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        attach(trainer, [Witness()])
+        attach(trainer, probes=[Witness()])
 
 
 @pytest.mark.parametrize("given", [object(), None])
 def test_what_is_no_trainer_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=rf"attached to a trl.GRPOTrainer, and this is {type(given).__name__}"):
-        attach(given, [Witness()])
+        attach(given, probes=[Witness()])
 
 
 def test_the_asynchronous_trainer_is_refused_by_its_name_with_what_it_lacks() -> None:
     async_grpo = pytest.importorskip("trl.experimental.async_grpo")
     trainer = object.__new__(async_grpo.AsyncGRPOTrainer)
     with pytest.raises(ValueError, match=r"AsyncGRPOTrainer, which lacks _generate_and_score_completions, .*measured_"):
-        attach(trainer, [Witness()])
+        attach(trainer, probes=[Witness()])
 
 
 def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(make_trainer) -> None:
@@ -427,7 +413,7 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_not_updated_and_m
         trainer.model.register_parameter("unused", torch.nn.Parameter(torch.ones(3), requires_grad=trained))
         trainer.attachment.remove()
         attached = [SimpleEntropyProbe(), GradientNoiseScaleProbe()] if probes is None else probes
-        with attach(trainer, [*attached, witness] if attached else [], whole_prompts=True) as attachment:
+        with attach(trainer, probes=[*attached, witness] if attached else [], whole_prompts=True) as attachment:
             parameters.append(ending(trainer).weights)
             latest.append(dict(attachment.latest))
         if trained and attached:

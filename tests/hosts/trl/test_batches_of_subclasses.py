@@ -60,7 +60,7 @@ class SeenRewards(Seen):
 def measured(trainer: Any) -> tuple[dict[str, Any], list[Any]]:
     """Returns the estimates of the last step, and all steps as probes see them, with the rewards that rows have."""
     seen = SeenRewards(trainer)
-    with attach(trainer, [*probes(), seen], whole_prompts=True) as attachment:
+    with attach(trainer, probes=[*probes(), seen], whole_prompts=True) as attachment:
         trainer.train()
     assert all(found == own for found, own in seen.rewards)
     return dict(attachment.latest), seen.steps
@@ -262,7 +262,7 @@ def test_a_step_whose_loss_nobody_sees_has_no_estimates_and_says_so_once(make_tr
             return loss.detach()
 
     trainer = make_trainer(OwnStep, **STEP)
-    with attach(trainer, probes()) as attachment:
+    with attach(trainer, probes=probes()) as attachment:
         trainer.train()
     assert not attachment.latest
     assert trainer.state.global_step == 2
@@ -277,7 +277,7 @@ def test_training_on_another_batch_is_bitwise_the_training_without_probes(make_t
         return make_trainer({"replay": Replay, "drawn again": DrawsAgain}[kind], **STEP)
 
     bare = ending(trainer())
-    with attach(probed := trainer(), probes()):
+    with attach(probed := trainer(), probes=probes(), whole_prompts=False):
         assert differing(ending(probed), bare) == []
 
 

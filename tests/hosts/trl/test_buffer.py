@@ -296,7 +296,7 @@ def test_without_a_buffer_training_is_bitwise_that_of_trl(make_trainer: Make, tm
     ours = parameters_after(make_trainer(save_strategy="steps", save_steps=2))
     settings = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "use_cpu": True, "bf16": False}
     plain = make_trainer(GRPOTrainer, config_class=GRPOConfig, gradient_checkpointing=False, **settings)
-    with attach(plain, [], whole_prompts=True):
+    with attach(plain, probes=[], whole_prompts=True):
         assert_equal(ours, parameters_after(plain))
     assert not (tmp_path / "state" / "checkpoint-2" / BUFFER_STATE).exists()
 

@@ -93,7 +93,7 @@ def trained(make_trainer: Any, probes: list[Any]) -> tuple[Ending, Any]:
         GRPOTrainer, model=model, dtype=torch.float64, processing_class=processor,
         train_dataset=Dataset.from_dict(rows), **settings,
     )  # fmt: skip
-    attachment = attach(trainer, probes, whole_prompts=True)
+    attachment = attach(trainer, probes=probes, whole_prompts=True)
     return ending(trainer), attachment
 
 

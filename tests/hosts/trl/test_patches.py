@@ -48,20 +48,20 @@ def test_a_method_that_is_gone_or_has_other_parameters_is_named(
         monkeypatch.setattr(GRPOTrainer, name, lambda self, something_else: None)
     gone = rf"GRPOTrainer.{name}\({METHODS[name][0]}.*\) is gone in trl [\d.]+: pip install 'trl>=1\.16,<1\.17'$"
     with pytest.raises(ValueError, match=gone):
-        attach(trainer, [EffectiveSampleSizeProbe()])
+        attach(trainer, probes=[EffectiveSampleSizeProbe()])
 
 
 def test_a_shuffle_that_is_gone_is_named(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(grpo_trainer, SHUFFLE)
     with pytest.raises(ValueError, match=f"grpo_trainer.{SHUFFLE} is gone"):
-        attach(trainer, [EffectiveSampleSizeProbe()])
+        attach(trainer, probes=[EffectiveSampleSizeProbe()])
 
 
 @pytest.mark.parametrize("name", TRAINER_ATTRIBUTES)
 def test_an_attribute_that_is_gone_is_named(name: str, trainer: GRPOTrainer) -> None:
     delattr(trainer, name)
     with pytest.raises(ValueError, match=f"GRPOTrainer.{name} is gone"):
-        attach(trainer, [EffectiveSampleSizeProbe()])
+        attach(trainer, probes=[EffectiveSampleSizeProbe()])
 
 
 # --- what a method returns ----------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_a_method_that_returns_something_else_is_refused_in_its_first_forward_pa
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: change(original(*args, **kwargs))
     before = trained_weights(trainer)
     with (
-        attach(trainer, [EffectiveSampleSizeProbe()]),
+        attach(trainer, probes=[EffectiveSampleSizeProbe()]),
         pytest.raises(ValueError, match=f"{message} in trl .*: pip install"),
     ):
         trainer.train()

@@ -147,7 +147,7 @@ def test_too_few_rewards_are_refused_by_name_in_one_line(make_trainer: Any, func
 def test_a_trainer_of_ones_own_with_probes_names_it_until_they_are_removed(make_trainer: Any) -> None:
     trainer = make_trainer(GRPOTrainer, reward=asks)
     arguments = [{"prompt": "1+1=", "answer": "2"}], ["1+1="], ["2"], [[3]]
-    with attach(trainer, []), pytest.raises(TypeError) as named_error:
+    with attach(trainer, probes=[]), pytest.raises(TypeError) as named_error:
         trainer._calculate_rewards(*arguments)
     with pytest.raises(TypeError) as bare:
         trainer._calculate_rewards(*arguments)

@@ -39,7 +39,7 @@ def answers_of(trainer: GRPOTrainer, *more: Probe, split_prompts: int = 0) -> tu
         EffectiveSampleSizeProbe(),
         contexts,
     ]
-    with attach(trainer, probes, whole_prompts=True) as attachment:
+    with attach(trainer, probes=probes, whole_prompts=True) as attachment:
         trainer.train()
     return dict(attachment.latest), contexts
 
@@ -110,7 +110,9 @@ def test_a_temperature_that_a_callback_sets_is_that_of_the_rollouts_that_it_samp
     trainer = make_trainer(**FEW | {"max_steps": 5, "steps_per_generation": 4})
     trainer.attachment.remove()
     trainer.add_callback(Anneals(trainer, [1.0, 1.5, 1.5, 1.0, 1.0]))
-    with attach(trainer, [SimpleEntropyProbe(), EffectiveSampleSizeProbe(), SamplerProbe()], whole_prompts=True) as own:
+    with attach(
+        trainer, probes=[SimpleEntropyProbe(), EffectiveSampleSizeProbe(), SamplerProbe()], whole_prompts=True
+    ) as own:
         trainer.add_callback(Said(own, found))
         trainer.train()
     for name in ("entropy/token", "ess/importance"):
@@ -131,7 +133,7 @@ class Heats(GRPOTrainer):
 
 def test_a_temperature_that_is_set_while_responses_are_sampled_is_theirs(make_trainer) -> None:
     trainer = make_trainer(Heats, **FEW, max_steps=1)
-    with attach(trainer, [SimpleEntropyProbe()], whole_prompts=True) as attachment:
+    with attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True) as attachment:
         trainer.train()
     assert attachment.latest["entropy/token"].reason.startswith("temperature=1.5 in trainer.generation_config makes")
 
@@ -178,7 +180,7 @@ def test_under_top_p_only_the_entropy_change_is_missing(make_trainer) -> None:
 def test_the_entropy_of_visited_prefixes_has_no_error_bar_where_prompts_are_spread_over_steps(make_trainer) -> None:
     """Its folds would not be independent."""
     trainer = make_trainer(GRPOTrainer, top_p=0.8, steps_per_generation=8, max_completion_length=8)
-    with attach(trainer, [SimpleEntropyProbe()]) as attachment:
+    with attach(trainer, probes=[SimpleEntropyProbe()]) as attachment:
         trainer.train()
     for name in VISITED:
         assert math.isfinite(attachment.latest[name].value)

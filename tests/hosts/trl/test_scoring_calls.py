@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from rl_training import DrGRPOTrainer, attach
 from rl_training.hosts.trl import attachment as attachment_module
 from rl_training.hosts.trl.scoring_calls import ScoringCalls
-from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.probes import SimpleEntropyProbe
 
 FORWARD_PASS = "_get_per_token_logps_and_entropies"
 SETTINGS: dict[str, Any] = FEW | {"gradient_accumulation_steps": 4, "max_steps": 1}
@@ -112,11 +112,11 @@ def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make
     """Held against a pass of this test's own, over the model as the step has found it; and training is as without."""
     trainer_class, facts = VARIANTS[variant]
     bare = trainer_of(make_trainer, trainer_class, **facts)
-    with attach(bare, [], whole_prompts=True):  # the same order of microbatches
+    with attach(bare, probes=[], whole_prompts=True):  # the same order of microbatches
         expected = ending(bare)
     trainer, seen = trainer_of(make_trainer, trainer_class, **facts), Seen()
     policy = make_trainer(GRPOTrainer, **SETTINGS)
-    with attach(trainer, [SimpleEntropyProbe(), GradientNoiseScaleProbe(), seen], whole_prompts=True) as attachment:
+    with attach(trainer, probes=["simple", "gns", seen], whole_prompts=True) as attachment:
         assert differing(ending(trainer), expected) == []
     (step,), latest = seen.steps, attachment.latest
     rollout, mask = step.batch.rollout, step.batch.rollout.completion_mask.bool()
@@ -162,7 +162,7 @@ class NoGraph(GRPOTrainer):
 def test_a_loss_without_graph_is_refused_with_what_may_be_the_cause(make_trainer: Any) -> None:
     trainer = trainer_of(make_trainer, NoGraph)
     with (
-        attach(trainer, [SimpleEntropyProbe()]),
+        attach(trainer, probes=[SimpleEntropyProbe()]),
         pytest.raises(ValueError, match=r"have no graph \(is an adapter still merged"),
     ):
         trainer.train()
@@ -182,7 +182,7 @@ def test_a_loss_without_scores_is_refused_where_no_further_pass_is_possible(
     make_trainer: Any, monkeypatch: pytest.MonkeyPatch, trainer_class: type[GRPOTrainer]
 ) -> None:
     trainer = trainer_of(make_trainer, trainer_class)
-    with attach(trainer, [SimpleEntropyProbe()], whole_prompts=True):
+    with attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True):
         monkeypatch.setattr(attachment_module, "has_sharded_weights", lambda trainer: True)
         with pytest.raises(ValueError, match=r"FSDP2 and ZeRO-3 allow no further .* build on super\(\).compute_loss"):
             trainer.train()

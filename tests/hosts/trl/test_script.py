@@ -8,21 +8,24 @@ from typing import Any
 
 import forks
 import pytest
-import torch.distributed as dist
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from trainers import FEW, trainer_maker
 from trl import GRPOTrainer
 
-from rl_training import EffectiveSampleSizeProbe, Records, SimpleEntropyProbe, attach, print_summary, write_report
+from rl_training import Records, SimpleEntropyProbe, attach, print_summary, write_report
+from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import read_estimates
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
 
 
-def test_one_probe_and_a_folder_are_taken_as_a_list_and_records(make_trainer, tmp_path: Path) -> None:
+def test_one_probe_by_its_name_and_records_alone_are_taken(make_trainer, tmp_path: Path) -> None:
     trainer = make_trainer(**PLAIN, max_steps=1)
-    with attach(trainer, EffectiveSampleSizeProbe(), records=str(tmp_path / "logs"), whole_prompts=True):
+    with attach(trainer, Records(tmp_path / "logs"), "ess"):
         trainer.train()
     assert {row["probe"] for row in read_estimates(tmp_path / "logs")} >= {"ess"}
+    assert [path.name for path in tmp_path.glob("*.yaml")] == []
 
 
 @pytest.mark.parametrize(
@@ -30,20 +33,34 @@ def test_one_probe_and_a_folder_are_taken_as_a_list_and_records(make_trainer, tm
     [
         (
             {"probes": SimpleEntropyProbe},
-            "is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()",
+            "is no probe: give the name of one, such as 'simple', or an object of rl_training.Probe",
         ),
-        ({"probes": "simple"}, "'simple' is no probe: give objects of rl_training.Probe"),
+        ({"probes": "entropy"}, "'entropy' names no probe: there are simple, interventions, measured"),
         ({"probes": None}, "None is no probe"),
-        ({"records": True}, "records=True: give a folder, such as 'my_run/logs', or Records(FOLDER)"),
+        ({"folder": True}, "folder=True: give a folder, such as 'runs/my_run', or Records(FOLDER)"),
+        ({"folder": [SimpleEntropyProbe()]}, "probes go by name, attach(trainer, FOLDER, probes=...)"),
+        ({"metrics": "few"}, "metrics='few': give 'core', at most 15 numbers, or 'all'"),
     ],
 )
-def test_what_is_neither_probe_nor_records_is_said_in_a_line(make_trainer, given: dict[str, Any], said: str) -> None:
+def test_what_attach_cannot_take_is_said_in_a_line(make_trainer, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         attach(make_trainer(**PLAIN), **given)
 
 
+def test_probes_by_name_have_the_options_of_the_command_line() -> None:
+    conf = Path(__file__).parents[3] / "conf" / "probe"
+    for name, probe in BUILT_IN.items():
+        options = OmegaConf.load(conf / f"{name}.yaml")[name]
+        by_command, by_name = (vars(made) for made in (instantiate(options), probe()))
+        assert [key for key in by_name if is_plain(by_name[key]) and by_name[key] != by_command[key]] == [], name
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float | list | tuple | None) and value == value  # not nan
+
+
 def test_a_probe_among_callbacks_is_told_its_place_when_the_trainer_is_made(make_trainer) -> None:
-    place = re.escape("SimpleEntropyProbe is a probe, no callback: attach(trainer, [SimpleEntropyProbe(...)])")
+    place = re.escape("SimpleEntropyProbe is a probe, no callback: attach(trainer, FOLDER, [SimpleEntropyProbe(...)])")
     with pytest.raises(ValueError, match=place):
         make_trainer(**PLAIN, beside={"callbacks": [SimpleEntropyProbe()]})
     trainer = make_trainer(**PLAIN)
@@ -63,10 +80,7 @@ def test_ctrl_c_ends_the_block_and_says_where_what_was_measured_is(make_trainer,
         return forward(*args, **kwargs)
 
     trainer.model.forward = interrupted
-    with (
-        pytest.raises(KeyboardInterrupt) as ended,
-        attach(trainer, [EffectiveSampleSizeProbe()], records=Records(logs), whole_prompts=True),
-    ):
+    with pytest.raises(KeyboardInterrupt) as ended, attach(trainer, Records(logs), "ess"):
         trainer.train()
     (note,) = ended.value.__notes__
     if steps:
@@ -83,27 +97,27 @@ def test_ctrl_c_ends_the_block_and_says_where_what_was_measured_is(make_trainer,
 
 
 def quickstart(rank: int, folder: Path) -> None:
-    """The README's lines, as each process of a launch runs them; the second one reaches their end first."""
+    """The README's lines, as each process of a launch runs them."""
     trainer = trainer_maker(folder / str(rank))(**PLAIN, max_steps=1)
-    with attach(trainer, [EffectiveSampleSizeProbe()], records=Records(folder / "run/logs"), whole_prompts=True):
+    with attach(trainer, folder / "run") as attached:
         trainer.train()
-    page = folder / "run/report/report.html"
-    if rank == 0:
-        dist.barrier()
-        assert not page.exists()
-    assert write_report(folder / "run") == page
+    assert attached.folder == folder / "run"
+    trainer = trainer_maker(folder / str(rank))(**PLAIN, max_steps=1)
+    with attach(trainer, folder / "run") as attached:
+        trainer.train()
+    assert attached.folder == folder / "run-2"  # all processes know
     print_summary(folder / "run")
-    if rank == 1:
-        dist.barrier()
 
 
 def test_of_two_processes_that_run_the_quickstart_one_writes_the_report(tmp_path: Path) -> None:
     forks.start_ranks(quickstart, (tmp_path,), 2)
-    assert sorted(path.name for path in (tmp_path / "run/report").iterdir()) == ["report.html"]
+    for run in ("run", "run-2"):
+        assert sorted(path.name for path in (tmp_path / run / "report").iterdir()) == ["report.html"]
+        assert {row["world_size"] for row in read_estimates(tmp_path / run / "logs")} == {2}
 
 
 def test_advice_to_do_without_probes_says_how_in_a_script_and_in_a_command(make_trainer) -> None:
     trainer = make_trainer(**PLAIN)
     trainer.args.fp16 = True
     with pytest.raises(ValueError, match=re.escape("or train without probes (no attach; probe=none)")):
-        attach(trainer, [SimpleEntropyProbe()])
+        attach(trainer, probes=[SimpleEntropyProbe()])

@@ -45,7 +45,7 @@ def trained(make_trainer: Any, example: dict[str, Any], probes: list[Any]) -> tu
         GRPOTrainer, config_class=GRPOConfig, processing_class=tokenizer, bf16=False, use_cpu=True, **settings
     )
     if probes:
-        attach(trainer, probes)
+        attach(trainer, probes=probes, metrics="all", whole_prompts=False)
     return ending(trainer), trainer.state.log_history
 
 

@@ -1,0 +1,40 @@
+"""A trainer as the engine sees it: one loop among others."""
+
+from __future__ import annotations
+
+from trl import GRPOTrainer
+
+from rl_training.engine.recorder import LoopSpec
+from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
+from rl_training.hosts.trl.sharding import shard_of
+from rl_training.parallel.ranks import all_ranks
+from rl_training.step.batch import LossSettings
+from rl_training.step.limits import MIXED_PROMPTS, REUSED
+
+
+def loop_of(
+    trainer: GRPOTrainer, policy: TrainerPolicy, settings: LossSettings, *, whole_prompts: bool, is_typed: bool
+) -> LoopSpec:
+    """Return what the driver must know of a training that is about to begin.
+
+    Args:
+        settings: Of the loss that is trained with.
+        whole_prompts: The responses of a prompt are put side by side.
+        is_typed: What is advised is typed on a command line.
+    """
+    fixes = batches.fixes(settings, is_typed=is_typed)
+    shuffled = not whole_prompts and trainer.args.steps_per_generation > 1
+    return LoopSpec(
+        shape=batches.shape_of(trainer),
+        shard=shard_of(trainer),
+        policy=policy,
+        ranks=all_ranks(),
+        dr_grpo=settings.is_dr_grpo,
+        loss_settings=settings,
+        mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if shuffled else "",
+        reused=REUSED if trainer.num_iterations > 1 else "",
+        sampling_mismatch=why_sampling_mismatch(trainer),
+        no_fresh_responses=why_no_fresh_responses(trainer),
+        fixes=fixes,
+    )

@@ -1,0 +1,46 @@
+"""What an attachment says of itself: the line when training begins, and how training has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from trl import GRPOTrainer
+
+from rl_training.engine.probe import Probe
+from rl_training.hosts.trl.patches import TESTED
+from rl_training.parallel.ranks import all_ranks
+from rl_training.version import VERSION
+
+
+def opening(probes: Sequence[Probe], folder: Path | None) -> str:
+    """Return which versions train, who writes where, and which probes measure how often."""
+    count = all_ranks().count
+    who = "one process trains" if count == 1 else f"{count} processes train"
+    writes = "and writes" if count == 1 else "and the first writes"
+    where = "and nothing is written" if folder is None else f"{writes} {folder}"
+    every = [p.name if p.every == 1 else f"{p.name} at each {p.every}th step" for p in probes]
+    return f"rl-training {VERSION} with {_versions()}: {who} {where}; probes: {', '.join(every) or 'none'}"
+
+
+def _versions() -> str:
+    """Return the libraries with their versions, and which of these have not been tested."""
+    installed = {name: metadata.version(name) for name in TESTED}
+    others = [name for name, version in installed.items() if not f"{version}.".startswith(f"{TESTED[name]}.")]
+    shown = ", ".join(f"{name} {version}" for name, version in installed.items())
+    if not others:
+        return f"{shown} (as tested)"
+    tested = ", ".join(f"{name} {TESTED[name]}" for name in others)
+    return f"{shown} (tested with {tested})"
+
+
+def how_it_ended(trainer: GRPOTrainer, error: BaseException | None) -> str:
+    """Return in words how training has ended, and after how many steps."""
+    steps = trainer.state.global_step
+    after = f"after {steps} step{'s' * (steps != 1)}"
+    if error is None:
+        return f"training has finished {after}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"training was interrupted {after}"
+    return f"training has failed {after} ({type(error).__name__})"

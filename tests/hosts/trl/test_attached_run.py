@@ -1,0 +1,188 @@
+"""The one call around any trainer: the folder that it leaves, whatever ends the training, and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from trainers import FEW, differing, ending
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from rl_training import Estimate, Probe, attach
+from rl_training.hosts.trl.patches import METHODS, TESTED
+from rl_training.records.jsonl import read_estimates, read_metrics
+
+PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
+EIGHT = PLAIN | {"gradient_accumulation_steps": 8}
+FILES = {"config.yaml", "logs/metrics.jsonl", "logs/probes.jsonl", "report/report.html"}
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
+
+
+class Raising(TrainerCallback):
+    """Raises at the end of the first step."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            raise self.error
+
+
+def test_two_lines_leave_records_settings_and_a_report_with_predictions(make_trainer, tmp_path: Path, caplog) -> None:
+    trainer = make_trainer(**EIGHT, hub_token="hf_secret_of_mine")
+    with attach(trainer, tmp_path / "run") as attached:
+        trainer.train()
+    assert files_in(tmp_path / "run") == FILES
+    assert attached.latest["delta_h/forward"].stderr > 0.0
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "hf_secret_of_mine" not in config
+    settings = yaml.safe_load(config)
+    assert settings["trainer"]["class"] == "GRPOTrainer"
+    assert settings["batch"] == {"sequences_per_step": 32, "processes": 1}
+    assert settings["data"]["columns"] == ["prompt", "answer"]
+    assert settings["data"]["rewards"] == ["graded"]
+    assert {*settings["probes"]} == {"simple", "ess"}
+    assert {"commit", "working_folder_commit", "libraries"} <= settings["provenance"].keys()
+    first, *_, last = caplog.messages
+    assert first.startswith("rl-training 0.1.0 with trl ")
+    assert f"one process trains and writes {tmp_path / 'run'}; probes: simple, ess. Probes measure 8 folds" in first
+    assert last == f"training has finished after 2 steps; the report: {tmp_path / 'run' / 'report' / 'report.html'}"
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [
+        (KeyboardInterrupt, "training was interrupted after 1 step"),
+        (RuntimeError, "training has failed after 1 step (RuntimeError)"),
+    ],
+)
+@pytest.mark.parametrize("is_block", [True, False])
+def test_the_report_is_there_after_an_error_of_the_users_which_stays_what_it_is(
+    make_trainer, tmp_path: Path, caplog, error: type[BaseException], how: str, is_block: bool
+) -> None:
+    trainer = make_trainer(**PLAIN)
+    raised = error("of the user's")
+    trainer.add_callback(Raising(raised))
+    attached = attach(trainer, tmp_path / "run", "ess")
+    with pytest.raises(error) as found, attached if is_block else contextlib.nullcontext():
+        trainer.train()
+    line = f"{how}; the report: {tmp_path / 'run' / 'report' / 'report.html'}"
+    assert found.value is raised
+    assert raised.__notes__ == [line]
+    assert caplog.messages[-1] == line
+    assert files_in(tmp_path / "run") == FILES
+    assert METHODS.keys().isdisjoint(vars(trainer))  # nothing is left wrapped
+
+
+def test_without_a_block_the_attachment_ends_with_the_training(make_trainer, tmp_path: Path) -> None:
+    trainer = make_trainer(**PLAIN)
+    attached = attach(trainer, tmp_path / "run", "ess")
+    trainer.train()
+    assert files_in(attached.folder) == FILES
+    assert METHODS.keys().isdisjoint(vars(trainer))
+    attach(trainer)
+    with pytest.raises(ValueError, match="already has probes attached"):
+        attach(trainer)
+
+
+def test_an_error_before_training_leaves_no_folder(make_trainer, tmp_path: Path) -> None:
+    with pytest.raises(NameError), attach(make_trainer(**PLAIN), tmp_path / "run"):
+        raise NameError
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_training_goes_to_the_next_free_number_and_says_so(make_trainer, tmp_path: Path, caplog) -> None:
+    first = tmp_path / "run"
+    for expected in (first, tmp_path / "run-2", tmp_path / "run-3"):
+        trainer = make_trainer(**PLAIN, max_steps=1)
+        with attach(trainer, first, "ess") as attached:
+            trainer.train()
+        assert attached.folder == expected
+        assert files_in(expected) == FILES
+    assert f"{first} holds another training, so this one is written to {tmp_path / 'run-3'}" in caplog.messages
+
+
+def test_a_folder_with_a_config_yaml_of_somebody_else_stays_as_it_is(make_trainer, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mine: true\n")
+    trainer = make_trainer(**PLAIN, max_steps=1)
+    with attach(trainer, tmp_path, "ess") as attached:
+        trainer.train()
+    assert attached.folder == tmp_path.with_name(f"{tmp_path.name}-2")
+    assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
+
+
+def test_a_training_that_resumes_goes_on_in_its_own_folder(make_trainer, tmp_path: Path) -> None:
+    """Also where it is not the first one of that name."""
+    saving = PLAIN | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
+    for steps in (1, 2):
+        trainer = make_trainer(**saving, max_steps=steps)
+        with attach(trainer, tmp_path / "run", "ess"):
+            trainer.train()
+    trainer = make_trainer(**saving, max_steps=3)
+    with attach(trainer, tmp_path / "run", "ess") as attached:
+        trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-2"))
+    assert attached.folder == tmp_path / "run-2"
+    assert [row["step"] for row in read_metrics(tmp_path / "run-2" / "logs")] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
+
+
+class Own(Probe):
+    name = "own"
+
+    def results(self) -> dict[str, Estimate]:
+        return {"own/first": Estimate(1.0), "own/second": Estimate(2.0)}
+
+
+def test_the_trainers_log_gets_the_core_and_the_records_get_all_at_each_step(make_trainer, tmp_path: Path) -> None:
+    """Whatever logging_steps is, which TRL has at 10."""
+    trainer = make_trainer(**EIGHT, max_steps=2, logging_steps=2)
+    probes = ["simple", "interventions", "measured", "gns", "ess", "sampler", "covariance", Own()]
+    with attach(trainer, tmp_path / "run", probes):
+        trainer.train()
+    rows = read_metrics(tmp_path / "run" / "logs")
+    estimated = {row["name"] for row in read_estimates(tmp_path / "run" / "logs")}
+    ours = estimated | {f"{name}_se" for name in estimated} | {"probe_cost/fraction_of_step"}
+    logged, _ = trainer.state.log_history
+    shown = ours & logged.keys()
+    assert len(shown) <= 15
+    assert {"delta_h/forward", "delta_h/forward_se", "entropy/token", "delta_h/cumulative_predicted"} <= shown
+    assert {"ess/advantage_fraction", "gns/batch_ratio", "measured/delta_h", "own/first"} <= shown
+    assert "own/second" not in shown
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert {"reward", "own/second", "delta_h/forward"} <= row.keys()
+    assert (rows[0]["reward"] + rows[1]["reward"]) / 2 == pytest.approx(logged["reward"])
+    assert {"loss", "learning_rate"} <= rows[1].keys()
+
+
+def test_the_versions_that_are_called_tested_are_those_of_the_constraints() -> None:
+    lines = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    assert {name: ".".join(pinned[name].split(".")[:2]) for name in TESTED} == TESTED
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "bnpo"},  # a mean over the tokens of a microbatch
+        {"entropy_coef": 0.1},
+        {"top_entropy_quantile": 0.5},
+        {"steps_per_generation": 4},  # two steps learn from a generation
+    ],
+    ids=str,
+)
+def test_where_order_changes_more_than_rounding_the_default_is_bitwise_trls(make_trainer, settings: Any) -> None:
+    expected, differs = ending(make_trainer(**PLAIN, **settings)), []
+    for chosen in ({}, {"whole_prompts": True}):
+        trainer = make_trainer(**PLAIN, **settings)
+        with attach(trainer, probes="ess", **chosen):
+            differs.append(bool(differing(ending(trainer), expected)))
+    assert differs == [False, True]
