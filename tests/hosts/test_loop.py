@@ -423,9 +423,12 @@ class HalfAFold(Probe):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([SimpleEntropyProbe], r"SimpleEntropyProbe'> is no probe: give objects of .*, such as SimpleEntropyProbe\(\)"),
+        (
+            [SimpleEntropyProbe],
+            r"SimpleEntropyProbe'> is no probe: give the name of one, .* such as SimpleEntropyProbe\(\)",
+        ),
         ([None], "None is no probe"),
-        (["simple"], "'simple' is no probe"),
+        (["entropy"], "'entropy' names no probe: there are simple,"),
         ([HalfAFold()], "half: num_folds=2.5 must be a whole number"),
     ],
 )

@@ -181,7 +181,7 @@ def test_a_later_step_of_a_rollout_that_learns_from_fresh_prompts_is_measured(ma
 def test_microbatches_that_mix_prompts_are_nan_with_the_fix(make_trainer) -> None:
     probe = Answers(split_prompts=1)
     trainer = make_trainer(GRPOTrainer, **FEW)
-    with attach(trainer, probes=[probe]):
+    with attach(trainer, probes=[probe], whole_prompts=False):
         trainer.train()
     assert set(SPLIT) < set(probe.all[0])
     assert all(math.isnan(e.value) and "whole_prompts=True" in e.reason for e in probe.all[0].values())
