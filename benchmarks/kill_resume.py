@@ -33,7 +33,7 @@ from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
 import rl_training.job.run.training  # noqa: F401, for the forks
-from rl_training.records.checkpoints import TRAINING_STATE, what_is_wrong_with
+from rl_training.records.checkpoints import TRAINING_STATE, find_flaw
 from rl_training.records.jsonl import read_estimates, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -168,7 +168,7 @@ def run_with_kills(whole: Path, killed: Path, args: argparse.Namespace, log: Pat
     moments, places = random.Random(args.seed), Counter[str]()
     seconds = sum(row["step_time"] for row in read_metrics(whole / "logs"))
     while True:
-        complete = [path for path in (killed / TRAINING_STATE).glob("checkpoint-*") if not what_is_wrong_with(path)]
+        complete = [path for path in (killed / TRAINING_STATE).glob("checkpoint-*") if not find_flaw(path)]
         if not complete:
             shutil.rmtree(killed, ignore_errors=True)  # killed before its first checkpoint: nothing to go on from
         workers = start(killed, args.processes, [*args.overrides, *["resume=latest"] * bool(complete)], log)
@@ -180,7 +180,7 @@ def run_with_kills(whole: Path, killed: Path, args: argparse.Namespace, log: Pat
         place = kill(workers, killed, log, moments.uniform(0, 0.05 if in_checkpoint else seconds / 3), in_checkpoint)
         if place:
             places[place] += 1
-            half = [f", {path.name} half-written ({what_is_wrong_with(path)})" for path in unfinished(killed)]
+            half = [f", {path.name} half-written ({find_flaw(path)})" for path in unfinished(killed)]
             print(f"kill {number}: {place}, after step {num_lines(killed)}{''.join(half)}", flush=True)
         else:
             print("it ended first: compared, and started afresh", flush=True)

@@ -10,7 +10,7 @@ from rl_training.errors import UserError
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
+def wrap_user_errors(what: str) -> Iterator[None]:
     """A context for a call: whatever fails in it, sys.exit() too, is a ValueError that begins with `what`.
 
     Example: with what "intervention f": "intervention f failed: ZeroDivisionError: division by zero (f.py:2)".

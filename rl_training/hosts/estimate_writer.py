@@ -72,7 +72,7 @@ class EstimateWriter:
         costs = self._driver.costs(self._step_time) | {"step_time": self._step_time}
         return numbers | {f"probe_cost/{name}": cost for name, cost in costs.items()}
 
-    def finish_line(self, number: int, line: dict[str, Any]) -> dict[str, float]:
+    def write_step(self, number: int, line: dict[str, Any]) -> dict[str, float]:
         """The same for a loop that logs nothing itself: completes and writes its line of metrics.jsonl. A collective.
 
         line  what the loop knows of the step

@@ -197,7 +197,7 @@ class MeasuredLoop:
                 self.skip_step()
             if self._place == STEPPED:
                 self._learned = self._rollout_number
-            self._writer.finish_line(number, self._metrics)
+            self._writer.write_step(number, self._metrics)
             self._number = number
         finally:
             self._driver.disarm()

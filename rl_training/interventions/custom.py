@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.user_code import naming
+from rl_training.engine.user_code import wrap_user_errors
 from rl_training.errors import UserError
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import Function, LossInputs
@@ -26,12 +26,12 @@ def load_own(place: str, name: str) -> Function:
         if not path.is_file() or spec is None or spec.loader is None:
             raise UserError(f"{path}: there is no such file: write FILE.py:FUNCTION")
         module = importlib.util.module_from_spec(spec)
-        with naming(place):
+        with wrap_user_errors(place):
             spec.loader.exec_module(module)
     else:
         if importlib.util.find_spec(place.partition(".")[0]) is None:
             raise UserError(f"{place}: there is no such module: write FILE.py:FUNCTION or MODULE:FUNCTION")
-        with naming(place):
+        with wrap_user_errors(place):
             module = importlib.import_module(place)
     function = getattr(module, name, None)
     if not callable(function):
@@ -41,7 +41,7 @@ def load_own(place: str, name: str) -> Function:
 
 def _checked_weights(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
     """Returns the weights that a function makes of copies: what it writes into them, only its own result has."""
-    with naming(f"intervention {name}"):
+    with wrap_user_errors(f"intervention {name}"):
         found: Any = function(copy.deepcopy(loss), strength)
     if not isinstance(found, LossWeights):
         raise UserError(f"intervention {name} returned {type(found).__name__}: return LossWeights(logps, entropies)")

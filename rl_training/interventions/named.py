@@ -67,7 +67,7 @@ class Intervention:
     strength: float = math.nan
     low: float = 0.0
     high: float = math.inf
-    nothing: float | None = None
+    neutral_strength: float | None = None
     is_linear: bool = False
     nothing_on_policy: bool = False
     remark: str = ""
@@ -121,10 +121,10 @@ class Intervention:
 INTERVENTIONS: Mapping[str, Intervention] = {
     known.name: known
     for known in (
-        Intervention("bonus", rw.bonus, (), strength=0.01, nothing=0.0, is_linear=True, trl="entropy_coef"),
+        Intervention("bonus", rw.bonus, (), strength=0.01, neutral_strength=0.0, is_linear=True, trl="entropy_coef"),
         Intervention("psr", rw.psr),
         Intervention("nsr", rw.nsr),
-        Intervention("w_reinforce", rw.w_reinforce, strength=0.1, high=1.0, nothing=1.0, is_linear=True),
+        Intervention("w_reinforce", rw.w_reinforce, strength=0.1, high=1.0, neutral_strength=1.0, is_linear=True),
         Intervention("std_norm", rw.std_norm, ("dr_grpo", "rewards", "whole_prompts"), trl="scale_rewards='group'"),
         Intervention("length_norm", rw.length_norm, ("dr_grpo",), trl="loss_type='grpo'"),
         Intervention("dynamic_sampling", rw.dynamic_sampling, ("advantages", "some_advantage")),
@@ -136,8 +136,8 @@ INTERVENTIONS: Mapping[str, Intervention] = {
         Intervention("kl_cov", rw.kl_cov, ("unit",), strength=0.002, high=1.0, nothing_on_policy=True),
         Intervention("top_entropy", rw.top_entropy, strength=0.2, high=1.0, trl="top_entropy_quantile"),
         Intervention("steer", rw.steer, strength=0.8, high=1.0),
-        Intervention("kl", rw.kl, ("unit", "reference"), strength=0.04, nothing=0.0, is_linear=True, remark=GROWS,
-                     trl="beta"),
+        Intervention("kl", rw.kl, ("unit", "reference"), strength=0.04, neutral_strength=0.0, is_linear=True,
+                     remark=GROWS, trl="beta"),
         Intervention("clip_higher", rw.clip_higher, ("dr_grpo",), strength=0.28, nothing_on_policy=True,
                      trl="epsilon_high"),
         Intervention("none", rw.no_correction, SAMPLER, trl="vllm_importance_sampling_correction=False"),
@@ -149,7 +149,7 @@ INTERVENTIONS: Mapping[str, Intervention] = {
                      trl="vllm_importance_sampling_mode='sequence_mask'"),
         Intervention("ppo_clip", rw.ppo_clip, SAMPLER, strength=0.2),
         Intervention("exact", rw.exact, SAMPLER),
-        Intervention("lr", None, (), strength=0.5, nothing=1.0, is_linear=True, trl="learning_rate"),
+        Intervention("lr", None, (), strength=0.5, neutral_strength=1.0, is_linear=True, trl="learning_rate"),
         Intervention("max_grad_norm", None, (), strength=0.1, trl="max_grad_norm"),
     )
 }  # fmt: skip
@@ -233,8 +233,8 @@ def _strength(known: Intervention, text: str) -> float:
         value = float(text)
     except ValueError:
         raise UserError(f"{full}: the strength must be a number, as in {known.name}:{known.strength:g}") from None
-    if not known.low < value < math.inf or value > known.high or value == known.nothing:
+    if not known.low < value < math.inf or value > known.high or value == known.neutral_strength:
         bounds = f"above {known.low:g}" + ("" if math.isinf(known.high) else f", at most {known.high:g}")
-        apart = "" if known.nothing is None else f", and not {known.nothing:g}, which has no effect"
+        apart = "" if known.neutral_strength is None else f", and not {known.neutral_strength:g}, which has no effect"
         raise UserError(f"{full}: the strength must lie {bounds}{apart}")
     return value

@@ -54,13 +54,13 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     trained = {_without_adapter_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if (is_adapter or not trained) and stored.keys() - trained:
         raise UserError(
-            f"G1: {some(stored.keys() - trained)} is not trainable: another adapter is active, or it is frozen; load "
-            "an adapter with is_trainable=True, and leave it active and unmerged"
+            f"G1: {format_sample(stored.keys() - trained)} is not trainable: another adapter is active, or it is "
+            "frozen; load an adapter with is_trainable=True, and leave it active and unmerged"
         )
     if trained - stored.keys():
         raise UserError(
-            f"G1: {some(trained - stored.keys())} is trainable, and {checkpoint} does not hold it: set the adapter's "
-            "target_modules, or the model, as the run had them"
+            f"G1: {format_sample(trained - stored.keys())} is trainable, and {checkpoint} does not hold it: set the "
+            "adapter's target_modules, or the model, as the run had them"
         )
 
 
@@ -78,7 +78,7 @@ def _without_adapter_name(name: str) -> str:
     return name.replace(".default.", ".")
 
 
-def some(names: Iterable[str]) -> str:
+def format_sample(names: Iterable[str]) -> str:
     first, *others = sorted(names)
     return f"{first!r}" + (f" (and {len(others)} more)" if others else "")
 

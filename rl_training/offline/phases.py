@@ -41,14 +41,14 @@ class Phases:
             def advance(count: int) -> None:
                 bar.update(min(count, total - bar.n))
 
-            with short_memory_says_what_to_lower(name):
+            with explain_out_of_memory(name):
                 yield advance
             advance(total)
         self.seconds[name] = time.perf_counter() - start
 
 
 @contextlib.contextmanager
-def short_memory_says_what_to_lower(phase: str) -> Iterator[None]:
+def explain_out_of_memory(phase: str) -> Iterator[None]:
     """A context in which running out of memory is a ValueError that names the setting to lower."""
     try:
         yield

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, condition, covariance_of, predict
-from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
+from rl_training.offline.phases import Phases, explain_out_of_memory
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 from rl_training.offline.truth import Truth, measure, num_scorings
@@ -81,7 +81,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
             for at in truth.at
         ]
     if settings.conditioning and first_order is not None:
-        with short_memory_says_what_to_lower("conditioning"):
+        with explain_out_of_memory("conditioning"):
             tables["conditioning"] = condition(restored, update, first_order.direction)
         pointless = [row["name"] for row in tables["conditioning"] if math.isnan(row["delta_h1"])]
         reasons |= {f"conditioning/{name}": NO_DIRECTION for name in pointless}

@@ -27,7 +27,7 @@ from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
-from rl_training.offline.checkpoint_files import load_shards, refuse_other_weights, some
+from rl_training.offline.checkpoint_files import format_sample, load_shards, refuse_other_weights
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.policy.rollout import Rollout
@@ -201,8 +201,8 @@ def refuse_without_gradients(
     unreached = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     if unreached:
         raise UserError(
-            f"G3: {some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
-            "reach"
+            f"G3: {format_sample(unreached)} is trainable and gets no gradient from the scores: freeze what the loss "
+            "does not reach"
         )
 
 

@@ -176,14 +176,14 @@ def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Es
     mean_kept, plain  over steps: what it does when it is kept, and the step as it is
     """
     low, high = mean_kept.estimate(0).bounds()
-    if not intervention.is_linear or intervention.nothing is None:
+    if not intervention.is_linear or intervention.neutral_strength is None:
         return Estimate.missing(NO_STRENGTH if math.isnan(intervention.strength) else NOT_LINEAR)
     if not plain.estimate(0).bounds()[1] < 0.0:
         return Estimate.missing(NO_FALL)
     if not (low > 0.0 or high < 0.0):
         return Estimate.missing(LOST)
     share = -0.5 * float(plain.values[0]) / float(mean_kept.values[0])
-    strength = intervention.nothing + share * (intervention.strength - intervention.nothing)
+    strength = intervention.neutral_strength + share * (intervention.strength - intervention.neutral_strength)
     if not intervention.low < strength <= intervention.high:
         return Estimate.missing(NEVER_HALF)
     return Estimate(strength, reason=NO_BAR)

@@ -41,7 +41,7 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: s
     Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
     """
     runs = run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent
-    return _named(resume, runs, lambda checkpoint: what_is_wrong_with(checkpoint, sharded_by), setting)
+    return _named(resume, runs, lambda checkpoint: find_flaw(checkpoint, sharded_by), setting)
 
 
 def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
@@ -86,7 +86,7 @@ def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
     """Returns the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
-    return next(_flawless(checkpoints_of(run)[::-1], lambda path: what_is_wrong_with(path, sharded_by)), None)
+    return next(_flawless(checkpoints_of(run)[::-1], lambda path: find_flaw(path, sharded_by)), None)
 
 
 def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> Iterator[Path]:
@@ -134,7 +134,7 @@ def set_aside_later(run: Path, after_step: int) -> None:
             logger.warning(f"continuing from step {after_step}: {later.name} is now in {aside}")
 
 
-def what_is_wrong_with(checkpoint: Path, sharded_by: str = "") -> str:
+def find_flaw(checkpoint: Path, sharded_by: str = "") -> str:
     """Returns why this checkpoint folder is incomplete or damaged, or "" if it is neither.
 
     The trainer writes trainer_state.json last, so a folder without it was being written when the process died.

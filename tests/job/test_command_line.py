@@ -36,7 +36,7 @@ from rl_training.job.commands import importing
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.errors import Interrupted, in_one_line, libraries_refuse
 from rl_training.job.run.folder import find_run_folder, save_config
-from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.checkpoints import find_flaw
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
 from rl_training.records.lock import locked
@@ -261,7 +261,7 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
     assert 1 <= taken < 500
     (checkpoint,) = (run / TRAINING_STATE).glob("checkpoint-*")
     assert checkpoint.name == f"checkpoint-{taken}"
-    assert what_is_wrong_with(checkpoint) == ""
+    assert find_flaw(checkpoint) == ""
     assert (run / "report" / "report.html").is_file()
     assert "Traceback" not in "\n".join(command.lines)
     ended, words = command.lines[-1].split("; to go on, type the same command with this behind it: ")

@@ -26,7 +26,7 @@ from rl_training.job.configuration.checks import check_resume
 from rl_training.job.run.training import TrainingRun
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
-from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, what_is_wrong_with
+from rl_training.records.checkpoints import find_checkpoint, find_flaw, set_aside_later, steps_taken
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 from rl_training.version import VERSION
@@ -102,13 +102,13 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
 def test_a_checkpoint_with_a_part_cut_short_is_not_taken(run_dir, part: str, kept: float, caplog) -> None:
     file = run_dir / TRAINING_STATE / "checkpoint-3" / part
-    assert what_is_wrong_with(file.parent) == ""
+    assert find_flaw(file.parent) == ""
     os.truncate(file, int(kept * file.stat().st_size))
-    assert part in what_is_wrong_with(file.parent)
+    assert part in find_flaw(file.parent)
     with pytest.raises(ValueError, match=f"{part}.* Choose an earlier checkpoint-N folder"):
         find_checkpoint(str(file.parent), run_dir)
     assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
-    assert f"skipping {file.parent}: {what_is_wrong_with(file.parent)}" in caplog.messages
+    assert f"skipping {file.parent}: {find_flaw(file.parent)}" in caplog.messages
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "optimizer.pt"])
@@ -164,9 +164,9 @@ def test_the_random_states_of_every_process_must_be_there(run_dir: Path) -> None
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     save_probe_states([], checkpoint, num_processes=2)
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
-    assert what_is_wrong_with(checkpoint) == "rng_state_1.pth is missing or damaged"
+    assert find_flaw(checkpoint) == "rng_state_1.pth is missing or damaged"
     shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
-    assert what_is_wrong_with(checkpoint) == ""
+    assert find_flaw(checkpoint) == ""
 
 
 def test_going_back_sets_later_checkpoints_aside(run_dir: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_is_named_and_the_run_goes_on_from_
         assert find_checkpoint("latest", run_dir).name == "checkpoint-3"
     run_of(run_dir, "resume=latest", "trainer.max_steps=4").train()
     assert [row["step"] for row in read_metrics(run_dir / "logs")] == [1, 2, 3, 4]
-    assert what_is_wrong_with(run_dir / TRAINING_STATE / "checkpoint-4") == ""
+    assert find_flaw(run_dir / TRAINING_STATE / "checkpoint-4") == ""
 
 
 def test_a_disk_that_is_full_when_a_run_goes_on_keeps_the_records(tmp_path: Path) -> None:

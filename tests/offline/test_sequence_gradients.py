@@ -24,7 +24,7 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from rl_training.offline.phases import short_memory_says_what_to_lower
+from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.sequence_gradients import Recording, SequenceGradients
 from rl_training.parallel.vectors import Layout
 
@@ -353,7 +353,7 @@ def test_short_memory_is_not_taken_for_an_unknown_gradient(ids: Tensor) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, 6), "full": Full(), "head": nn.Linear(6, VOCABULARY)})
     model.get_input_embeddings = lambda: model["embed"]  # type: ignore[assignment]
     said = pytest.raises(ValueError, match="out of memory in phase 'kernel': lower kernel")
-    with said, short_memory_says_what_to_lower("kernel"):
+    with said, explain_out_of_memory("kernel"):
         by_hooks(model, lambda: logps(model["head"](model["full"](model["embed"](ids))), ids), weights_of(ids))
 
 

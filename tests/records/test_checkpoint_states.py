@@ -13,7 +13,7 @@ from torch import nn
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.parallel.sharding import Shard
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
-from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.checkpoints import find_flaw
 from rl_training.step.data import EntropySettings
 
 UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
@@ -97,13 +97,13 @@ def test_notes_that_no_run_writes_are_neither_followed_nor_counted(tmp_path: Pat
     """A number of processes is a number of files that are looked for, and a name is of a file that is read."""
     checkpoint = foreign_run(tmp_path) / "training_state" / "checkpoint-1"
     save_file({"a": torch.zeros(1)}, checkpoint / PROBE_STATES, metadata=WRITTEN)
-    assert not what_is_wrong_with(checkpoint)
+    assert not find_flaw(checkpoint)
     save_file({"a": torch.zeros(1)}, checkpoint / PROBE_STATES, metadata=WRITTEN | changed)
-    assert f"{checkpoint / PROBE_STATES} holds other notes than a run writes" in what_is_wrong_with(checkpoint)
+    assert f"{checkpoint / PROBE_STATES} holds other notes than a run writes" in find_flaw(checkpoint)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"global_step": {}}', '{"global_step": "1"}', "[" * 100_000])
 def test_a_checkpoint_that_does_not_say_its_step_is_damaged(tmp_path: Path, text: str) -> None:
     checkpoint = foreign_run(tmp_path) / "training_state" / "checkpoint-1"
     (checkpoint / "trainer_state.json").write_text(text)
-    assert what_is_wrong_with(checkpoint) == "its trainer_state.json is damaged"
+    assert find_flaw(checkpoint) == "its trainer_state.json is damaged"

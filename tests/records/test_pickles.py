@@ -15,7 +15,7 @@ import torch
 from foreign_runs import Canary, foreign_run
 from safetensors.torch import save_file
 
-from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.checkpoints import find_flaw
 from rl_training.records.pickles import OF_DEEPSPEED, STAGE, load_tensors
 
 
@@ -59,7 +59,7 @@ def test_nothing_of_a_shard_is_run(tmp_path: Path, inside: type) -> None:
     for name in ("scheduler.pt", "rng_state.pth"):
         torch.save({}, tmp_path / name)
     (tmp_path / "latest").write_text("global_step1")
-    assert shard.name in what_is_wrong_with(tmp_path, "DeepSpeed")
+    assert shard.name in find_flaw(tmp_path, "DeepSpeed")
     assert not canary.exists()
 
 
@@ -68,9 +68,9 @@ def test_a_checkpoint_with_a_file_that_would_run_code_says_which_it_is(tmp_path:
     run = foreign_run(tmp_path)
     checkpoint = run / "training_state" / "checkpoint-1"
     torch.save({"numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}, checkpoint / "rng_state.pth")
-    assert not what_is_wrong_with(checkpoint)
+    assert not find_flaw(checkpoint)
     torch.save({"a": Canary(tmp_path / "canary")}, checkpoint / name)
-    assert what_is_wrong_with(checkpoint).startswith(f"{checkpoint / name} holds objects that could run code")
+    assert find_flaw(checkpoint).startswith(f"{checkpoint / name} holds objects that could run code")
     assert not (tmp_path / "canary").exists()
 
 
@@ -79,4 +79,4 @@ def test_shards_lie_in_the_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "latest").write_text(name)
-    assert "latest" in what_is_wrong_with(tmp_path, "DeepSpeed")
+    assert "latest" in find_flaw(tmp_path, "DeepSpeed")

@@ -118,7 +118,7 @@ class Measurement:
             return {}
         loss = ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
         self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
-        measured = self._writer.finish_line(self._steps, self._metrics)
+        measured = self._writer.write_step(self._steps, self._metrics)
         return {name: [value] for name, value in measured.items()}
 
     def save(self, folder: Path) -> None:

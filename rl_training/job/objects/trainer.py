@@ -23,7 +23,7 @@ from rl_training.job.objects.trainer_checks import (
     check_sharding,
     warn_of_rounding,
 )
-from rl_training.offline.phases import short_memory_says_what_to_lower
+from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import Records
@@ -37,7 +37,7 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
 
     ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
     """
-    with libraries_refuse(), short_memory_says_what_to_lower("load"), tempfile.TemporaryDirectory() as scratch:
+    with libraries_refuse(), explain_out_of_memory("load"), tempfile.TemporaryDirectory() as scratch:
         # One microbatch: how training would split U does not change its mean gradient.
         cfg = cfg.copy()
         cfg.run_dir, output = scratch, f"{scratch}/{TRAINING_STATE}"

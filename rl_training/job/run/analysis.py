@@ -20,7 +20,7 @@ from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
 from rl_training.offline import probe
 from rl_training.offline.kernel_at_checkpoint import add_kernel
-from rl_training.offline.phases import short_memory_says_what_to_lower
+from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.results import print_table, write_log, write_result
 from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import sweep_tables
@@ -85,9 +85,9 @@ def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mappin
     seconds = {"load": time.perf_counter() - start}
     analysis = probe.analyse(restored, settings)
     if settings.kernel.enabled:
-        with short_memory_says_what_to_lower("kernel"):
+        with explain_out_of_memory("kernel"):
             analysis.results.update(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
-    with short_memory_says_what_to_lower("sweep"):
+    with explain_out_of_memory("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, settings))
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
     values = without_secrets({"offline": overrides, "run": as_written(OmegaConf.to_container(run, resolve=True))})

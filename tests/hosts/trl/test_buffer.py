@@ -31,7 +31,7 @@ from rl_training.job.run.training import TrainingRun
 from rl_training.policy.rollout import Rollout
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
-from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.checkpoints import find_flaw
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
@@ -337,12 +337,12 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_traine
     )
     ended = parameters_after(whole)
     checkpoint = tmp_path / "state" / "checkpoint-2"
-    assert what_is_wrong_with(checkpoint) == ""
+    assert find_flaw(checkpoint) == ""
     assert_equal(ended, parameters_after(resumed, resume_from_checkpoint=str(checkpoint)))
     assert logged_numbers(resumed) == logged_numbers(whole)
     assert_equal(whole.buffer.state_dict(), resumed.buffer.state_dict())
     (checkpoint / "model.safetensors").unlink()  # the buffer's state is not taken for weights
-    assert "no weights" in what_is_wrong_with(checkpoint)
+    assert "no weights" in find_flaw(checkpoint)
 
 
 def test_a_checkpoint_without_the_state_of_this_buffer_is_refused(make_trainer: Make, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from rl_training.hosts.trl.patches import (
 )
 from rl_training.job.objects.trainer_checks import check_sharding
 from rl_training.offline.restored import restore
-from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.checkpoints import find_flaw
 
 ROOT = Path(__file__).parents[3]
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
@@ -208,8 +208,8 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs,
     assert len(last) > 40
     assert repr(again) == repr(last)  # nan is nan
     checkpoint = runs / run / "state" / "checkpoint-2"
-    assert what_is_wrong_with(checkpoint, sharded_by) == ""
-    assert what_is_wrong_with(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
+    assert find_flaw(checkpoint, sharded_by) == ""
+    assert find_flaw(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
 
 
 def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_of_its_last_step(runs: Path) -> None:
@@ -312,16 +312,16 @@ def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_onl
     for name in ("scheduler.pt", "rng_state.pth"):
         torch.save({}, tmp_path / name)
     (tmp_path / "latest").write_text("global_step7", encoding="utf-8")
-    assert what_is_wrong_with(tmp_path, "DeepSpeed") == "global_step7 is missing or damaged"
+    assert find_flaw(tmp_path, "DeepSpeed") == "global_step7 is missing or damaged"
     (tmp_path / "global_step7").mkdir()
     for rank in (0, 1):
         torch.save({}, tmp_path / "global_step7" / f"rank_{rank}_optim_states.pt")
-    assert what_is_wrong_with(tmp_path, "DeepSpeed") == ""
-    assert "it was written under DeepSpeed" in what_is_wrong_with(tmp_path)
+    assert find_flaw(tmp_path, "DeepSpeed") == ""
+    assert "it was written under DeepSpeed" in find_flaw(tmp_path)
     (tmp_path / "global_step7" / "rank_1_optim_states.pt").write_bytes(b"half")
-    assert "rank_1_optim_states.pt is missing or damaged" in what_is_wrong_with(tmp_path, "DeepSpeed")
+    assert "rank_1_optim_states.pt is missing or damaged" in find_flaw(tmp_path, "DeepSpeed")
     (tmp_path / "latest").unlink()
-    assert "it was written without DeepSpeed" in what_is_wrong_with(tmp_path, "DeepSpeed")
+    assert "it was written without DeepSpeed" in find_flaw(tmp_path, "DeepSpeed")
 
 
 # --- launches that cannot be ------------------------------------------------------------------------------------------
