@@ -31,7 +31,7 @@ class BoundedDriver(StepDriver):
     def gradients_ready(self, rollout_number: int) -> None:
         step = self.open_step
         assert step is not None
-        self.disarm()
+        self.finish_backward()
         rollout = join_rollouts(step.rollouts)
         with self._measurement_context(), self._clock.timed(self.bound.name):
             self.bound.before_step(rollout, step.join_scores(rollout))

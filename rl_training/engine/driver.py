@@ -140,7 +140,7 @@ class StepDriver:
         """
         step = self.open_step
         assert step is not None, "call begin(number) first"
-        self.disarm()
+        self.finish_backward()
         step.rollouts.append(rollout)
         step.scores.append((seen or scores).detached())
         step.loss_settings = loss.settings or self._loop.loss_settings
@@ -151,11 +151,16 @@ class StepDriver:
                 if self._rows is not None:
                     self._rows.arm(step.planned_start)
 
-    def disarm(self) -> None:
-        """Removes the hooks before the next call: the loop's backward is over."""
+    def finish_backward(self) -> None:
+        """Remove the hooks before the next call: the loop's backward is over. A collective, if they were set."""
         if self._rows is not None:
             with self._clock.timed():
-                self._rows.disarm()
+                self._rows.finish_backward()
+
+    def drop_backward(self) -> None:
+        """Remove the hooks, and what they caught: the loop's backward has failed, perhaps on this process alone."""
+        if self._rows is not None:
+            self._rows.drop_backward()
 
     def gradients_ready(self, rollout_number: int) -> None:
         """Runs the probes just before the optimizer's step. A collective where the step is measured.
@@ -164,7 +169,7 @@ class StepDriver:
         """
         step = self.open_step
         assert step is not None
-        self.disarm()
+        self.finish_backward()
         self._learned.turn_to(rollout_number)
         step.is_ready = True
         if step.probes:

@@ -94,9 +94,13 @@ class GradientRows:
             target = self._passing
         self._reduction.arm(target)
 
-    def disarm(self) -> None:
-        """Removes the hooks: the backward is over. A collective, if they were set."""
-        self._reduction.disarm()
+    def finish_backward(self) -> None:
+        """Add up what the hooks have caught, and remove them. A collective, if they were set."""
+        self._reduction.finish()
+
+    def drop_backward(self) -> None:
+        """Remove the hooks: the backward has failed, perhaps on this process alone."""
+        self._reduction.drop()
 
     def complete(self, step: Step) -> tuple[Step, Tensor]:
         """Return a step with the gradients of its folds, and the square norms of these, (F,). A collective."""
@@ -171,7 +175,7 @@ class GradientRows:
 
     def release(self) -> None:
         """Frees the rows."""
-        self._reduction.forget()
+        self._reduction.drop()
         self.rows = self.sq_norms = self._passing = self._sum = self._roots = self._group = None
 
     def _count_bytes(self) -> None:

@@ -30,7 +30,8 @@ from rl_training.policy.scores import Scores
 class FoldReduction:
     """Adds what reaches the leaves to a vector for each fold, of which this process keeps its entries.
 
-    The hooks exist only between `arm` and `disarm`, around one backward. All processes arm alike and run one backward.
+    All processes call `arm` before the same backward, which ends in one of two ways. `finish`, after a backward that has
+    succeeded, is a collective. `drop`, after one that has failed, perhaps on this process alone, is none.
     """
 
     def __init__(self, shard: Shard, timed: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -46,17 +47,17 @@ class FoldReduction:
         self.bytes_sent = 0
         # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
         self.num_late_gradients = 0
-        self.forget()
+        self.drop()
 
     def close(self) -> None:
         """Destroys the group of processes, if one was made. A collective: training has ended on all of them."""
-        self.forget()
+        self.drop()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
-    def forget(self) -> None:
-        """Removes the hooks and sends nothing: the loop has left the step, perhaps on this process alone."""
+    def drop(self) -> None:
+        """Remove the hooks and send nothing: a backward or a step has ended early, perhaps on this process alone."""
         while self._handles:
             self._handles.pop().remove()
         self._target: Vector = []
@@ -77,9 +78,10 @@ class FoldReduction:
             found = self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
             if self._returned:
                 self._held = found
-            self.disarm()
-        finally:
-            self.forget()
+            self.finish()
+        except BaseException:
+            self.drop()
+            raise
 
     def arm(self, target: Vector, consume: bool = False) -> None:
         """Sets the hooks.
@@ -87,7 +89,7 @@ class FoldReduction:
         target   (folds, n) of each bucket; the processes of a fold are neighbours, and as many as those of any other
         consume  the gradients go nowhere else: they are freed as they arrive
         """
-        self.disarm()
+        self.finish()
         shard, self._target = self.shard, target
         self._reduced = len(target[0]) == 1 and shard.reduces_each_backward
         if not self._reduced:
@@ -105,8 +107,8 @@ class FoldReduction:
             self._hold_gradients()
             self._before = [torch.cat(self._taken(bucket.names, bucket.sizes)) for bucket in self._buckets]
 
-    def disarm(self) -> None:
-        """Adds or sends what is left, and removes the hooks. A collective, if they were set."""
+    def finish(self) -> None:
+        """Add or send what is left, and remove the hooks: the backward is over. A collective, if they were set."""
         if self._before:
             self._hold_gradients()
         if self._reduced:
@@ -114,7 +116,7 @@ class FoldReduction:
                 self._add_reduced(number)
         while self._unsent:
             self._send_next()
-        self.forget()
+        self.drop()
 
     def _hold_gradients(self) -> None:
         self._held = {name: gradient for name, gradient in self.shard.gradients().items() if gradient is not None}

@@ -199,8 +199,10 @@ class MeasuredLoop:
                 self._learned = self._rollout_number
             self._writer.write_step(number, self._metrics)
             self._number = number
+        except BaseException:
+            self._driver.drop_backward()
+            raise
         finally:
-            self._driver.disarm()
             self._place = BETWEEN
 
     def microbatch(

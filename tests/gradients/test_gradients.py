@@ -95,7 +95,7 @@ def mean_of(model: nn.Module, rows: GradientRows) -> Vector:
 def catch(rows: GradientRows, first_row: int, loss: Tensor) -> None:
     rows.arm(first_row)
     loss.backward()
-    rows.disarm()
+    rows.finish_backward()
 
 
 def train_step(model: nn.Module, rows: GradientRows, batches: list[Tensor]) -> None:
@@ -303,14 +303,14 @@ def test_a_step_that_keeps_nothing_of_gradients_sets_no_hook(model: TiedModel, r
     assert not any(param._backward_hooks for param in model.parameters())
 
 
-def test_disarmed_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> None:
+def test_finished_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> None:
     rows.start_step(folds_of([3], [3]))
     for first_row in (0, 3):
         rows.arm(first_row)
         assert all(p._backward_hooks for p in model.parameters())
-        rows.disarm()
+        rows.finish_backward()
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
-    rows.disarm()
+    rows.finish_backward()
     model(microbatches(1)[0]).backward()
     assert not any(part.any() for part in rows.rows)
 
@@ -414,7 +414,7 @@ def sliced_sums(rank: int) -> dict[str, Tensor]:
         loss = model.embed(tokens).square().sum() if rank == 1 else model(tokens)
         reduction.arm(rows)
         loss.backward()
-        reduction.disarm()
+        reduction.finish()
     return shard.layout.by_name(target)
 
 

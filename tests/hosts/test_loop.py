@@ -30,6 +30,7 @@ from rl_training import Estimate, Probe, Rollout, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy import length_and_reward, paired_effects
+from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import plan_folds
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
@@ -181,6 +182,21 @@ def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) ->
     measured = trained(*new_loop([*probes(), Drawing()], records=Records(tmp_path)), steps=2, entropies=False)
     assert all(torch.equal(bare[name], measured[name]) for name in bare)
     assert streams() == untouched
+
+
+def test_a_backward_that_fails_ends_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have failed on this process alone: the others would wait for it, or it for them."""
+    sent = []
+    monkeypatch.setattr(FoldReduction, "_send", lambda self, names, rows: sent.append(names))
+
+    def fails(loss: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    model, optimizer, measured = new_loop([SimpleEntropyProbe()])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(model, optimizer, measured, steps=1, backward=fails)
+    assert not sent
+    assert not any(param._backward_hooks for param in model.parameters())
 
 
 def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:

@@ -111,7 +111,7 @@ class Loop:
             loss = self.model(block) * len(block) / sum(sizes)
             self.rows.arm(rows[k].start)
             loss.backward()
-            self.rows.disarm()
+            self.rows.finish_backward()
         self.probe.prepare(self.view(rows, folds))
         self.model.zero_grad()
         return self.probe.results()
@@ -442,7 +442,7 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
     for k, p in enumerate(parameters.values()):
         rows.arm(k)
         (3.0 * p.sum() / 2).backward()
-        rows.disarm()
+        rows.finish_backward()
     rows.finish(torch.ones(2, dtype=torch.float64), 1, shard.layout.vector(shard.gradients().values()))
     assert rows.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0, 4.5, 4.5], rel=1e-6)
 

@@ -194,8 +194,10 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             self.driver.begin(trainer.state.global_step + 1)
         try:
             loss = original(*args, **kwargs)
-        finally:
-            self.driver.disarm()
+        except BaseException:
+            self.driver.drop_backward()
+            raise
+        self.driver.finish_backward()
         self._look_if_ready()
         return loss
 

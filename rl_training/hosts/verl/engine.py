@@ -193,8 +193,10 @@ class ProbedEngine(FSDPEngineWithLMHead):
             self._open.begin(settings, [len(part) for part in microbatches])
             outputs = super().train_batch(data, loss_function)
             outputs["metrics"] |= self._open.finish(outputs)
+        except BaseException:
+            self._open.driver.drop_backward()
+            raise
         finally:
-            self._open.driver.disarm()
             self._open = None
         return outputs
 
