@@ -30,8 +30,8 @@ from rl_training.policy.scores import Scores
 class FoldReduction:
     """Adds what reaches the leaves to a vector for each fold, of which this process keeps its entries.
 
-    All processes call `arm` before the same backward, which ends in one of two ways. `finish`, after a backward that has
-    succeeded, is a collective. `drop`, after one that has failed, perhaps on this process alone, is none.
+    All processes call `arm` before the same backward. After one that has succeeded they call `finish`, a collective;
+    after one that has failed, perhaps on this process alone, `drop`, which is none.
     """
 
     def __init__(self, shard: Shard, timed: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
