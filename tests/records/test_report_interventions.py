@@ -80,9 +80,10 @@ def told(folder: Path) -> Section:
 def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_more_steps(tmp_path: Path) -> None:
     fall, halving, keeping, spending, untold, caveat = told(record(tmp_path / "run")).sentences
     half = T_7 * 0.1
-    changes = f"-2.00 ± {half:.2f} thousandths of a nat of entropy and +3.00 ± {half:.2f} thousandths of reward"
     assert fall == (
-        f"A step changes {changes}, the mean over the measured steps; step 11, the last of them, -0.05 ± {half:.2f}."
+        f"Now, since step 11, a step changes entropy by -2.00 ± {half:.2f} thousandths of a nat (mean of the "
+        f"predictions). Effects are differences from the mean of the measured steps, -2.00 ± {half:.2f} of entropy and "
+        f"+3.00 ± {half:.2f} of reward; step 11, the last of them, has -0.05 ± {half:.2f}."
     )
     assert halving == (
         "What would halve the fall when it is kept, in order of price: lr 0.5 (price 4.0 (3.0 … 5.0)); "
@@ -121,9 +122,16 @@ def test_branches_train_with_the_cheapest_that_halve_the_fall_or_keep_entropy_an
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
     rows = {row[0]: row for row in told(record(tmp_path / "run")).table}
-    assert rows["bonus:0.02"][2:4] == ["+0.200 ± 0.024", "+2.00 ± 0.24"]  # the probe's own, by t = 2.36
-    assert rows["lr"][3] == "+1.00 ± 0.24"
-    assert rows["psr"][6] == "– it has no strength"
+    assert rows["bonus:0.02"][1:5] == ["0.031", "5.0 (4.0 … 6.0)", "+0.200 ± 0.024", "+2.00 ± 0.24"]  # by t = 2.36
+    assert rows["lr"][4] == "+1.00 ± 0.24"
+    assert (rows["psr"][1], rows["psr"][7]) == ("–", "it has no strength")
+
+
+def test_what_spends_entropy_does_not_lead_however_cheap_it_is(tmp_path: Path) -> None:
+    spends = estimates(-1e-3, 1e-4, -9.0, NONE)
+    rows = told(record(tmp_path / "run", which={"spender": spends, **MEASURED})).table[1:]
+    assert [row[0] for row in rows[:3]] == ["softer:0.5", "lr", "bonus:0.02"]
+    assert [row[0] for row in rows[-2:]] == ["spender", "lr:2"]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +146,8 @@ def test_where_entropy_does_not_fall_now_nothing_halves_and_nothing_is_advised(
     assert "there is nothing to halve" in found.sentences[0]
     assert not any("would halve" in sentence for sentence in found.sentences)
     assert not found.commands
-    assert {row[0]: row[6] for row in found.table}["lr"] == "– entropy does not fall significantly now"
+    row = {row[0]: row for row in found.table}["lr"]
+    assert (row[1], row[7]) == ("–", "entropy does not fall significantly now")
 
 
 def test_strengths_of_one_intervention_that_come_to_the_same_are_one_command(tmp_path: Path) -> None:

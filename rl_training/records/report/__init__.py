@@ -1,4 +1,4 @@
-"""The report of a run: records → charts, one self-contained HTML page, and a short table for the terminal.
+"""The report of a run: records → charts, one self-contained HTML page, and the same in short for the terminal.
 
 It shows only what the records of any run hold, finished, killed or still going; a missing value is "–" with the reason.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +21,7 @@ from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.checkpoint_analyses import analyses_of
 from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.opening import opening
+from rl_training.records.report.opening import Opening, opening
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
 from rl_training.records.report.sampler import sampler_and_trainer
@@ -56,17 +57,19 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
 
 
 def print_summary(run_dir: str | Path | Run) -> None:
-    """Print the table of the run's first and last numbers, and what a step does, as `write_report` writes its page."""
+    """Print what the page of `write_report` begins with: its first lines, and its tables."""
     if not _is_first_process():
         return
     run = _read(run_dir)
-    table = Table(title=Text(printable(run.name), style="bold"), title_justify="left", show_header=False, box=None)
+    console = Console(highlight=False)
+    console.print(Text(printable(run.name), style="bold"))
+    _print_opening(console, opening(run))
+    table = Table(show_header=False, box=None)
     for row in summarize(run):  # as Text: what a record says is never read as markup
         label, said, note = map(printable, row)
         value = Text(said, style="bold")
         table.add_row(Text(label), value.append(f"  {note}", style="not bold dim") if note else value)
     page = run.folder / REPORT_FOLDER / PAGE_FILE
-    console = Console(highlight=False)
     console.print(table)
     headings, *rows = step_numbers(run) or [[]]
     if rows:
@@ -76,6 +79,14 @@ def print_summary(run_dir: str | Path | Run) -> None:
         console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
     console.print(Text(printable(f" {where}")), soft_wrap=True)  # a path broken into lines cannot be copied
+
+
+def _print_opening(console: Console, first: Opening) -> None:
+    said = Text(printable(first.headline), style="bold").append(printable(first.evidence), style="not bold")
+    console.print(Padding(said, (0, 1)))
+    console.print(Padding(Text(printable(first.advice), style="bold"), (0, 1)))
+    for line in first.lines:
+        console.print(Padding(Text(printable(f"- {line.text}")), (0, 1)))
 
 
 def _is_first_process() -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_training.records.folder import checkpoints_of
-from rl_training.records.report.interventions import effects_of, is_falling
+from rl_training.records.report.interventions import effects_of
 from rl_training.records.report.series import Run
+from rl_training.records.report.verdict import is_falling
 
 PLAIN_NAME = re.compile(r"[\w./:-]+")  # needs no quotes
 MOST = 4  # branches that are proposed

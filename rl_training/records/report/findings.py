@@ -31,20 +31,6 @@ NOT_RECORDED = {"prompt": "", "response": "", "length": "", **dict.fromkeys(("re
 OF_A_STEP = 3  # sequences shown, of different prompts
 
 
-def present_rate(run: Run) -> Estimate | None:
-    """Returns entropy's change per step now, the mean of the last known ones; None without one that has an error."""
-    return mean_of_last(changes_by_step(run).dropna(subset=["stderr"]))
-
-
-def changes_by_step(run: Run) -> pd.DataFrame:
-    """Returns the known changes of entropy by one step: predicted before it, `delta_h/forward`.
-
-    Where there is no prediction, as of an optimizer without a formula: measured after it, `measured/delta_h`.
-    """
-    forward = run.known("delta_h/forward")
-    return forward if len(forward) else measured_by_one_step(run, "measured/delta_h")
-
-
 def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
     """Returns the known values of a metric of probe `measured`, each divided by the steps that it is of."""
     rows = run.known(name)
@@ -53,12 +39,16 @@ def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
 
 
 def mean_of_last(rows: pd.DataFrame) -> Estimate | None:
-    """Returns the mean of the last LAST_STEPS rows; None of no row. `detail` has the number of steps."""
-    last = rows.tail(LAST_STEPS)
-    if last.empty:
+    """Return the mean of the last LAST_STEPS rows; None of no row."""
+    return mean_of_rows(rows.tail(LAST_STEPS))
+
+
+def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:
+    """Return the mean of these rows of a metric, whose errors are independent; None of no row."""
+    if rows.empty:
         return None
-    stderr = math.sqrt((last["stderr"] ** 2).sum(skipna=False)) / len(last)
-    return Estimate(last["value"].mean(), stderr, int(last["num_samples"].min()), detail={"steps": len(last)})
+    stderr = math.sqrt((rows["stderr"] ** 2).sum(skipna=False)) / len(rows)
+    return Estimate(rows["value"].mean(), stderr, int(rows["num_samples"].min()))
 
 
 def ends_of(values: pd.Series[float]) -> list[tuple[float, int, int]]:

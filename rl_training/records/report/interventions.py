@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw
-from rl_training.records.report.findings import present_rate
 from rl_training.records.report.series import Run, last_of, to_rows
+from rl_training.records.report.verdict import entropy_now, is_falling
 from rl_training.records.report.writing import MILLI, MISSING, in_words, milli, on_one_line, spoken
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
@@ -23,8 +23,8 @@ NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 # Of an intervention, in the order of the fields of Effect.
 QUANTITIES = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
 HEADINGS = [
-    "intervention", "entropy, one step", "entropy, last step alone", "entropy, when kept", "reward, one step", "price",
-    "halves the fall, when kept", "note",
+    "intervention", "halves the fall", "price", "entropy, one step", "when kept", "last step alone", "reward, one step",
+    "note",
 ]  # fmt: skip
 CAVEAT = (
     "All of this is predicted from single steps, and extrapolated linearly for “when kept”. Ten real steps agreed with "
@@ -71,7 +71,10 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
 
 
 def effects_of(run: Run) -> list[Effect]:
-    """Returns the interventions at the last step at which they were measured, the cheapest first."""
+    """Return the interventions at the last step at which they were measured.
+
+    The cheapest come first, of those that keep entropy; those that spend more of it significantly come last.
+    """
     effects, falls = [], is_falling(run)
     for name in (match[1] for match in map(NAMES.match, run.names()) if match):
         metrics = [f"intervention/{name}/{quantity}" for quantity in QUANTITIES]
@@ -82,13 +85,12 @@ def effects_of(run: Run) -> list[Effect]:
             halves_at = Estimate.missing(NO_FALL)
         steps = run.measured_steps(metrics[0])
         effects.append(Effect(name, delta_h, delta_reward, price, at_last_step, kept, halves_at, steps))
-    return sorted(effects, key=lambda effect: (math.isnan(effect.price.value), effect.price.value))
+    return sorted(effects, key=_place)
 
 
-def is_falling(run: Run) -> bool:
-    """Returns whether entropy falls significantly now, by `forward`; where that was not measured, by the mean step."""
-    fall = present_rate(run) or run.last("intervention/plain_mean_delta_h")
-    return fall is not None and fall.bounds()[1] < 0
+def _place(effect: Effect) -> tuple[int, bool, float]:
+    low, high = effect.delta_h.bounds()
+    return 0 if low > 0 else 2 if high < 0 else 1, math.isnan(effect.price.value), effect.price.value
 
 
 def halving(effects: Sequence[Effect]) -> list[Effect]:
@@ -109,12 +111,16 @@ def _fall(run: Run) -> str:
     fall, gain, latest = (run.last(f"intervention/plain_{q}") for q in ("mean_delta_h", "mean_delta_reward", "delta_h"))
     if fall is None:
         return "How fast entropy falls is not known here."
-    said = f"A step changes {milli(fall)} thousandths of a nat of entropy"
-    said += f" and {milli(gain)} thousandths of reward" if gain else ""
+    now, since, source = entropy_now(run)
+    said = f"Now, since step {since}, a step changes entropy by {milli(now)} thousandths of a nat ({source})"
+    said = said if math.isfinite(now.value) else "How entropy changes now is not known"
+    said += "." if is_falling(run) else f": {NO_FALL}, and there is nothing to halve."
+    said += f" Effects are differences from the mean of the measured steps, {milli(fall)} of entropy"
+    said += f" and {milli(gain)} of reward" if gain else ""
     if latest:
         at = run.known("intervention/plain_delta_h").index.max()
-        said += f", the mean over the measured steps; step {at}, the last of them, {milli(latest)}"
-    return f"{said}." if is_falling(run) else f"{said}. {NO_FALL.capitalize()}: there is nothing to halve."
+        said += f"; step {at}, the last of them, has {milli(latest)}"
+    return f"{said}."
 
 
 def _halving(effects: Sequence[Effect]) -> str:
@@ -191,12 +197,13 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
 def _cells(effect: Effect) -> list[str]:
     """Return the cells of an intervention, under HEADINGS."""
     unknown = math.isnan(effect.halves_at.value)
+    reasons = dict.fromkeys([effect.delta_h.reason, effect.halves_at.reason if unknown else ""])
     cells = [
         effect.name,
-        *map(milli, (effect.delta_h, effect.at_last_step, effect.kept, effect.delta_reward)),
+        MISSING if unknown else f"{effect.halves_at.value:.2g}",
         in_words(effect.price),
-        f"{MISSING} {effect.halves_at.reason}" if unknown else f"{effect.halves_at.value:.2g}",
-        effect.delta_h.reason,
+        *map(milli, (effect.delta_h, effect.kept, effect.at_last_step, effect.delta_reward)),
+        "; ".join(filter(None, reasons)),
     ]
     return list(map(on_one_line, cells))
 

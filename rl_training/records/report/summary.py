@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rl_training.records.report import findings
-from rl_training.records.report.interventions import NO_FALL, Effect, effects_of, halving, is_falling, keeping
+from rl_training.records.report.interventions import NO_FALL, Effect, effects_of, halving, keeping
 from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
+from rl_training.records.report.verdict import SPENT, is_falling, judge
 from rl_training.records.report.writing import MILLI, MISSING, in_words, on_one_line
 from rl_training.statistics.estimate import Estimate
 
@@ -65,8 +66,27 @@ def _rewards(run: Run) -> Iterator[Row]:
         yield Row("held-out reward", " → ".join(map(in_words, ends.values())), f"{label}, {at}{of}")
     if acceptance:
         yield _from_to("accepted prompts", acceptance, "share of the prompts generated; ")
-    by_trl = "" if len(run.measured("entropy/token")) else ", as TRL logs it"
-    yield _from_to("token entropy", findings.ends_of(run.token_entropy()), f"nats per token{by_trl}; ")
+    yield _entropy(run)
+
+
+def _entropy(run: Run) -> Row:
+    """Return the line of entropy: at the very steps that its change below is of, where a probe measured it."""
+    first, last = _span(run)
+    levels = run.estimates("entropy/token")
+    ends = {step: levels[step] for step in (first, last) if step in levels and math.isfinite(levels[step].value)}
+    if not ends:
+        by_trl = "" if len(run.measured("entropy/token")) else ", as TRL logs it"
+        return _from_to("token entropy", findings.ends_of(run.token_entropy()), f"nats per token{by_trl}; ")
+    at = f"step{'s' if len(ends) > 1 else ''} {' and '.join(map(str, ends))}"
+    error = "; ± 95 %" if all(end.stderr > 0 for end in ends.values()) else ""
+    return Row("token entropy", " → ".join(map(in_words, ends.values())), f"nats per token, {at}{error}")
+
+
+def _span(run: Run) -> tuple[int | None, int]:
+    """Return the first and the last step of the measured change of entropy; no first where it began in another run."""
+    sums = run.measured("delta_h/cumulative_measured")
+    last = max(finite(sums).index, default=max(sums.index, default=0))
+    return max((step for step in findings.origins(run) if step <= last), default=None), last
 
 
 def _from_to(label: str, ends: Sequence[tuple[float, int, int]], unit: str) -> Row:
@@ -85,8 +105,7 @@ def _from_to(label: str, ends: Sequence[tuple[float, int, int]], unit: str) -> R
 def _changes(run: Run) -> Iterator[Row]:
     """Yield the measured change of entropy at the last step that has it, with the sums of predictions there."""
     sums = [run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
-    last = max(finite(sums[0]).index, default=max(sums[0].index, default=0))
-    first = max((step for step in findings.origins(run) if step <= last), default=None)
+    first, last = _span(run)
     changes = [Estimate.missing(findings.NO_LATER_BATCH)] * 3
     if first != last:
         absent = Estimate.missing(NO_PROBE)
@@ -155,7 +174,9 @@ def _effective_sample(run: Run) -> Iterator[Row]:
 def _interventions(run: Run) -> Iterator[Row]:
     effects = effects_of(run)
     halve, keep = halving(effects), keeping(effects)
-    if halve:
+    if effects and judge(run).kind == SPENT:
+        yield Row("interventions", "none needed", "entropy is being spent on reward; what would keep it stands below")
+    elif halve:
         strengths = ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halve)
         yield Row("interventions", strengths, "would halve the fall of entropy when kept, in order of price")
     elif effects and not is_falling(run):

@@ -1,0 +1,93 @@
+"""How a run is set up, and the line that would change it: an override of the job, or a field of GRPOConfig."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.jsonl import read_settings
+from rl_training.records.report.series import Run
+
+JOB, TRL, LOOP = "job", "trl", "loop"
+KEPT_STEP = "target_kl_share"
+SHARE = 2e-3  # of docs/how_to/bound_the_step.md
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """The settings of a run, whichever trainer has made it.
+
+    kind      JOB: `rl-training train`; TRL: a trainer of TRL's with probes attached; LOOP: any other loop
+    settings  all that are recorded
+    """
+
+    kind: str
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: Run) -> SetUp:
+        if run.settings:
+            return cls(JOB, run.settings)
+        settings = read_settings(run.folder) if not (run.folder / CONFIG_FILE).is_file() else {}
+        return cls(TRL if isinstance(settings.get("trainer"), dict) else LOOP, settings)
+
+    def trainer(self, name: str, default: Any = None) -> Any:
+        """Return a field of GRPOConfig; `default` where it is not recorded, or None."""
+        fields = self.settings.get("trainer")
+        value = fields.get(name) if isinstance(fields, dict) else self.settings.get(name)
+        return default if value is None else value
+
+    def number(self, name: str, default: float = math.nan) -> float:
+        """Return a field of GRPOConfig that is a number; `default` where it is none."""
+        value = self.trainer(name, default)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+    @property
+    def sequences(self) -> float:
+        """Sequences of an optimizer step, over all processes; nan where that is not recorded."""
+        batch = self.settings.get("batch")
+        found = batch.get("sequences_per_step") if isinstance(batch, dict) else self.settings.get("sequences_per_step")
+        return float(found) if isinstance(found, int | float) else math.nan
+
+    @property
+    def responses(self) -> float:
+        """Responses to a prompt; nan where that is not recorded."""
+        return self.number("num_generations", self.number("responses_per_prompt"))
+
+    @property
+    def prompts(self) -> float:
+        return self.sequences / self.responses if self.responses > 0 else math.nan
+
+    def line(self, **fields: Any) -> str:
+        """Return the line that sets these fields: `trainer.X=V`, `GRPOConfig(X=V)`, or X=V in a loop."""
+        texts = [f"{name}={_written(value)}" for name, value in fields.items()]
+        if self.kind == JOB:
+            return " ".join(f"trainer.{text}" for text in texts)
+        return f"GRPOConfig({', '.join(texts)})" if self.kind == TRL else ", ".join(texts)
+
+    def larger_batch(self, times: int) -> str:
+        """Return the line that makes a batch of so many times the prompts."""
+        if self.kind == JOB and math.isfinite(self.sequences):
+            return f"batch.sequences_per_step={times * self.sequences:.0f}"
+        accumulated = self.number("gradient_accumulation_steps")
+        if self.kind == TRL and math.isfinite(accumulated):
+            return self.line(gradient_accumulation_steps=times * int(accumulated))
+        return f"{times} times as many prompts in a step"
+
+    def bounded_step(self) -> str:
+        """Return the line that bounds how far a step moves the policy."""
+        if self.kind == JOB:
+            return f"trainer.{KEPT_STEP}={SHARE:g}"
+        whose = "DrGRPOConfig" if "DrGRPO" in str(self.trainer("class", "")) else "attach"
+        whose = whose if self.kind == TRL else "measured_loop"
+        return f"{whose}({KEPT_STEP}={SHARE:g})" if whose == "DrGRPOConfig" else f"{whose}(…, {KEPT_STEP}={SHARE:g})"
+
+    def probe(self, name: str, class_name: str) -> str:
+        """Return how a probe is asked for."""
+        return f"probe=[simple,{name}]" if self.kind == JOB else f"{class_name}() among the probes"
+
+
+def _written(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,107 @@
+"""A line of "What stands out", and what its rules look at."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report.series import Run
+from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.trends import RECENT, share_of
+from rl_training.records.report.writing import on_one_line
+from rl_training.statistics.estimate import Estimate
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a run shows: the evidence with its interval, the step since when, and the setting that it is about."""
+
+    name: str
+    since: int
+    evidence: str
+    setting: str
+
+    @property
+    def text(self) -> str:
+        return on_one_line(f"{self.evidence} Since step {self.since}. {self.setting}")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The records of a run, as the rules ask for them. `recent` is the last ten logged steps."""
+
+    run: Run
+    set_up: SetUp
+
+    @classmethod
+    def of(cls, run: Run) -> Recorded:
+        return cls(run, SetUp.of(run))
+
+    @functools.cached_property
+    def reward(self) -> pd.Series[float]:
+        return self.run.logged("reward")
+
+    @functools.cached_property
+    def mixed(self) -> pd.Series[float]:
+        """The share of prompts whose responses have unequal rewards, by step."""
+        return 1 - self.run.logged("frac_reward_zero_std")
+
+    @functools.cached_property
+    def cut_off(self) -> pd.Series[float]:
+        """The share of responses cut off at the maximum length, by step."""
+        return self.run.logged("completions/clipped_ratio")
+
+    @functools.cached_property
+    def length(self) -> pd.Series[float]:
+        return self.run.logged("completions/mean_length")
+
+    @functools.cached_property
+    def spread(self) -> pd.Series[float]:
+        """The standard deviation of the rewards, by step: of all, or within prompts where TRL logs no other."""
+        single = [
+            name for name in self.run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/std")
+        ]
+        return self.run.logged(single[0] if len(single) == 1 else "reward_std")
+
+    def of_responses(self, shares: pd.Series[float]) -> Estimate:
+        """Return the share of the responses of these steps; of steps where their number is not recorded."""
+        return _share(shares, self.set_up.sequences)
+
+    def of_prompts(self, shares: pd.Series[float]) -> Estimate:
+        """Return the share of the prompts of these steps."""
+        return _share(shares, self.set_up.prompts)
+
+
+def _share(shares: pd.Series[float], number: float) -> Estimate:
+    each = number if math.isfinite(number) else 1.0
+    return share_of(float(shares.sum()) * each, len(shares) * each)
+
+
+def recent(values: pd.Series[float]) -> pd.Series[float]:
+    return values.tail(RECENT)
+
+
+def in_percent(share: Estimate) -> str:
+    """Return a share with its interval.
+
+    >>> in_percent(share_of(0, 100))
+    '0% (0% … 3.6%)'
+    """
+    low, high = share.bounds()
+    return f"{_percent(share.value)} ({_percent(low)} … {_percent(high)})"
+
+
+def _percent(share: float) -> str:
+    hundredths = 100 * share
+    return f"{hundredths:.2g}%" if hundredths < 10 or hundredths > 99 else f"{hundredths:.0f}%"
+
+
+def steps_of(values: pd.Series[float] | Sequence[int]) -> str:
+    """Return which steps values are of."""
+    steps = list(values.index) if isinstance(values, pd.Series) else list(values)
+    return f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]}–{steps[-1]}"

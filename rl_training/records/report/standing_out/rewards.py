@@ -1,0 +1,157 @@
+"""What stands out of the rewards: none to learn from, a jump, and a length that grows with them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+
+from rl_training.records.report.standing_out.line import Line, Recorded, in_percent, recent, steps_of
+from rl_training.records.report.trends import MIN_STEPS, first_of_trailing, line_through, times
+from rl_training.records.report.writing import in_words
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.welch import difference, mean_of
+
+FEW_STEPS = 3  # without a difference between rewards, before that is said
+FEW_MIXED = 0.1  # of the prompts
+VISIBLE = 0.5  # of the responses: so many cut off are what is seen beside rewards that are all equal
+BEFORE, AFTER = 4, 3  # steps on either side of a jump
+FAR_OFF = 6.0  # standard errors of a jump: every step is such a test
+GROWN, MOVES_WITH = 0.15, 0.4  # of the length; and the least correlation of length and reward from step to step
+
+
+def all_equal(found: Recorded) -> Line | None:
+    """Say that every response earns the same."""
+    spread = found.run.logged("reward_std").reindex(found.reward.index)
+    if found.reward.empty:
+        return None
+    same = (spread == 0) & (found.mixed.reindex(found.reward.index, fill_value=0) == 0)
+    same &= (found.reward - found.reward.iloc[-1]).abs() < 1e-9
+    since = first_of_trailing(same)
+    part = found.reward[found.reward.index >= since] if since is not None else found.reward.iloc[:0]
+    if since is None or len(part) < min(FEW_STEPS, len(found.reward)):
+        return None
+    mixed = found.of_prompts(found.mixed.reindex(part.index, fill_value=0.0))
+    cut = found.cut_off.reindex(part.index).dropna()
+    said = (
+        f"Every response earns the same reward, {part.iloc[-1]:g}: all advantages are 0. Prompts with unequal rewards: "
+        f"{in_percent(mixed)}, {steps_of(part)}."
+    )
+    before = found.reward[found.reward.index < since]
+    said += (
+        f" Before, it was {before.tail(BEFORE).mean():.3f} ({steps_of(before.tail(BEFORE))})." if len(before) else ""
+    )
+    if len(cut) and cut.mean() > VISIBLE:
+        share = found.of_responses(cut)
+        length = found.set_up.number("max_completion_length")
+        setting = _longer(found, length)
+        return Line(
+            "equal", since, f"{said} {in_percent(share)} of the responses are cut off at the maximum length.", setting
+        )
+    return Line("equal", since, said, "It is the reward function's: look at a response and what it earns.")
+
+
+def _longer(found: Recorded, length: float) -> str:
+    longer = int(2 * length) if math.isfinite(length) else "…"
+    return f"Setting: {found.set_up.line(max_completion_length=longer)}."
+
+
+def hardly_mixed(found: Recorded) -> Line | None:
+    """Say that hardly any prompt has responses with unequal rewards."""
+    shares = recent(found.mixed)
+    if len(shares) < MIN_STEPS or not shares.any():
+        return None
+    mixed = found.of_prompts(shares)
+    if mixed.bounds()[1] >= FEW_MIXED:
+        return None
+    since = first_of_trailing(found.mixed.rolling(MIN_STEPS, min_periods=1).mean() < FEW_MIXED)
+    mean = mean_of(list(recent(found.reward)))
+    said = (
+        f"Only {in_percent(mixed)} of the prompts have responses with unequal rewards, {steps_of(shares)}; the others"
+    )
+    said += f" teach nothing. The mean reward is {in_words(mean)}."
+    more = found.set_up.number("num_generations", 8)
+    way = "buffer=filtered" if found.set_up.kind == "job" else found.set_up.line(num_generations=int(2 * more))
+    return Line(
+        "unmixed", since or int(shares.index[0]), said, f"Setting: {way}, or prompts nearer to a reward of one half."
+    )
+
+
+def jump(found: Recorded) -> Line | None:
+    """Say that reward jumped from one step to the next, by more than the step between is measured to have made."""
+    reward, noise = found.reward, _noise_of_a_step(found)
+    made = found.run.estimates("measured/delta_reward")
+    largest: tuple[float, Line] | None = None
+    for place in range(2, len(reward) - AFTER + 1):
+        before, after = reward.iloc[max(place - BEFORE, 0) : place], reward.iloc[place : place + AFTER]
+        step = int(after.index[0])
+        error = noise * math.sqrt(1 / len(before) + 1 / len(after))
+        change = Estimate(float(after.mean() - before.mean()), error, len(reward))
+        known = made.get(step)
+        if known is not None and math.isfinite(known.stderr):
+            beyond = difference(change, times(known, 1.0))
+            between = f"What the step between changed is measured as {in_words(known, signed=True)}."
+        elif _moves_little(found, step):
+            beyond, between = change, "The policy hardly moved in the step between."
+        else:
+            continue
+        # The steps on either side, too, move the reward: as far as the one between is measured to.
+        size = abs(beyond.value) - (abs(known.value) if known is not None and math.isfinite(known.value) else 0.0)
+        score = size / max(beyond.stderr, 1e-12)
+        if (
+            score > FAR_OFF
+            and abs(beyond.value) > 0.2 * max(float(found.spread.max()), 1e-9)
+            and (largest is None or score > largest[0])
+        ):
+            ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
+            said = f"Reward jumped {ends}, by {in_words(change, signed=True)}. {between}"
+            largest = score, Line("jump", step, said, f"The reward function or the data changed at step {step}.")
+    return largest[1] if largest else None
+
+
+def _moves_little(found: Recorded, step: int) -> bool:
+    """Return whether the KL of a response by the step before this one is known, and below a hundredth of a nat."""
+    kl = found.run.values("measured/kl").get(step)
+    return kl is not None and kl * float(found.length.get(step, math.nan)) < 0.01
+
+
+def _noise_of_a_step(found: Recorded) -> float:
+    """Return the standard error of a step's mean reward: by its differences from step to step, or by its spread."""
+    steps = found.reward.diff().dropna()
+    scatter = 1.4826 * float((steps - steps.median()).abs().median()) / math.sqrt(2) if len(steps) else 0.0
+    number = found.set_up.sequences
+    of_spread = float(found.spread.median()) / math.sqrt(number) if number > 0 and len(found.spread) else 0.0
+    return max(scatter, of_spread)
+
+
+def length_with_reward(found: Recorded) -> Line | None:
+    """Say that responses grow longer as reward rises, and that both move together from step to step."""
+    length, reward = found.length.align(found.reward, join="inner")
+    slope, rate = line_through(length), line_through(reward)
+    if not (slope.bounds()[0] > 0 and rate.bounds()[0] > 0):
+        return None
+    steps = float(length.index[-1] - length.index[0])
+    start = float(length.mean()) - 0.5 * steps * slope.value
+    grown = times(slope, steps / start) if start > 0 else Estimate.missing("no length")
+    together = correlation(length.diff().dropna(), reward.diff().dropna())
+    if not (grown.bounds()[0] > GROWN and together.bounds()[0] > 0 and together.value > MOVES_WITH):
+        return None
+    said = (
+        f"Responses grow longer as reward rises: by {in_words(times(slope, 1.0), signed=True)} tokens a step, "
+        f"{length.iloc[0]:.0f} at step {length.index[0]} and {length.iloc[-1]:.0f} at step {length.index[-1]}. "
+        f"From step to step the two move together: correlation {in_words(together)}."
+    )
+    return Line("length", int(length.index[0]), said, "Ask of the reward whether it pays for length.")
+
+
+def correlation(one: pd.Series[float], other: pd.Series[float]) -> Estimate:
+    """Return the correlation with Fisher's interval."""
+    count = len(one)
+    if count < MIN_STEPS or not (one.std() > 0 and other.std() > 0):
+        return Estimate.missing("too few steps that differ")
+    r = float(np.corrcoef(one, other)[0, 1])
+    half = 1.96 / math.sqrt(count - 3)
+    middle = math.atanh(min(max(r, -0.999999), 0.999999))
+    return Estimate(r, num_samples=count, reason="its interval is not symmetric",
+                    interval=(math.tanh(middle - half), math.tanh(middle + half)))  # fmt: skip

@@ -1,0 +1,165 @@
+"""Claims on the first lines of a report: when entropy is spent, lost, steady or unknown, and what to change then.
+
+The runs are curves with known noise: entropy's deviation from step to step is .01 nats, reward's .03.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from logged_runs import Curve, log_run, noisy
+from scipy import stats
+
+from rl_training import Estimate
+from rl_training.records.jsonl import Records
+from rl_training.records.report.opening import opening
+from rl_training.records.report.series import read_run
+from rl_training.records.report.trends import line_through
+from rl_training.records.report.verdict import LOST, RISES, SPENT, STEADY, UNKNOWN, Verdict, entropy_now, judge
+
+
+def verdict(folder: Path, entropy: Curve, reward: Curve, steps: int = 40) -> Verdict:
+    return judge(read_run(log_run(folder, steps, entropy=noisy(entropy, 0.01, 1), reward=noisy(reward, 0.03, 2))))
+
+
+def falling(step: int) -> float:
+    return 0.5 * 0.97**step
+
+
+def rising(step: int) -> float:
+    return 0.3 + 0.01 * step
+
+
+CASES = {
+    SPENT: (falling, rising),
+    LOST: (falling, lambda step: 0.5),
+    STEADY: (lambda step: 0.5, rising),
+    RISES: (lambda step: 0.3 + 0.005 * step, lambda step: 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_verdict_follows_the_two_curves(tmp_path: Path, kind: str) -> None:
+    found = verdict(tmp_path, *CASES[kind])
+    assert found.kind == kind
+    assert found.since == (1 if kind in (SPENT, LOST) else 21)  # the longest stretch, or the last half of the run
+
+
+def test_lost_entropy_is_lost_since_reward_stands_still(tmp_path: Path) -> None:
+    """Reward rises until step 30 of 80, by .02 a step, and stands still then; entropy falls all along."""
+    found = verdict(tmp_path, falling, lambda step: 0.2 + 0.02 * min(step, 30), steps=80)
+    assert found.kind == LOST
+    assert 20 <= found.since <= 35
+    assert found.entropy.bounds()[1] < 0
+    assert found.reward.bounds()[0] <= 0 <= found.reward.bounds()[1]
+
+
+def test_reward_that_falls_while_entropy_falls_is_no_purchase(tmp_path: Path) -> None:
+    assert verdict(tmp_path, falling, lambda step: 0.8 - 0.01 * step).kind == LOST
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_is_said_to_fall_where_only_noise_moves(tmp_path: Path, seed: int) -> None:
+    level, reward = noisy(lambda step: 0.5, 0.05, seed), noisy(lambda step: 0.0, 0.0)
+    found = judge(read_run(log_run(tmp_path, entropy=level, reward=reward, reward_std=0.0)))
+    assert found.kind in (STEADY, UNKNOWN)
+    assert "fall" not in found.headline + found.evidence
+
+
+def test_seven_steps_are_too_few_to_tell_and_the_report_says_so(tmp_path: Path) -> None:
+    found = verdict(tmp_path, falling, rising, steps=7)
+    assert found.kind == UNKNOWN
+    assert found.evidence == ": fewer than 8 steps are logged, and no probe has measured one."
+
+
+def test_a_change_that_is_sure_but_next_to_nothing_is_steady(tmp_path: Path) -> None:
+    """By −.00002 ± .000005 a step, 40 of which are less than a fiftieth of half a nat."""
+    tiny = {"measured/delta_h": lambda step: Estimate(-2e-5, 2e-6, 8), "measured/steps": lambda step: Estimate(1.0)}
+    run = read_run(log_run(tmp_path, estimates=tiny, entropy=noisy(lambda step: 0.5, 0.05), reward=0.5))
+    assert judge(run).kind == STEADY
+
+
+def test_now_is_read_from_whatever_knows_it_best(tmp_path: Path) -> None:
+    """A line through levels that scatter by .05 knows a step to some .004 nats, a mean of 20 predictions to .0005."""
+    said = {"delta_h/forward": lambda step: Estimate(-3e-3, 1e-3, 8)}
+    run = read_run(log_run(tmp_path, estimates=said, entropy=noisy(lambda step: 0.5 - 3e-3 * step, 0.05)))
+    now, since, source = entropy_now(run)
+    assert (now.value, since, source) == (pytest.approx(-3e-3), 21, "mean of the predictions")
+
+
+def test_predictions_are_left_out_where_forward_and_backward_part(tmp_path: Path) -> None:
+    """Forward −3, backward +1, in thousandths: half of their difference is 2 of 3, far beyond its error."""
+    said = {
+        "delta_h/forward": lambda step: Estimate(-3e-3, 1e-4, 8),
+        "delta_h/backward": lambda step: Estimate(1e-3, 1e-4, 8, about_step=step - 1),
+    }
+    run = read_run(log_run(tmp_path, estimates=said, entropy=noisy(lambda step: 0.5 - 1e-3 * step, 0.01)))
+    assert entropy_now(run)[2] == "line through the logged steps"
+    first = opening(run)
+    assert first.lines[0].evidence.startswith("Steps are too large for first order: half of forward − backward is -2.0")
+    assert first.advice == "To change: attach(…, target_kl_share=0.002), since steps are too large."
+
+
+def test_a_line_s_slope_and_error_are_those_of_least_squares() -> None:
+    """Against scipy's, for residuals that alternate and so have no positive correlation."""
+    steps = np.arange(1, 21)
+    values = pd.Series(0.3 * steps + np.where(steps % 2, 0.5, -0.5), index=steps)
+    fit, found = stats.linregress(steps, values), line_through(values)
+    assert (found.value, found.stderr) == (pytest.approx(fit.slope), pytest.approx(fit.stderr))
+    assert found.half_width() == pytest.approx(stats.t.ppf(0.975, 18) * fit.stderr)
+
+
+def test_the_interval_of_a_line_holds_where_each_value_remembers_the_one_before() -> None:
+    """Of 400 series without a trend, whose noise is correlated by .6 from step to step, at most a sixth is called one.
+
+    As least squares has it, nearly a third are.
+    """
+    draw = np.random.default_rng(0)
+    noise = draw.normal(size=(400, 60))
+    for step in range(1, 60):
+        noise[:, step] = 0.6 * noise[:, step - 1] + 0.8 * noise[:, step]
+    lines = [line_through(pd.Series(row[20:])) for row in noise]
+    assert sum(line.bounds()[0] > 0 or line.bounds()[1] < 0 for line in lines) <= 66
+
+
+LOSING = {"entropy": noisy(falling, 0.01, 1), "reward": noisy(lambda step: 0.5, 0.03, 2)}
+
+
+def test_lost_entropy_is_answered_by_the_cheapest_that_was_measured_to_keep_it(tmp_path: Path) -> None:
+    folder = log_run(tmp_path, **LOSING)
+    assert opening(read_run(folder)).advice == ("To measure what would keep it: InterventionsProbe() among the probes.")
+    effect, plain = Estimate(1e-3, 1e-4, 8, detail={"measured_steps": 3}), Estimate(-9e-3, 1e-4, 8)
+    priced = {
+        name: {"mean_delta_h": effect, "mean_delta_h_kept": effect, "mean_price": Estimate(price, 0.1, 8),
+               "kept_halves_at": Estimate(strength)}
+        for name, price, strength in (("lr", 4.0, 0.5), ("bonus:0.02", 2.0, 0.014))
+    }  # fmt: skip
+    told = {f"intervention/{name}/{what}": e for name, found in priced.items() for what, e in found.items()}
+    Records(folder / "logs").write_estimates(40, 1, "interventions", {**told, "intervention/plain_mean_delta_h": plain})
+    assert opening(read_run(folder)).advice == (
+        "To change: GRPOConfig(entropy_coef=0.014), the cheapest of what was measured to keep entropy."
+    )
+
+
+def test_what_stands_out_comes_before_a_change_of_the_loss(tmp_path: Path) -> None:
+    scale = {"gns/batch_ratio": 0.05, "gns/batch_ratio_low": 0.02, "gns/batch_ratio_high": 0.1}
+    told = {name: lambda step, value=value: Estimate(value, 0.01, 20) for name, value in scale.items()}
+    first = opening(read_run(log_run(tmp_path, estimates=told, **LOSING)))
+    assert first.headline == "Entropy is being lost"
+    assert first.advice == "To change first: GRPOConfig(gradient_accumulation_steps=40), or a lower learning_rate."
+
+
+def test_a_run_that_spends_its_entropy_has_nothing_to_do(tmp_path: Path) -> None:
+    run = read_run(log_run(tmp_path, entropy=noisy(falling, 0.01, 1), reward=noisy(rising, 0.03, 2)))
+    first = opening(run)
+    assert first.advice == "There is nothing to do."
+    assert not first.lines
+
+
+def test_the_job_s_runs_are_told_overrides(tmp_path: Path) -> None:
+    log_run(tmp_path, **LOSING)
+    (tmp_path / "config.yaml").write_text("trainer: {learning_rate: 0.0001}\nbatch: {sequences_per_step: 128}\n")
+    assert opening(read_run(tmp_path)).advice == "To measure what would keep it: probe=[simple,interventions]."
