@@ -35,10 +35,15 @@ NO_ERROR_BARS = "needs the standard errors of prediction and truth"
 
 
 def interval_covers(difference: float, stderr: float, num_samples: int, other_stderr: float) -> float:
-    """Returns 1 when the 95 % interval of this difference includes 0, else 0; nan without both standard errors.
+    """Return 1.0 when the 95 % interval of a difference includes 0, else 0.0.
 
-    stderr        of one of the two, with num_samples − 1 degrees of freedom
-    other_stderr  of the other, with infinitely many
+    Args:
+        difference: of two independent estimates.
+        stderr: of the first estimate, with num_samples − 1 degrees of freedom.
+        other_stderr: of the second estimate, with infinitely many degrees of freedom.
+
+    Returns:
+        nan where either standard error is nan.
     """
     if math.isnan(stderr) or math.isnan(other_stderr):
         return math.nan
@@ -48,9 +53,13 @@ def interval_covers(difference: float, stderr: float, num_samples: int, other_st
 
 
 def calibration(pairs: Sequence[tuple[Estimate, Estimate]]) -> dict[str, Estimate]:
-    """Return slope, slope_corrected, correlation, sign_agreement and coverage over pairs of prediction and truth.
+    """Return slope, slope_corrected, correlation, sign_agreement and coverage by name.
 
-    A pair with a nan on either side is left out. `num_samples` of each estimate is the number of pairs behind it.
+    Args:
+        pairs: (prediction, truth) of each measured step. Pairs with a nan value on either side are dropped.
+
+    Returns:
+        Estimates whose `num_samples` is the number of pairs that they use.
     """
     rows = [
         [prediction.value, prediction.stderr, prediction.num_samples, truth.value, truth.stderr]
@@ -61,7 +70,9 @@ def calibration(pairs: Sequence[tuple[Estimate, Estimate]]) -> dict[str, Estimat
     prediction, stderr, _, truth, truth_stderr = table.T
     with_bars = ~(np.isnan(stderr) | np.isnan(truth_stderr))
     covered = [interval_covers(p - t, s, int(n), tau) for p, s, n, t, tau in table[with_bars].tolist()]
-    p, t, s = prediction[with_bars], truth[with_bars], stderr[with_bars]
+    p = prediction[with_bars]
+    t = truth[with_bars]
+    s = stderr[with_bars]
     return {
         "slope": _estimate(_ratio, [prediction * truth, prediction**2], ALL_ZERO),
         "slope_corrected": _estimate(_ratio, [p * t, p**2 - s**2], NO_NOISE_LEFT, NO_ERROR_BARS),
@@ -76,16 +87,17 @@ def calibration(pairs: Sequence[tuple[Estimate, Estimate]]) -> dict[str, Estimat
 
 
 def _ratio(sums: np.ndarray) -> np.ndarray:
-    """Return the first of the last dimension's sums over the second, nan where the second is not positive."""
+    """Divide sums[..., 0] by sums[..., 1]; nan where the denominator is not positive."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(sums[..., 1] > 0, sums[..., 0] / sums[..., 1], np.nan)
 
 
 def _pearson(sums: np.ndarray) -> np.ndarray:
-    """Return the correlation, from the sums of 1, x, y, x², y², xy in the last dimension."""
+    """Return Pearson's correlation from the sums of 1, x, y, x², y² and xy in the last dimension."""
     n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        var_x, var_y = xx - x**2 / n, yy - y**2 / n
+        var_x = xx - x**2 / n
+        var_y = yy - y**2 / n
         spread = (var_x > 1e-12 * xx) & (var_y > 1e-12 * yy)  # what rounding leaves of equal numbers is no spread
         return np.where(spread, (xy - x * y / n) / np.sqrt(var_x * var_y), np.nan)
 
@@ -97,15 +109,22 @@ def _share(hits: np.ndarray, needs: str = "") -> Estimate:
 def _estimate(
     statistic: Callable[[np.ndarray], np.ndarray], columns: list[np.ndarray], why_not: str, needs: str = ""
 ) -> Estimate:
-    """Return statistic(sums over pairs) with its jackknife error, or nan: too few pairs, or `why_not`."""
+    """Return statistic(sums over pairs) with its delete-one-pair jackknife error.
+
+    Args:
+        columns: (pairs,) each, the terms whose sums the statistic takes.
+        why_not: the reason to give where the statistic is nan.
+        needs: what pairs must have to count; it is added to the message about too few pairs.
+    """
     terms = np.stack(columns, axis=1)
-    num_pairs, sums = len(terms), terms.sum(axis=0)
+    num_pairs = len(terms)
+    sums = terms.sum(axis=0)
     if num_pairs < MIN_PAIRS:
         detail = f" ({needs})" if needs else ""
         reason = f"{num_pairs} pairs of prediction and truth: at least {MIN_PAIRS} are needed{detail}"
         return Estimate(math.nan, num_samples=num_pairs, reason=reason)
     value = float(statistic(sums))
-    stderr = math.sqrt(num_pairs - 1) * float(statistic(sums - terms).std())  # each row lacks one pair
+    stderr = math.sqrt(num_pairs - 1) * float(statistic(sums - terms).std())  # row l lacks pair l
     reason = (
         why_not if math.isnan(value) else "" if not math.isnan(stderr) else f"no error bar: without one pair, {why_not}"
     )

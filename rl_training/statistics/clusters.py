@@ -9,23 +9,32 @@ from torch import Tensor
 
 
 def participation_ratio(repeats: Tensor) -> float:
-    """Returns (tr C)² / tr C² of the (n, n) matrix C of cosines: n for orthogonal vectors, 1 for parallel ones.
+    """Return the participation ratio (tr C)² / tr C² of a matrix C of cosines.
 
-    repeats  (S, n, n), independent unbiased estimates of C, such as S sketches give, with 1 on the diagonal
+    It is n for n orthogonal vectors and 1 for parallel ones. Squares of entries are estimated by products of different
+    repeats, whose noise is independent, so the sum of squares is unbiased.
 
-    Products of different repeats estimate the squares without bias: their noise is independent.
+    Args:
+        repeats: (S, n, n), independent unbiased estimates of C, for example from S sketches, with 1 on the diagonal.
     """
-    count, num = repeats.shape[0], repeats.shape[1]
-    total, squares = repeats.double().sum(dim=0), repeats.double().square().sum(dim=0)
+    count = repeats.shape[0]
+    num = repeats.shape[1]
+    total = repeats.double().sum(dim=0)
+    squares = repeats.double().square().sum(dim=0)
     off = (total.square() - squares) / (count * (count - 1))
     off.fill_diagonal_(0.0)
     return num**2 / (num + float(off.sum()))
 
 
 def average_linkage(cosines: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
-    """Returns (clusters, order), (n,) each: a cluster's number for each vector, and all of them in dendrogram order.
+    """Cluster vectors by average linkage of the distance 1 − cosine.
 
-    cosines  (n, n), symmetric; the distance is 1 − cosine, at least 0 where an estimate exceeds 1
+    Args:
+        cosines: (n, n), symmetric. Estimates above 1 count as distance 0.
+        num_clusters: the largest number of clusters to form.
+
+    Returns:
+        The cluster number of each vector, from 1, and the vectors' indices in dendrogram order, both (n,).
     """
     if len(cosines) == 1:
         return torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)

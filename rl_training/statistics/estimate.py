@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from scipy.special import stdtrit
 
-MIN_UNITS_OFFLINE = 8  # with fewer, a jackknife error is itself too noisy to be quoted
-MIN_FOLDS_STEP = 4  # of a step: Student's t makes up for the noise of its error, which is some 40 % then
+MIN_UNITS_OFFLINE = 8  # from fewer units, a jackknife error is itself too noisy to be quoted
+MIN_FOLDS_STEP = 4  # folds of one step; the error is then known to some 40 %, which Student's t accounts for
 
 
 def why_no_stderr(num_folds: int) -> str:
-    """Returns why so few folds give no error bar, "" if they are enough."""
+    """Return the reason why this number of folds gives no error bar, or "" where it does."""
     if num_folds >= MIN_FOLDS_STEP:
         return ""
     return f"no error bar: it needs {MIN_FOLDS_STEP} folds of whole prompts, the step has {num_folds}"
@@ -21,24 +21,17 @@ def why_no_stderr(num_folds: int) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured number.
+    """A measured number with its standard error, or nan with a reason."""
 
-    value        the estimate; nan when it is not available here, never clamped
-    stderr       its standard error (one sigma); nan when unknown
-    num_samples  independent units behind the error: folds of prompts for a jackknife; where errors of several steps are
-                 averaged, the number with their degrees of freedom. Student's t has num_samples − 1
-    reason       why `value` or `stderr` is nan; else empty, or a remark
-    about_step   the optimizer step it refers to, when that is not the step at which it was measured
-    detail       further facts about it, written to probes.jsonl
-    interval     ends of its 95 % interval where that is not value ± half_width(): of a share near 1, of a ratio
-    """
-
-    value: float
-    stderr: float = math.nan
+    value: float  # nan where the number is not available; never clamped
+    stderr: float = math.nan  # one sigma; nan where it is unknown
+    # Independent units behind the error, such as folds of prompts: Student's t has num_samples − 1 degrees of freedom.
+    # Where errors of several steps are averaged, the number that has the average's degrees of freedom.
     num_samples: int = 0
-    reason: str = ""
-    about_step: int | None = None
-    detail: Mapping[str, str | float] = field(default_factory=dict)
+    reason: str = ""  # why `value` or `stderr` is nan; otherwise empty, or a remark
+    about_step: int | None = None  # the optimizer step that it refers to, if it was measured at another one
+    detail: Mapping[str, str | float] = field(default_factory=dict)  # further facts, written to probes.jsonl
+    # The 95 % interval, where it is not value ± half_width(), as for a share near 1 or for a ratio.
     interval: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -47,13 +40,13 @@ class Estimate:
 
     @classmethod
     def missing(cls, reason: str) -> Estimate:
-        """Returns nan with its reason."""
+        """Return an estimate without a value, for this reason."""
         return cls(math.nan, reason=reason)
 
     def half_width(self, coverage: float = 0.95) -> float:
-        """Returns h such that value ± h is the Student-t interval of this coverage; nan without a standard error.
+        """Return h for which value ± h is the Student-t interval of this coverage.
 
-        h = t_{(1+coverage)/2, num_samples−1} · stderr.
+        h = t_{(1+coverage)/2, num_samples−1} · stderr, and nan where there is no standard error.
 
         >>> round(Estimate(-2.0, stderr=0.1, num_samples=8).half_width(), 4)
         0.2365
@@ -63,5 +56,5 @@ class Estimate:
         return float(stdtrit(self.num_samples - 1, 0.5 + 0.5 * coverage)) * self.stderr
 
     def bounds(self) -> tuple[float, float]:
-        """Returns the ends of the 95 % interval, `interval` if that is given; nan without an error."""
+        """Return the ends of the 95 % interval: `interval` where it is given, otherwise value ± half_width()."""
         return self.interval or (self.value - self.half_width(), self.value + self.half_width())

@@ -8,9 +8,9 @@ sums without fold l,
 `Replicates` keeps the f(s_(−l)), so that numbers computed from several of them have the right error: in a difference of
 two that share their noise, the noise cancels.
 
-`JackknifeUnits` are what it leaves out, independent of each other: a sequence where each answers a prompt of its own,
-a prompt with all its responses, or a block of prompts on one process. Processes exchange sums of tables, never the
-sequences themselves.
+`JackknifeUnits` says what is left out at a time. Units are independent: a sequence where each sequence answers another
+prompt, a prompt with all its responses, or a block of prompts on one process. Processes exchange sums of tables, never
+the sequences themselves.
 
 Source: Efron & Stein 1981, "The jackknife estimate of variance".
 """
@@ -35,10 +35,10 @@ def jackknife_stderr(
     sums: Tensor,
     sums_without: Tensor,
 ) -> Tensor:
-    """Returns the delete-one-fold jackknife standard error of statistic(sums), shaped like it.
+    """Return the delete-one-fold jackknife standard error of statistic(sums), shaped like it.
 
-    Arguments as of `jackknife_covariance`. The mean of x_1..x_K has statistic s ↦ s[0]/s[1] with s = (Σx, K), and se =
-    sd(x)/√K:
+    The arguments are those of `jackknife_covariance`. The mean of x_1..x_K has the statistic s ↦ s[0]/s[1] with
+    s = (Σx, K), and se = sd(x)/√K:
 
     >>> x = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64)
     >>> rows = torch.stack([x, torch.ones(4)], dim=1)
@@ -55,13 +55,17 @@ def jackknife_covariance(
     sums: Tensor,
     sums_without: Tensor,
 ) -> Tensor:
-    """Returns the jackknife covariances of the numbers in the last dimension of statistic(sums), (..., p, p).
+    """Return the delete-one-fold jackknife covariance of statistic(sums).
 
-    statistic     maps (..., m) sums to (..., p) values
-    sums          (m,), over all folds
-    sums_without  (F, m), row l the sums without fold l
+    Args:
+        statistic: maps (..., m) sums to (..., p) values.
+        sums: (m,), over all folds.
+        sums_without: (F, m); row l holds the sums without fold l.
 
-    Of x and y = −2x, from three pairs:
+    Returns:
+        (..., p, p), over the last dimension of the statistic.
+
+    The covariance of the sums of x and of y = −2x over three pairs:
 
     >>> rows = torch.tensor([[1.0, -2.0], [2.0, -4.0], [6.0, -12.0]], dtype=torch.float64)
     >>> sums = rows.sum(dim=0)
@@ -70,13 +74,14 @@ def jackknife_covariance(
             [-18.6667,  37.3333]], dtype=torch.float64)
     """
     deviations = statistic(sums_without) - statistic(sums)  # centred, so that the square does not cancel
-    count, means = len(sums_without), deviations.mean(dim=0)
+    count = len(sums_without)
+    means = deviations.mean(dim=0)
     products = (deviations.unsqueeze(-1) * deviations.unsqueeze(-2)).mean(dim=0)
     return (count - 1) * (products - means.unsqueeze(-1) * means.unsqueeze(-2))
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """Returns the tensor: on a single process it is the sum over all processes."""
+    """Return the tensor itself, which on a single process is the sum over processes."""
     return tensor
 
 
@@ -87,11 +92,14 @@ def estimates_over_units(
     reduce: Callable[[Tensor], Tensor] = identity,
     why_no_bar: str = "",
 ) -> dict[str, Estimate]:
-    """Returns the numbers of statistic(Σ by_unit) by name, with their jackknife errors where there are enough units.
+    """Return the numbers of statistic(Σ by_unit) by name, with jackknife errors where there are enough units.
 
-    by_unit     (units, m), what each independent unit adds: a fold, or a prompt with all its responses
-    reduce      sums a tensor over the processes, where each has its own units
-    why_no_bar  why these are not independent, and give no error
+    Args:
+        names: of the numbers in the statistic's last dimension.
+        statistic: maps (..., m) sums to (..., p) values.
+        by_unit: (units, m); what each independent unit contributes, such as a fold or a prompt with all its responses.
+        reduce: sums a tensor over the processes, where each process holds other units.
+        why_no_bar: the reason to give no error, where the units are not independent.
     """
     total = reduce(by_unit.sum(dim=0))
     value = statistic(total)
@@ -112,14 +120,14 @@ def estimates_over_units(
 
 @dataclass(frozen=True)
 class Replicates:
-    """Numbers from N independent units, and what they would have been without each of these units.
+    """Numbers from N independent units, and what they would be without each of the units.
 
-    Sums, differences and multiples of numbers from the same units, in the same order, are such numbers again. Example:
+    Sums, differences and multiples of Replicates of the same units, in the same order, are Replicates again. Example:
     the mean of x is Replicates(x.mean(0), (x.sum(0) - x) / (N - 1)), and its `stderr` is sd(x)/√N.
     """
 
-    value: Tensor  # (...)
-    without: Tensor  # (N, ...), row i without unit i
+    value: Tensor  # (...), from all units
+    without: Tensor  # (N, ...); row i is calculated without unit i
 
     @property
     def stderr(self) -> Tensor:
@@ -139,33 +147,33 @@ class Replicates:
 
 @dataclass(frozen=True)
 class JackknifeUnits:
-    """To which of `count` units each of this process's rows belongs. Reductions are collectives, on all processes."""
+    """The unit of each of this process's rows. Methods that reduce are collectives."""
 
-    number: Tensor  # (B,), 0 .. count - 1 over all processes; no unit lies on two
-    count: int
+    number: Tensor  # (B,), the unit of each row, 0 … count − 1 over all processes; no unit lies on two processes
+    count: int  # units over all processes
     reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over the processes
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> JackknifeUnits:
-        """Returns one unit for each row of a table that this process alone holds."""
+        """Make each row of a table a unit of its own. No other process holds units."""
         return cls(torch.arange(len(rows), device=rows.device), len(rows))
 
     def in_blocks(self, size: int) -> JackknifeUnits:
-        """Returns blocks of so many consecutive units of a process, of which its last may have fewer."""
-        own, place = self.number.unique(return_inverse=True)
-        is_first = torch.zeros(self.count, dtype=torch.float64, device=own.device)
-        is_first[own[::size]] = 1.0
+        """Join `size` consecutive units of a process into one; the last block of a process may have fewer."""
+        numbers, place = self.number.unique(return_inverse=True)
+        is_first = torch.zeros(self.count, dtype=torch.float64, device=numbers.device)
+        is_first[numbers[::size]] = 1.0
         is_first = self.reduce(is_first)
-        first = own[::size].repeat_interleave(size)[: len(own)]
+        first = numbers[::size].repeat_interleave(size)[: len(numbers)]
         return JackknifeUnits((is_first.long().cumsum(dim=0)[first] - 1)[place], int(is_first.sum()), self.reduce)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Returns the sums of (B, …) over the rows of each unit, (count, …), on every process."""
+        """Sum (B, …) values over the rows of each unit, and return all units, (count, …), on every process."""
         table = values.new_zeros(self.count, *values.shape[1:])
         return self.reduce(table.index_add_(0, self.number, values))
 
     def max(self, values: Tensor) -> Tensor:
-        """Returns the maximum of (B, …) over all rows of all processes, (…)."""
+        """Return the maximum of (B, …) values over the rows of all processes, (…)."""
         first = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         first[self.number.min()] = 1.0  # a process is identified by its first unit
         first = self.reduce(first)
@@ -174,6 +182,6 @@ class JackknifeUnits:
         return self.reduce(table).amax(dim=0)
 
     def local(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns this process's units, (u,), and the sums of (B, …) over the rows of each, (u, …)."""
+        """Return the numbers of this process's units, (u,), and the sums of (B, …) values over the rows of each."""
         numbers, place = self.number.unique(return_inverse=True)
         return numbers, values.new_zeros(len(numbers), *values.shape[1:]).index_add_(0, place, values)

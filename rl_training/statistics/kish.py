@@ -1,4 +1,4 @@
-"""Kish's effective sample size of weights: so many equally weighted sequences are as good.
+"""Kish's effective sample size: how many equally weighted sequences are worth as much as these weighted ones.
 
     n_eff = (Σ_i |w_i|)² / Σ_i w_i²  =  n / (1 + cv²)        cv: coefficient of variation of the n weights |w_i|
 
@@ -16,18 +16,19 @@ from torch import Tensor
 
 
 def kish_sums(weights: Tensor) -> Tensor:
-    """Returns (Σ|w|, Σw²), shape (2,), in float64: what has to be added up over microbatches and ranks.
+    """Return (Σ|w|, Σw²), (2,) fp64, which add up over microbatches and ranks.
 
-    weights  (n,), of any sign
+    Args:
+        weights: (n,), of any sign.
     """
     magnitudes = weights.double().abs()
     return torch.stack([magnitudes.sum(), magnitudes.square().sum()])
 
 
 def kish_size_of_sums(total: float, total_of_squares: float) -> float:
-    """Returns Kish's effective sample size (Σ|w|)² / Σw² from `kish_sums` over all parts; nan when all weights are 0.
+    """Return the effective sample size from the totals of `kish_sums`; nan when all weights are 0.
 
-    Two ranks with the weights (1, 1) and (2,) have the sums (2, 2) and (2, 4), and 4² / 6 sequences:
+    Two ranks with the weights (1, 1) and (2,) have the sums (2, 2) and (2, 4), which is worth 4² / 6 sequences:
 
     >>> round(kish_size_of_sums(2 + 2, 2 + 4), 3)
     2.667
@@ -36,7 +37,7 @@ def kish_size_of_sums(total: float, total_of_squares: float) -> float:
 
 
 def kish_size(weights: Tensor) -> float:
-    """Returns Kish's effective sample size (Σ|w|)² / Σw² of (n,) weights: between 1 and n; nan when all weights are 0.
+    """Return the effective sample size of (n,) weights, between 1 and n; nan when all weights are 0.
 
     >>> [kish_size(torch.tensor(weights)) for weights in ([3.0, 3.0, 3.0], [0.0, 5.0, 0.0], [1.0, -3.0])]
     [3.0, 1.0, 1.6]
@@ -46,9 +47,12 @@ def kish_size(weights: Tensor) -> float:
 
 
 def without_rounding(advantages: Tensor) -> Tensor:
-    """Returns (prompts, G) advantages, those of a prompt set to exactly 0 when they are all the same number.
+    """Set a prompt's advantages to exactly 0 where they are all the same number.
 
-    A prompt's advantages add up to zero, so equal ones are zero. Rounding may leave a rest: eight rewards of 0.1 less
-    their mean are −7e-9 each in fp32, and would count as eight sequences of equal weight.
+    A prompt's advantages add up to zero, so equal ones are zero up to rounding: eight rewards of 0.1 minus their mean
+    are −7e-9 each in fp32, and would count as eight sequences of equal weight.
+
+    Args:
+        advantages: (prompts, G).
     """
     return advantages.masked_fill((advantages == advantages[:, :1]).all(dim=1, keepdim=True), 0.0)

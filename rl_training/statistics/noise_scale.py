@@ -37,10 +37,13 @@ A_BOUND = "no error bar: the end of a 95 % interval"
 
 
 def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: float, batch_size: float) -> Tensor:
-    """Returns the unbiased (tr Σ^, |G|²^), stacked in a new last dimension; the second may be negative.
+    """Return the unbiased estimates (tr Σ^, |G|²^), stacked in a new last dimension. |G|²^ may be negative.
 
-    block_sq_norm  mean of |g_b|² over the blocks        block_size  b, units in a block
-    batch_sq_norm  |g_B|²                                batch_size  B > b, units in all of them
+    Args:
+        block_sq_norm: the mean of |g_b|² over the blocks.
+        batch_sq_norm: |g_B|².
+        block_size: b, the units in a block.
+        batch_size: B > b, the units in all blocks.
 
     Without noise, |g_b|² = |g_B|² = 4 gives
 
@@ -53,7 +56,7 @@ def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: floa
 
 
 def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: int) -> Tensor:
-    """Returns the unbiased parts (between, within) of tr Σ, which add up to it; either may be negative.
+    """Split tr Σ into what lies between prompts and what lies within them.
 
     With r_i the gradient of response i on the mean scale and μ = E[g | prompt],
 
@@ -62,8 +65,13 @@ def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: i
     The factor is Dr-GRPO's. It is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so that R_j is in r_i
     and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J the prompt's expected reward.
 
-    same_prompt  c, the mean of r_i·r_j over pairs of responses of one prompt
-    moments      (tr Σ^, |G|²^), as of `noise_moments`
+    Args:
+        same_prompt: c, the mean of r_i·r_j over pairs of responses to one prompt.
+        moments: (…, 2), (tr Σ^, |G|²^) from `noise_moments`.
+        responses_per_prompt: G.
+
+    Returns:
+        (…, 2), unbiased (between, within), which add up to tr Σ^. Either may be negative.
     """
     trace, grad_sq_norm = moments.unbind(-1)
     square = (responses_per_prompt - 1) ** 2
@@ -73,32 +81,35 @@ def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: i
 
 @dataclass(frozen=True)
 class Averages:
-    """tr Σ and |G|², averaged over steps, with their joint covariance."""
+    """Averages of tr Σ and |G|² over steps, with their joint covariance."""
 
     means: Tensor  # (2,), tr Σ and |G|²
     covariance: Tensor  # (2, 2), of the two means
-    signal_to_noise_stderr: float  # of |G|² / tr Σ
-    steps: float  # effective number of steps averaged
-    degrees: float  # of freedom of the covariance, for Student-t
+    signal_to_noise_stderr: float  # standard error of |G|² / tr Σ
+    steps: float  # effective number of averaged steps
+    degrees: float  # degrees of freedom of the covariance, for Student's t
 
     @property
     def signal_to_noise(self) -> float:
-        """|G|² / tr Σ: of one unit; nan where both are 0."""
+        """|G|² / tr Σ of one unit; nan where both are 0."""
         trace, grad_sq_norm = self.means
         return float(grad_sq_norm / trace)
 
 
 def average(history: Tensor, decay: float, ages: Tensor) -> Averages:
-    """Returns the averages over steps of (tr Σ, |G|²), with the delete-one-step jackknife's covariance.
+    """Average (tr Σ, |G|²) over steps with weights w = decay^age, with the delete-one-step jackknife's covariance.
 
-    history  (steps, 2); the weight of each is w = decay^age. Rows that are not finite are not counted.
-    ages     (steps,), how many optimizer steps ago each was
+    Args:
+        history: (steps, 2); rows that are not finite are left out.
+        decay: the weight of an optimizer step relative to the next one.
+        ages: (steps,), how many optimizer steps ago each row was measured.
 
-    The average is worth (Σw)²/Σw² equally weighted steps. Its variance is a sum with weights w², with the degrees
-    of freedom of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946), less one: 18 with decay .95.
+    The average is worth (Σw)²/Σw² equally weighted steps. Its variance is a sum with weights w², so its degrees of
+    freedom are those of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946) minus one: 18 with decay .95.
     """
     finite = history.isfinite().all(dim=1)
-    weights, rows = (decay ** ages.to(history))[finite], history[finite]
+    weights = (decay ** ages.to(history))[finite]
+    rows = history[finite]
     if not len(rows):
         nan = torch.full((2, 2), torch.nan, dtype=history.dtype)
         return Averages(nan[0], nan, math.nan, 0.0, 0.0)
@@ -115,16 +126,16 @@ def average(history: Tensor, decay: float, ages: Tensor) -> Averages:
 
 
 def signal_to_noise_interval(averages: Averages, coverage: float = 0.95) -> tuple[float, float]:
-    """Returns Fieller's interval of |G|² / tr Σ; its ends may be negative, as the estimate may.
+    """Return Fieller's interval of |G|² / tr Σ, whose ends may be negative, as the estimate may.
 
-    An interval of the noise scale, the inverse, is the same set inverted, and has no upper end where 0 is in it.
-    (−∞, ∞) where tr Σ itself is lost in its error.
+    It is (−∞, ∞) where tr Σ itself may be 0. The interval of the noise scale is the same set inverted, and has no
+    upper end where 0 is in it.
     """
     return fieller_interval(averages.means, averages.covariance, averages.degrees, coverage)
 
 
 def noise_scale_interval(signal_to_noise: tuple[float, float]) -> tuple[float, float]:
-    """Returns the interval of tr Σ / |G|², positive values only: up to ∞ where |G|² = 0 cannot be ruled out.
+    """Return the interval of tr Σ / |G|², positive values only. It ends at ∞ where |G|² = 0 cannot be ruled out.
 
     Example: noise_scale_interval((-0.01, 0.05)) == (20, inf).
     """
@@ -133,7 +144,7 @@ def noise_scale_interval(signal_to_noise: tuple[float, float]) -> tuple[float, f
 
 
 def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
-    """Returns an average over steps, whose error is known once there are enough of them."""
+    """Return an average over steps, with its error once there are enough steps."""
     if averages.steps == 0:
         return Estimate.missing(NOT_WARM)
     if math.isnan(value):
@@ -145,13 +156,13 @@ def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
 
 
 def means(averages: Averages) -> list[Estimate]:
-    """Returns tr Σ and |G|²."""
+    """Return the estimates of tr Σ and |G|²."""
     stderrs = averages.covariance.diagonal().sqrt().tolist()
     return [_averaged(averages, *pair) for pair in zip(averages.means.tolist(), stderrs, strict=True)]
 
 
 def signal_to_noise(averages: Averages) -> Estimate:
-    """Returns |G|² / tr Σ, with a remark where it is below 0: no ratio is, but its unbiased estimate may be."""
+    """Return |G|² / tr Σ, with a remark where it is negative: the ratio cannot be, but its unbiased estimate can."""
     ratio = _averaged(averages, averages.signal_to_noise, averages.signal_to_noise_stderr)
     if not ratio.value < 0:
         return ratio
@@ -159,7 +170,7 @@ def signal_to_noise(averages: Averages) -> Estimate:
 
 
 def bound(averages: Averages, end: float) -> Estimate:
-    """Returns an end of an interval, which may be infinite; nan while there are too few steps for an error."""
+    """Return one end of an interval, which may be infinite; nan while there are too few steps for an error."""
     averaged = _averaged(averages, averages.signal_to_noise, 0.0)
     if math.isnan(averaged.stderr):
         return Estimate.missing(averaged.reason)
@@ -167,7 +178,7 @@ def bound(averages: Averages, end: float) -> Estimate:
 
 
 def noise_scale(averages: Averages) -> list[Estimate]:
-    """Returns tr Σ / |G|² in prompts, and the ends of its interval; an error bar only where that has an upper end."""
+    """Return tr Σ / |G|² in prompts and the ends of its interval; it has an error bar where the upper end is finite."""
     ends = noise_scale_interval(signal_to_noise_interval(averages))
     bounds = [bound(averages, end) for end in ends]
     ratio = averages.signal_to_noise
@@ -175,14 +186,18 @@ def noise_scale(averages: Averages) -> list[Estimate]:
     if ratio <= 0:
         scale = Estimate.missing(LOST)
     elif not math.isnan(ratio):
-        error, reason = (scale.stderr / ratio**2, scale.reason) if math.isfinite(ends[1]) else (math.nan, NO_UPPER_END)
+        is_bounded = math.isfinite(ends[1])
+        error = scale.stderr / ratio**2 if is_bounded else math.nan
+        reason = scale.reason if is_bounded else NO_UPPER_END
         scale = Estimate(1.0 / ratio, error, scale.num_samples, scale.reason or reason)
     return [scale, *bounds]
 
 
 def with_bounds(name: str, estimates: Sequence[Estimate], factor: float = 1.0) -> dict[str, Estimate]:
-    """Returns a value and the ends of its interval, times `factor`, by their names."""
+    """Return a value and the ends of its interval, times `factor`, under `name`, `name`_low and `name`_high."""
     return {
-        f"{name}{end}": Estimate(one.value * factor, one.stderr * factor, one.num_samples, one.reason)
-        for end, one in zip(BOUNDS, estimates, strict=True)
+        f"{name}{suffix}": Estimate(
+            estimate.value * factor, estimate.stderr * factor, estimate.num_samples, estimate.reason
+        )
+        for suffix, estimate in zip(BOUNDS, estimates, strict=True)
     }

@@ -19,13 +19,17 @@ from torch import Tensor
 
 
 def pass_at_k(num_right: Tensor, num_responses: int, k: int) -> Tensor:
-    """Returns the unbiased estimate of pass@k for each prompt, (P,) fp64, between 0 and 1.
+    """Return the unbiased estimate of pass@k for each prompt, (P,) fp64, between 0 and 1.
 
-    num_right      (P,) c, how many of a prompt's responses are right
-    num_responses  n, the same for all prompts
-    k              1 … n; ValueError otherwise: from fewer than k responses there is no unbiased estimate
+    Args:
+        num_right: (P,), c, how many of a prompt's responses are right.
+        num_responses: n, the same for all prompts.
+        k: 1 … n.
 
-    Example: two right ones of four, k = 2: 1 − C(2,2)/C(4,2) = 5/6.
+    Raises:
+        ValueError: k is larger than n; fewer than k responses give no unbiased estimate.
+
+    Example: two right responses of four, k = 2: 1 − C(2,2)/C(4,2) = 5/6.
     """
     if not 1 <= k <= num_responses:
         raise ValueError(f"pass@{k} needs k between 1 and the number of responses per prompt, {num_responses}")
@@ -35,10 +39,11 @@ def pass_at_k(num_right: Tensor, num_responses: int, k: int) -> Tensor:
 
 
 def majority_vote(answers: Sequence[str | None], is_right: Sequence[bool]) -> float:
-    """Returns the chance that the most frequent answer is right; ties are broken at random.
+    """Return the chance that the most frequent answer is right; ties are broken at random.
 
-    answers   of one prompt's responses; None does not vote, and without any vote the outcome counts as wrong: 0
-    is_right  whether each response is right; if responses with the same answer differ, their share counts
+    Args:
+        answers: of one prompt's responses. None does not vote; without any vote the chance is 0.
+        is_right: of each response. Where responses with the same answer differ, the share of right ones counts.
 
     Example: answers 3, 3, 7, 7, 5 with 7 right: 1/2.
     """

@@ -1,15 +1,15 @@
 """Means over prompts with standard errors that count a prompt once, however many responses it has.
 
-Responses to one prompt are not independent; prompts are. So every quantity is first summed within its prompt, and the
-standard error is that over P prompts, of a mean
+Prompts are independent; responses to one prompt are not. So every quantity is first summed within its prompt, and the
+standard error is taken over P prompts: of a mean
 
     x̄ = Σ x_p / P,      se² = Σ (x_p − x̄)² / (P (P−1)),
 
 and of a ratio of sums (entropy per token: nats of all prompts over tokens of all prompts) by the delete-one-prompt
 jackknife. It covers the spread between prompts: it is the error for prompts like these, not for these alone.
 
-A mean of values that lie in [0, 1], a share, has an interval that does. Where x̄ ± t se leaves it, or is empty because
-all prompts say the same, it is Wilson's: the π for which
+A share is a mean of values in [0, 1], and its interval lies there too. Where x̄ ± t se leaves [0, 1], or is empty
+because all prompts have the same value, the interval is Wilson's: the π for which
 
     (x̄ − π)² ≤ q² π (1 − π) / n,
 
@@ -37,12 +37,12 @@ ONE_PROMPT = "one prompt has no standard error"
 
 
 def mean_over_prompts(values: Tensor) -> Estimate:
-    """Returns the mean of (P,) values with its standard error; prompts whose value is nan are left out."""
+    """Return the mean of (P,) values with its standard error, over the prompts whose value is not nan."""
     return mean_of(values[~values.isnan()].tolist())
 
 
 def share_over_prompts(values: Tensor, least: float = 0.0, most: float = 1.0) -> Estimate:
-    """Returns the mean of (P,) values that all lie between `least` and `most`, with an interval that lies there too."""
+    """Return the mean of (P,) values within [least, most], with an interval that lies there too."""
     mean = mean_over_prompts(values)
     low, high = mean.bounds()
     if math.isnan(low) or (least <= low < high <= most):
@@ -53,7 +53,7 @@ def share_over_prompts(values: Tensor, least: float = 0.0, most: float = 1.0) ->
 
 
 def _wilson(share: float, stderr: float, num_prompts: int) -> tuple[float, float]:
-    """Returns Wilson's interval of a share with this standard error over so many prompts."""
+    """Return Wilson's interval of a share with this standard error over `num_prompts` prompts."""
     draws = share * (1 - share) / stderr**2 if stderr else num_prompts
     quantile = float(stdtrit(num_prompts - 1, 0.975) if stderr else ndtri(0.975))
     shrink = quantile**2 / draws
@@ -63,7 +63,7 @@ def _wilson(share: float, stderr: float, num_prompts: int) -> tuple[float, float
 
 
 def ratio_over_prompts(numerators: Tensor, denominators: Tensor) -> Estimate:
-    """Returns Σ numerators / Σ denominators, both (P,), with its jackknife standard error over prompts."""
+    """Return Σ numerators / Σ denominators of (P,) values, with its delete-one-prompt jackknife error."""
     sums = torch.stack([numerators, denominators], dim=1).double()
     total = sums.sum(dim=0)
     if total[1] == 0:

@@ -1,7 +1,7 @@
 """Two estimates with their joint covariance: the interval of their ratio, and their means over steps.
 
 Batches of different steps are independent, so the covariance of the mean Σ w x / Σ w, with w = decay^age, is
-Σ w² C / (Σ w)². Its degrees of freedom are Satterthwaite's for the first one, (Σ w² V)² / Σ (w² V)² / ν.
+Σ w² C / (Σ w)². Its degrees of freedom are Satterthwaite's for the first estimate, (Σ w² V)² / Σ (w² V)² / ν.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ NOT_FINITE = "a gradient of the step is not finite"
 
 
 def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage: float = 0.95) -> tuple[float, float]:
-    """Returns Fieller's interval of numerator / denominator.
+    """Return Fieller's interval of numerator / denominator.
 
-    means       (2,), denominator T and numerator S          covariance  (2, 2), of the two
-    degrees     of freedom of the covariance, for Student-t
-
-    It contains each ρ that the data do not reject: with q Student's quantile,
+    The interval contains each ρ that the data do not reject: with q Student's quantile,
 
         (S − ρT)² ≤ q² (V_SS − 2ρ V_TS + ρ² V_TT).
 
-    Unlike value ± q·stderr of the ratio, this asks only S and T to be normal. (−∞, ∞) where T itself is lost in its
-    error. Example, T = 1 without error, S = 3 ± 1 and infinitely many degrees: 3 ± 1.96.
+    Unlike value ± q·stderr of the ratio, this assumes only that S and T are normal.
+
+    Args:
+        means: (2,), the denominator T and the numerator S.
+        covariance: (2, 2), of T and S.
+        degrees: degrees of freedom of the covariance, for Student's t.
+        coverage: of the interval.
+
+    Returns:
+        The ends of the interval; (−∞, ∞) where T may be 0.
+
+    Example: T = 1 without error, S = 3 ± 1 and infinitely many degrees: 3 ± 1.96.
 
     Source: Fieller 1954, "Some problems in interval estimation".
     """
@@ -38,7 +45,8 @@ def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage
     denominator, numerator = means.tolist()
     (denominator_variance, mixed), (_, numerator_variance) = (quantile**2 * covariance).tolist()
     square = denominator**2 - denominator_variance
-    linear, constant = denominator * numerator - mixed, numerator**2 - numerator_variance
+    linear = denominator * numerator - mixed
+    constant = numerator**2 - numerator_variance
     if not square > 0:
         return -math.inf, math.inf
     half = math.sqrt(max(linear**2 - square * constant, 0.0))  # below 0 by rounding only: S/T is always inside
@@ -51,28 +59,28 @@ class Pair:
 
     values: Tensor  # (2,)
     covariance: Tensor  # (2, 2)
-    degrees: float  # of freedom of the covariance
+    degrees: float  # degrees of freedom of the covariance
 
     def times(self, factor: float) -> Pair:
-        """Returns both estimates times a factor."""
+        """Return both estimates times a factor."""
         return Pair(factor * self.values, factor**2 * self.covariance, self.degrees)
 
     def estimate(self, number: int, remark: str = "") -> Estimate:
-        """Returns one of the two with its error; missing where it is not finite."""
+        """Return estimate 0 or 1 with its error; missing where it is not finite."""
         if not bool(self.values[number].isfinite()):
             return Estimate.missing(remark or NOT_FINITE)
         variance = float(self.covariance[number, number])
         return Estimate(float(self.values[number]), math.sqrt(max(variance, 0.0)), int(self.degrees) + 1, remark)
 
     def both(self, why_no_second: str, remark: str = "") -> tuple[Estimate, Estimate]:
-        """Returns both with their errors, the second missing for this reason, if there is one."""
+        """Return both estimates with their errors. The second is missing where a reason `why_no_second` is given."""
         second = Estimate.missing(why_no_second) if why_no_second else self.estimate(1, remark)
         return self.estimate(0, remark), second
 
     def minus_ratio(self, lost: str) -> Estimate:
-        """Returns −second/first with Fieller's interval, missing for this reason where the first may be 0.
+        """Return −second/first with Fieller's interval; missing, for the reason `lost`, where the first may be 0.
 
-        Example: first −2 and second 6, without error of the first and with 1 of the second: 3 ± 0.5.
+        Example: first −2 without error, second 6 ± 1: 3 ± 0.5.
         """
         signs = self.values.new_tensor([1.0, -1.0])
         ends = fieller_interval(signs * self.values, signs.unsqueeze(1) * self.covariance * signs, self.degrees)
@@ -86,19 +94,22 @@ class Pair:
 
 
 class RunningPair:
-    """Averages pairs over steps.
-
-    decay  weight of an optimizer step relative to the next, measured or not
-    """
+    """The average of pairs over steps."""
 
     def __init__(self, decay: float) -> None:
+        """Begin without any step.
+
+        Args:
+            decay: the weight of an optimizer step relative to the next one, measured or not.
+        """
         self._decay = decay
-        self.state = torch.zeros(9, dtype=torch.float64)  # sums, how many steps are in them, and the last of these
+        self.state = torch.zeros(9, dtype=torch.float64)  # seven sums, the number of steps in them, and the last step
 
     def add(self, pair: Pair, step: int) -> Pair:
-        """Returns the mean with the pair of another step; one that is not finite is left out, as it would stay so."""
+        """Add the pair of a step, and return the new mean. A pair that is not finite is left out: it would stay in."""
         if bool(pair.values[0].isfinite()):
-            cov, factor = pair.covariance, self._decay ** (step - float(self.state[8]))
+            cov = pair.covariance
+            factor = self._decay ** (step - float(self.state[8]))
             square = cov[0, 0].square() / pair.degrees
             new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
             powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
@@ -111,22 +122,22 @@ class RunningPair:
         return int(self.state[7])
 
     def mean(self) -> Pair:
-        """Returns the mean over the steps so far; after the first."""
-        weight, one, two, first, mixed, second, squares = self.state[:7]
-        covariance = torch.stack([first, mixed, mixed, second]).view(2, 2) / weight.square()
+        """Return the mean over the steps so far, of which there must be one."""
+        weight, first, second, var_first, mixed, var_second, squares = self.state[:7]
+        covariance = torch.stack([var_first, mixed, mixed, var_second]).view(2, 2) / weight.square()
         # A quotient just below 7 would count as 6.
-        degrees = round(float(first.square() / squares), 6) if squares > 0 else 1.0
-        return Pair(torch.stack([one, two]) / weight, covariance, degrees)
+        degrees = round(float(var_first.square() / squares), 6) if squares > 0 else 1.0
+        return Pair(torch.stack([first, second]) / weight, covariance, degrees)
 
 
 class RunningPairs(dict[str, RunningPair]):
     """Averages of pairs over steps, by name."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the sums of each."""
+        """Return each average's sums, by name."""
         return {name: mean.state for name, mean in self.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state_dict` returned; those that were not there begin anew."""
+        """Load what `state_dict` returned. Averages that are not in it begin without any step."""
         for name, mean in self.items():
             mean.state = state.get(name, torch.zeros_like(mean.state))

@@ -26,23 +26,30 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-SMALLEST_WEIGHT = 1e-9  # a batch is forgotten when its weight decay^age is below
-OF_THE_NEWEST = 0.01  # below this share of the newest variance a batch is of another kind
+SMALLEST_WEIGHT = 1e-9  # a batch is forgotten when its weight decay^age falls below this
+OF_THE_NEWEST = 0.01  # a batch whose variance is below this share of the newest one is a dead step, and left out
 
 
 class RunningVariance:
-    """Averages variances over steps, entry by entry; an entry that is nan at a step is not counted there.
-
-    decay  weight of an optimizer step relative to the next, measured or not; 0 for the newest alone
-    """
+    """The average of variances over steps, entry by entry. An entry that is nan at a step is not counted there."""
 
     def __init__(self, decay: float) -> None:
+        """Begin without any step.
+
+        Args:
+            decay: the weight of an optimizer step relative to the next one, measured or not; 0 keeps the newest only.
+        """
         self._decay = decay
         self._state: dict[str, Tensor] = {}
 
     def add(self, variance: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return the averaged variance, nan where this one is, and the effective number of batches behind it."""
-        variances, steps = variance.unsqueeze(0), torch.tensor([step])
+        """Add the variance of a step.
+
+        Returns:
+            The averaged variance, nan where this step's is, and the effective number of batches behind it.
+        """
+        variances = variance.unsqueeze(0)
+        steps = torch.tensor([step])
         if self._state and self._state["variances"].shape[1:] == variance.shape:
             is_kept = self._state["steps"] > step - self._memory
             variances = torch.cat([self._state["variances"][is_kept], variances])
@@ -51,19 +58,19 @@ class RunningVariance:
         weights = (self._decay ** (step - steps).to(variance)).view(-1, *[1] * variance.dim())
         is_counted = variances.isfinite() & (variances >= OF_THE_NEWEST * variance)
         terms = torch.where(is_counted, weights * variances, 0.0)
-        average = terms.sum(dim=0) / torch.where(is_counted, weights, 0.0).sum(dim=0)  # 0/0 where this one is nan
+        average = terms.sum(dim=0) / torch.where(is_counted, weights, 0.0).sum(dim=0)  # 0/0 where `variance` is nan
         squares = terms.square().sum(dim=0)
         return average, torch.where(squares > 0, terms.sum(dim=0).square() / squares, 1.0)
 
     @property
     def _memory(self) -> int:
-        """For how many optimizer steps a batch is remembered."""
+        """How many optimizer steps a batch is remembered for."""
         return 1 if self._decay == 0.0 else math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self._decay))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the variances so far and the steps that they are of; empty before the first step."""
+        """Return the variances so far and their steps; empty before the first step."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` returned; of nothing, it begins anew."""
+        """Load what `state_dict` returned; an empty state begins without any step."""
         self._state = dict(state)

@@ -3,7 +3,8 @@
 mean         se = sd/√n, n − 1 degrees of freedom
 difference   se² = se₁² + se₂², with ν = se⁴ / (se₁⁴/ν₁ + se₂⁴/ν₂) degrees of freedom, rounded down (Welch 1947)
 
-Where one of the two has an asymmetric interval (l, u) about its value x, as a share near 1 has, their difference has
+Where one of two estimates has an asymmetric interval (l, u) about its value x, as a share near 1 has, the difference
+has the interval
 
     x₁ − x₂ − √((x₁ − l₁)² + (u₂ − x₂)²)   to   x₁ − x₂ + √((u₁ − x₁)² + (x₂ − l₂)²)
 
@@ -19,38 +20,39 @@ from rl_training.statistics.estimate import Estimate
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values with its standard error; without one of a single value."""
+    """Return the mean of independent values with its standard error. The mean of a single value has none."""
     if not values:
         return Estimate.missing("there is no finite value")
-    # Rounding can put the mean of equal values beside them, which would give them an error.
-    count, mean = len(values), min(max(math.fsum(values) / len(values), min(values)), max(values))
+    count = len(values)
+    # Rounding can put the mean of equal values outside of them, which would give them an error.
+    mean = min(max(math.fsum(values) / len(values), min(values)), max(values))
     if count == 1:
         return Estimate(mean, num_samples=1, reason="one value has no error")
-    squares = math.fsum((value - mean) * (value - mean) for value in values)  # nan where one is infinite
+    squares = math.fsum((value - mean) * (value - mean) for value in values)  # nan where a value is infinite
     return Estimate(mean, math.sqrt(squares / (count - 1) / count), count)
 
 
-def difference(one: Estimate, other: Estimate) -> Estimate:
-    """Returns one − other of independent estimates; without an error where one of them has none."""
-    value = one.value - other.value
-    if one.interval or other.interval:
-        (low, high), (other_low, other_high) = one.bounds(), other.bounds()
+def difference(a: Estimate, b: Estimate) -> Estimate:
+    """Return a − b of independent estimates. It has no error where one of them has none."""
+    value = a.value - b.value
+    if a.interval or b.interval:
+        (low_a, high_a), (low_b, high_b) = a.bounds(), b.bounds()
         ends = (
-            value - math.hypot(one.value - low, other_high - other.value),
-            value + math.hypot(high - one.value, other.value - other_low),
+            value - math.hypot(a.value - low_a, high_b - b.value),
+            value + math.hypot(high_a - a.value, b.value - low_b),
         )
         return Estimate(value, reason="its interval is not symmetric", interval=ends)
-    variances = [(e.stderr * e.stderr, e.num_samples - 1) for e in (one, other)]
+    variances = [(e.stderr * e.stderr, e.num_samples - 1) for e in (a, b)]
     total = sum(variance for variance, _ in variances)
     if not math.isfinite(total) or any(variance > 0 and degrees < 1 for variance, degrees in variances):
-        return Estimate(value, reason=one.reason or other.reason or "one of them has no error")
+        return Estimate(value, reason=a.reason or b.reason or "one of them has no error")
     if total == 0:
-        return Estimate(value, 0.0, min(one.num_samples, other.num_samples))
+        return Estimate(value, 0.0, min(a.num_samples, b.num_samples))
     freedom = total**2 / sum(variance**2 / degrees for variance, degrees in variances if degrees > 0)
     return Estimate(value, math.sqrt(total), math.floor(freedom + 1e-9) + 1)
 
 
 def is_significant(estimate: Estimate) -> bool:
-    """Returns whether the 95 % interval leaves out 0; False without an error."""
+    """Return whether the 95 % interval excludes 0; False where there is no error."""
     low, high = estimate.bounds()
     return low > 0 or high < 0

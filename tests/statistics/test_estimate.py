@@ -18,10 +18,10 @@ def test_nan_without_a_reason_raises() -> None:
 
 def test_what_a_single_unit_carries_has_no_error_and_says_so() -> None:
     by_unit = torch.tensor([[3.0, 2.0], *[[0.0, 0.0]] * 7], dtype=torch.float64)
-    (found,) = estimates_over_units(["ratio"], lambda sums: sums[..., :1] / sums[..., 1:], by_unit).values()
-    assert found.value == 1.5
-    assert math.isnan(found.stderr)
-    assert found.reason == NONE_WITHOUT
+    (estimate,) = estimates_over_units(["ratio"], lambda sums: sums[..., :1] / sums[..., 1:], by_unit).values()
+    assert estimate.value == 1.5
+    assert math.isnan(estimate.stderr)
+    assert estimate.reason == NONE_WITHOUT
 
 
 def test_missing_is_nan_with_its_reason() -> None:

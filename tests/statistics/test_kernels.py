@@ -115,8 +115,8 @@ def test_sketches_do_not_depend_on_the_order_of_parameters_on_rows_or_on_blocks_
     sizes = {"a": 3, "b": COLUMNS + 5}
     x = rows(4, sum(sizes.values()), 0)
     whole = CountSketches(sizes)(x)
-    other = CountSketches(dict(reversed(sizes.items())))(torch.cat([x[:, 3:], x[:, :3]], dim=1))
-    assert torch.allclose(whole, other, rtol=1e-4, atol=1e-3)
+    reordered = CountSketches(dict(reversed(sizes.items())))(torch.cat([x[:, 3:], x[:, :3]], dim=1))
+    assert torch.allclose(whole, reordered, rtol=1e-4, atol=1e-3)
     assert torch.equal(whole[2:3], CountSketches(sizes)(x[2:3]))
     only_tail = torch.zeros_like(x)
     only_tail[:, 3 + COLUMNS :] = x[:, 3 + COLUMNS :]

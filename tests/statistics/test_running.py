@@ -15,7 +15,7 @@ from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
 from rl_training.statistics.running_variance import RunningVariance
 
 
-def one(value: float) -> Tensor:
+def variance_of(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
@@ -23,7 +23,7 @@ def test_average_and_effective_batches_by_hand() -> None:
     """Variances 4, 1, 2 with weights ¼, ½, 1: (1 + .5 + 2) / 1.75 = 2, of 3.5² / (1 + .25 + 4) = 7/3 batches."""
     running = RunningVariance(decay=0.5)
     for step, value in enumerate((4.0, 1.0, 2.0)):
-        average, batches = running.add(one(value), step)
+        average, batches = running.add(variance_of(value), step)
     assert float(average) == pytest.approx(2.0, rel=1e-12)
     assert float(batches) == pytest.approx(7 / 3, rel=1e-12)
 
@@ -31,9 +31,9 @@ def test_average_and_effective_batches_by_hand() -> None:
 def test_equal_variances_come_to_three_batches_and_one_large_one_to_one() -> None:
     running = RunningVariance(decay=0.5)
     for step in range(60):
-        _, batches = running.add(one(1.0), step)
+        _, batches = running.add(variance_of(1.0), step)
     assert float(batches) == pytest.approx(3.0)
-    assert float(running.add(one(1e6), 60)[1]) == pytest.approx(1.0, abs=1e-4)
+    assert float(running.add(variance_of(1e6), 60)[1]) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_a_hole_is_nan_there_and_not_counted_later() -> None:
@@ -59,7 +59,7 @@ def test_another_number_of_quantities_begins_anew() -> None:
 def test_the_weight_of_a_step_falls_with_each_optimizer_step_measured_or_not() -> None:
     running, pairs = RunningVariance(0.5), RunningPair(0.5)
     for step, value in ((1, 4.0), (4, 2.0)):
-        average, _ = running.add(one(value), step)
+        average, _ = running.add(variance_of(value), step)
         mean = pairs.add(pair(value, 0.0, 1.0), step)
     assert float(average) == pytest.approx((0.125 * 4.0 + 2.0) / 1.125)
     assert float(mean.values[0]) == pytest.approx((0.125 * 4.0 + 2.0) / 1.125)
@@ -72,11 +72,11 @@ def test_dead_steps_say_nothing_about_the_noise_of_a_live_one() -> None:
     for dead in (0.0, 1e-7):
         running = RunningVariance(0.5)
         for step in range(3):
-            running.add(one(dead), step)
-        assert [float(part) for part in running.add(one(1.0), 3)] == [1.0, 1.0]
-        assert float(running.add(one(1.0), 4)[0]) == pytest.approx(1.0)
+            running.add(variance_of(dead), step)
+        assert [float(part) for part in running.add(variance_of(1.0), 3)] == [1.0, 1.0]
+        assert float(running.add(variance_of(1.0), 4)[0]) == pytest.approx(1.0)
         # Of a dead one all count: a batch like the live ones would have moved something.
-        assert float(running.add(one(dead), 5)[0]) == pytest.approx(0.75 / sum(0.5**age for age in range(6)))
+        assert float(running.add(variance_of(dead), 5)[0]) == pytest.approx(0.75 / sum(0.5**age for age in range(6)))
 
 
 @pytest.mark.parametrize("num_folds", [4, 8])
@@ -136,7 +136,7 @@ def test_what_a_checkpoint_does_not_have_begins_anew() -> None:
     running = RunningPairs({"old": RunningPair(0.5), "new": RunningPair(0.5)})
     for mean in running.values():
         mean.add(pair(3.0, 0.0, 4.0), 1)
-    kept = running["old"].state
-    running.load_state_dict({"old": kept})
+    state = running["old"].state
+    running.load_state_dict({"old": state})
     assert (running["old"].steps, running["new"].steps) == (1, 0)
     assert running["new"].add(pair(6.0, 3.0, 1.0), 2).values.tolist() == [6.0, 3.0]
