@@ -28,7 +28,7 @@ from rl_training.policy.scores import Scores
 
 
 def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
-    """Returns (B, 2, 4) in float64, what each sequence adds: count, Σx, Σy, Σxy with x = log π, y = A.
+    """Return (B, 2, 4) in float64, what each sequence adds: count, Σx, Σy, Σxy with x = log π, y = A.
 
     First over its tokens, then over the sequence as one value. `minus_covariance` takes sums of these over sequences.
 
@@ -44,7 +44,7 @@ def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
 
 
 def minus_covariance(sums: Tensor) -> Tensor:
-    """Returns −Cov(log π, A), (..., 2) nats, per token and per sequence, from (..., 2, 4) sums of `covariance_terms`.
+    """Return −Cov(log π, A), (..., 2) nats, per token and per sequence, from (..., 2, 4) sums of `covariance_terms`.
 
     The mean over values, Σxy/n − Σx Σy/n². Positive: entropy is predicted to rise.
 

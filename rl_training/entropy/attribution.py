@@ -39,12 +39,12 @@ class Attribution:
         self._member = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
 
     def sum(self, products: Tensor) -> Tensor:
-        """Returns the sums by label, (…, labels, q), of `split_products`, (…, causes + parameters, q)."""
+        """Return the sums by label, (…, labels, q), of `split_products`, (…, causes + parameters, q)."""
         return self._member.to(products.device) @ products
 
 
 def module_kind(name: str) -> str:
-    """Returns the kind of the module that the parameter of this name belongs to, one of KINDS.
+    """Return the kind of the module that the parameter of this name belongs to, one of KINDS.
 
     >>> module_kind("model.layers.0.self_attn.q_proj.weight")
     'attention'
@@ -56,7 +56,7 @@ def module_kind(name: str) -> str:
 
 
 def layer(name: str) -> str:
-    """Returns the number of the layer that the parameter of this name belongs to; outside of layers, its kind.
+    """Return the number of the layer that the parameter of this name belongs to; outside of layers, its kind.
 
     >>> layer("model.layers.11.mlp.up_proj.lora_A.default.weight"), layer("model.norm.weight")
     ('11', 'norm')

@@ -56,7 +56,7 @@ class Direction:
 def changes_by_basis(
     further: Mapping[str, Tensor], plain: Tensor | None, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, Change], dict[str, dict[str, Change]]]:
-    """Returns the changes that need no basis, by name, and by the name of each whose weights are a basis those of it.
+    """Return the changes that need no basis, by name, and by the name of each whose weights are a basis those of it.
 
     further  what each adds to the `plain` weights, of the same shape. A collective: the same on all ranks
     plain    whose gradient is the step's own; None where the step's has other terms too
@@ -84,7 +84,7 @@ def changes_by_basis(
 
 
 def multiples(products: Tensor, row: int, others: Sequence[int], rounding: float = ROUNDING) -> list[float] | None:
-    """Returns the factors with which a vector is a sum of multiples of others; None if it is not.
+    """Return the factors with which a vector is a sum of multiples of others; None if it is not.
 
     products  the inner products of all vectors        row, others  their numbers
     rounding  of its square: what it may be off
@@ -101,7 +101,7 @@ def multiples(products: Tensor, row: int, others: Sequence[int], rounding: float
 
 
 def iter_basis_gradients(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
-    """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
+    """Yield the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
     The first comes first. A forward pass over the sequences with any weight, and a backward. Weights on at least half
     of all such sequences share their forward passes, as many as fit. A collective.
@@ -135,7 +135,7 @@ def _bytes_at_once(device: torch.device) -> int:
 
 
 def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
-    """Returns the mean gradient of each fold, (F, n) of each bucket, for each of these weights."""
+    """Return the mean gradient of each fold, (F, n) of each bucket, for each of these weights."""
     layout, batch = step.gradients.layout, step.batch
     found = [layout.zeros(batch.num_folds) for _ in weights]
     shares = shares_of_folds(step)
@@ -147,7 +147,7 @@ def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
 
 
 def rows_with_weight(weights: Sequence[LossWeights]) -> Tensor:
-    """Returns the sequences that have any of these weights, (B,)."""
+    """Return the sequences that have any of these weights, (B,)."""
     parts = [part for one in weights for part in (one.logps, one.entropies) if part is not None]
     return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
 
@@ -170,7 +170,7 @@ class ChangedSteps:
     def products(
         self, changes: Sequence[Change | None], directions: Sequence[Direction]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Returns X_k · Δ_(−k) of each fold and Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ) without each, both (F, directions).
+        """Return X_k · Δ_(−k) of each fold and Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ) without each, both (F, directions).
 
         For each change, and each direction X; the second is 0 of a direction without a mean. A change of None is the
         plain step itself, δθ in the place of Δ.
@@ -196,11 +196,11 @@ class ChangedSteps:
         return list(zip(*both, strict=True))
 
     def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:
-        """Returns those of the step and of the basis, not clipped, (F + 1, n) each."""
+        """Return those of the step and of the basis, not clipped, (F + 1, n) each."""
         return [torch.cat([term.without(EVERY_FOLD, piece), piece.of(term.mean)[None]]) for term in self._terms]
 
     def _inner_products(self) -> Tensor:
-        """Returns (F + 1, s, s): g · g, and with a basis g · D and D · D."""
+        """Return (F + 1, s, s): g · g, and with a basis g · D and D · D."""
         count = len(self._terms)
         squares = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
         for piece in self._pieces:
@@ -211,7 +211,7 @@ class ChangedSteps:
         return self._reduce(squares)
 
     def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        """Returns the steps that the optimizer makes of the changed gradients in this piece, (F + 1, n)."""
+        """Return the steps that the optimizer makes of the changed gradients in this piece, (F + 1, n)."""
         shares = [1.0 + change.gradient, change.basis][: len(gradients)]
         vector = self._squares.new_tensor(shares)
         square = (self._squares @ vector @ vector).clamp(min=0.0)  # below 0 by rounding only

@@ -23,7 +23,7 @@ from rl_training.step.score_check import ScoreCheck
 
 
 def log_ratios(batch: Batch) -> Tensor | None:
-    """Returns log π − log μ of each token, (B, T) fp64, 0 off the mask; None where they are not known.
+    """Return log π − log μ of each token, (B, T) fp64, 0 off the mask; None where they are not known.
 
     They are 0 where the policy sampled itself.
     """
@@ -35,7 +35,7 @@ def log_ratios(batch: Batch) -> Tensor | None:
 
 
 def prefix_ratios(step: Step) -> PrefixRatios | None:
-    """Returns the ratios of prefixes to the sampler, normalised over all sequences of the step; None where all are 1.
+    """Return the ratios of prefixes to the sampler, normalised over all sequences of the step; None where all are 1.
 
     Those of the widest process in width. A collective.
     """
@@ -48,7 +48,7 @@ def prefix_ratios(step: Step) -> PrefixRatios | None:
 
 
 def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
-    """Returns (F, 3): the sequences of each fold, Σ ρh and Σ ρ over their tokens. A collective.
+    """Return (F, 3): the sequences of each fold, Σ ρh and Σ ρ over their tokens. A collective.
 
     What a sequence does to the normaliser of position k, (1 − ρ_ik) times the mean there, is in its row for the sake of
     errors, and adds up to 0 over all.
@@ -69,7 +69,7 @@ def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
 def fold_gradients(
     step: Step, ratios: PrefixRatios | None, level: float, settings: EntropySettings, check: ScoreCheck
 ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
-    """Yields X of the folds of each group, (folds, n) of each bucket, from some responses of each of its prompts.
+    """Yield X of the folds of each group, (folds, n) of each bucket, from some responses of each of its prompts.
 
     One or two directions, each a mean over the fold's responses: ∂H_seq − H_tok ∂E[T], and ∂H_seq; baselines use all
     responses of a prompt. A collective.
@@ -128,7 +128,7 @@ def add_gradients(
     rollout: Rollout | None = None,
     check: ScoreCheck | None = None,
 ) -> None:
-    """Adds Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target, for its weights. A collective.
+    """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target, for its weights. A collective.
 
     rows    of this process; where there are none it runs the passes as the others do, with weight 0
     shares  (B, 1)            rollout  whose rows they are, where it is not the step's
@@ -150,7 +150,7 @@ def add_gradients(
 
 
 def shares_of_folds(step: Step) -> Tensor:
-    """Returns what makes of the loss's weights those of the mean gradient of each sequence's fold, (B, 1).
+    """Return what makes of the loss's weights those of the mean gradient of each sequence's fold, (B, 1).
 
     Weights are of a process's own mean over its sequences, and the loss is the mean over processes.
     """
@@ -165,7 +165,7 @@ def gradients_of_processes(
     shares: Tensor,
     rollout: Rollout | None = None,
 ) -> Iterator[list[Vector]]:
-    """Yields what `add_gradients` adds, part after part: a row for each process, of its own part. A collective.
+    """Yield what `add_gradients` adds, part after part: a row for each process, of its own part. A collective.
 
     parts  rows of this process; a process that has fewer parts than others gets zeros for the rest
     """

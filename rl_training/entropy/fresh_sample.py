@@ -61,7 +61,7 @@ class EvaluationBuffer:
         return self.sequences.count
 
     def blocks(self, microbatch_size: int) -> JackknifeUnits:
-        """Returns the block of each row: neighbouring units, as many as a microbatch holds, or fewer."""
+        """Return the block of each row: neighbouring units, as many as a microbatch holds, or fewer."""
         fitting = microbatch_size * self.units.count // self.num_sequences
         return self.units.in_blocks(max(1, min(fitting, self.units.count // MOST_BLOCKS)))
 
@@ -70,7 +70,7 @@ class EvaluationBuffer:
 
 
 def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> list[LossWeights]:
-    """Returns w and u of this process's sequences, in the order of the rollout, for each target. A collective."""
+    """Return w and u of this process's sequences, in the order of the rollout, for each target. A collective."""
     scores, sequences = buffer.scores, buffer.sequences
     entropies = scores.entropies.double()
     weights = []
@@ -81,7 +81,7 @@ def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> li
 
 
 def without_blocks(products: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Replicates:
-    """Returns the sum over blocks of (blocks, …, targets), and without each block: divided by what is left of E.
+    """Return the sum over blocks of (blocks, …, targets), and without each block: divided by what is left of E.
 
     Per token that is its share of E's tokens, per sequence of its sequences. The level H_tok inside of the weights and
     their baseline are taken as given.
@@ -117,7 +117,7 @@ class MeasuredChange:
 
 
 def measure_change(buffer: EvaluationBuffer, after: Scores, draw_afresh: Callable[[], Tensor]) -> MeasuredChange:
-    """Returns the change of entropy on E. A collective.
+    """Return the change of entropy on E. A collective.
 
     after        scores of E's tokens at θ', rows and width as in the buffer
     draw_afresh  returns the totals, (N, 3), of fresh responses at θ' with E's prompts and random numbers. All processes
@@ -132,7 +132,7 @@ def measure_change(buffer: EvaluationBuffer, after: Scores, draw_afresh: Callabl
 def change_between(
     before: Scores, after: Scores, sequences: JackknifeUnits, units: JackknifeUnits, fresh: Tensor | None
 ) -> MeasuredChange:
-    """Returns the change of entropy between two scorings of the same sequences. A collective."""
+    """Return the change of entropy between two scorings of the same sequences. A collective."""
     then, now = (_totals(scores, sequences) for scores in (before, after))
     return MeasuredChange(
         before, after, sequences, units, fresh,
@@ -146,7 +146,7 @@ def change_between(
 def true_change(
     before: Scores, after: Scores, sequences: JackknifeUnits, units: JackknifeUnits, fresh: Tensor | None
 ) -> Replicates:
-    """Returns ΔH by per-decision importance sampling, or pair by pair where E was drawn afresh. A collective.
+    """Return ΔH by per-decision importance sampling, or pair by pair where E was drawn afresh. A collective.
 
     units  what is left out at a time
     """
@@ -156,17 +156,17 @@ def true_change(
 
 
 def _totals(scores: Scores, sequences: JackknifeUnits) -> Tensor:
-    """Returns `sequence_totals` of all sequences of E, (N, 3)."""
+    """Return `sequence_totals` of all sequences of E, (N, 3)."""
     return sequences.gather(sequence_totals(scores))
 
 
 def _global_units(units: JackknifeUnits, sequences: JackknifeUnits) -> JackknifeUnits:
-    """Returns the unit of each sequence of all processes, for tables that every process has."""
+    """Return the unit of each sequence of all processes, for tables that every process has."""
     return JackknifeUnits(sequences.gather(units.number.double()).long(), units.count)
 
 
 def score_in_other_batches(policy: Policy, rollout: Rollout) -> Scores:
-    """Returns the scores of all rows once more, each in a batch with others of about its length: for the floor."""
+    """Return the scores of all rows once more, each in a batch with others of about its length: for the floor."""
     order = rollout.completion_mask.sum(dim=1).argsort(stable=True)
     parts = [policy.score_rollout(take_rows(rollout, rows)) for rows in order.chunk(2)]
     both = torch.cat([torch.stack([part.logps, part.entropies]) for part in parts], dim=1)

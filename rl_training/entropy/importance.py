@@ -52,19 +52,19 @@ class Weights:
 
 
 def sequence_totals(scores: Scores) -> Tensor:
-    """Returns (B, 3) in float64: S, H and T of each sequence, the sums over its tokens."""
+    """Return (B, 3) in float64: S, H and T of each sequence, the sums over its tokens."""
     exact = scores.exact()
     return torch.stack([exact.logps, exact.entropies, exact.mask], dim=1).sum(dim=2)
 
 
 def importance_weights(before: Tensor, after: Tensor) -> Weights:
-    """Returns ESS, largest and smallest of w = exp(S' − S), from `sequence_totals` of all sequences."""
+    """Return ESS, largest and smallest of w = exp(S' − S), from `sequence_totals` of all sequences."""
     weights, log_ratio = _relative_weights(before, after), after[:, LOGP] - before[:, LOGP]
     return Weights(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
 
 
 def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
-    """Returns the SNIS estimate from N sequences, (2,) per token and per sequence, and without each unit of them.
+    """Return the SNIS estimate from N sequences, (2,) per token and per sequence, and without each unit of them.
 
     before  (N, 3), `sequence_totals` under the policy they were sampled from
     after   (N, 3), of the same sequences under the other
@@ -77,7 +77,7 @@ def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits |
 
 
 def paired_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
-    """Returns the difference of two samples, (2,) per token and per sequence, and without each pair, (N, 2).
+    """Return the difference of two samples, (2,) per token and per sequence, and without each pair, (N, 2).
 
     Row i of both answers the same prompt with common random numbers.
 
@@ -90,20 +90,20 @@ def paired_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | Non
 
 
 def change_terms(before: Tensor, after: Tensor, weights: Tensor) -> Tensor:
-    """Returns (N, 6): what has to be summed over sequences for `change_of_sums`: w, wH', wT', 1, H, T."""
+    """Return (N, 6): what has to be summed over sequences for `change_of_sums`: w, wH', wT', 1, H, T."""
     columns = [weights, weights * after[:, ENTROPY], weights * after[:, LENGTH]]
     return torch.stack([*columns, torch.ones_like(weights), before[:, ENTROPY], before[:, LENGTH]], dim=1)
 
 
 def change_of_sums(sums: Tensor) -> Tensor:
-    """Returns (..., 2): ΔH per token and per sequence, from (..., 6) sums of `change_terms`."""
+    """Return (..., 2): ΔH per token and per sequence, from (..., 6) sums of `change_terms`."""
     weight, entropy_after, length_after, count, entropy, length = sums.unbind(-1)
     per_token = entropy_after / length_after - entropy / length
     return torch.stack([per_token, entropy_after / weight - entropy / count], dim=-1)
 
 
 def replicates_of_terms(terms: Tensor) -> Replicates:
-    """Returns the change, (2,), of (N, 6) `change_terms` of independent units, and without each of them, (N, 2)."""
+    """Return the change, (2,), of (N, 6) `change_terms` of independent units, and without each of them, (N, 2)."""
     if len(terms) < MIN_SEQUENCES:
         raise UserError(f"{len(terms)} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
     sums = terms.sum(dim=0)
@@ -111,6 +111,6 @@ def replicates_of_terms(terms: Tensor) -> Replicates:
 
 
 def _relative_weights(before: Tensor, after: Tensor) -> Tensor:
-    """Returns (N,) weights w / max w."""
+    """Return (N,) weights w / max w."""
     log_ratio = after[:, LOGP] - before[:, LOGP]
     return (log_ratio - log_ratio.max()).exp()

@@ -46,7 +46,7 @@ class RewardGradient:
 
 
 def reward_gradient(step: Step) -> RewardGradient:
-    """Returns J, the gradient of the mean reward of a response. A collective."""
+    """Return J, the gradient of the mean reward of a response. A collective."""
     by_response, why_none = _above_the_others(step)
     logs, no_logs = log_ratios(step.batch), NO_SAMPLING_LOGPS
     if not why_none and float(step.ranks.reduce(by_response.new_tensor(float(logs is None)))):
@@ -59,7 +59,7 @@ def reward_gradient(step: Step) -> RewardGradient:
 
 
 def why_not_of_rewards(step: Step) -> str:
-    """Returns why the step's gradient is not that of rewards less their groups' means, "" if it is. A collective.
+    """Return why the step's gradient is not that of rewards less their groups' means, "" if it is. A collective.
 
     Whoever has sampled the responses: ratios to a sampler are not in it.
     """
@@ -68,7 +68,7 @@ def why_not_of_rewards(step: Step) -> str:
 
 
 def _above_the_others(step: Step) -> tuple[Tensor, str]:
-    """Returns (r_i − mean) n/(n−1) / S of each response, (B,), and why it is not known. A collective.
+    """Return (r_i − mean) n/(n−1) / S of each response, (B,), and why it is not known. A collective.
 
     Times the number of processes: as training's weights, of whose sums the mean over processes is taken.
     """
@@ -92,7 +92,7 @@ def _on_tokens(step: Step, by_response: Tensor) -> LossWeights:
 
 
 def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | None, str]:
-    """Returns the gradient of these weights as a multiple of the step's own; None and why it is none. A collective."""
+    """Return the gradient of these weights as a multiple of the step's own; None and why it is none. A collective."""
     if step.capabilities.other_terms:
         return None, step.capabilities.other_terms
     own, other = (table.stacked().double().flatten() for table in (step.batch.loss_weights, weights))
@@ -107,12 +107,12 @@ def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | Non
 
 
 def reward_factor(step: Step) -> float | None:
-    """Returns J as a multiple of the step's own gradient; None where it is none. A collective."""
+    """Return J as a multiple of the step's own gradient; None where it is none. A collective."""
     return reward_gradient(step).factor
 
 
 def reward_products(step: Step, steps: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
-    """Returns n_k J_k · δθ_(−k) of each fold, and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) without each, (F, 2) fp64.
+    """Return n_k J_k · δθ_(−k) of each fold, and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) without each, (F, 2) fp64.
 
     A collective. nan where J is not a multiple of the step's own gradient, and without steps.
     """

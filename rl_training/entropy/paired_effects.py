@@ -17,7 +17,7 @@ from rl_training.step.data import Step
 
 
 def why_no_folds(step: Step, off_policy: str) -> str:
-    """Returns why there are no products by folds, with errors, "" if there are.
+    """Return why there are no products by folds, with errors, "" if there are.
 
     off_policy  why not off-policy
     """
@@ -43,7 +43,7 @@ class StepByFolds:
         self._by_fold = change.levels[:, [0, 2]].cpu()
 
     def pair(self, own: Tensor, lost: Tensor) -> Pair:
-        """Returns ΔH per token and Δreward per response of one change, from its products by fold.
+        """Return ΔH per token and Δreward per response of one change, from its products by fold.
 
         own, lost  (F, directions), as ChangedSteps.products has them, of X, or of X and the gradient of the reward
         """
@@ -61,7 +61,7 @@ def paired_effects(
     weights: Mapping[str, Tensor],
     reward: float | LossWeights | None,
 ) -> dict[str, Pair]:
-    """Returns ΔH per token and Δreward per response of each change, by name. A collective.
+    """Return ΔH per token and Δreward per response of each change, by name. A collective.
 
     Only where `why_no_folds` is "".
 
@@ -92,7 +92,7 @@ def paired_effects(
 
 
 def _per_unit(sums: Tensor) -> Tensor:
-    """Returns (..., 2): ΔH per token and Δreward per response, nan where that has no gradient.
+    """Return (..., 2): ΔH per token and Δreward per response, nan where that has no gradient.
 
     sums  (..., 2 + directions): responses, tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k)
     """

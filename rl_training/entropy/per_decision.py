@@ -36,7 +36,7 @@ from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 
 def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | None = None) -> Replicates:
-    """Returns ΔH, (2,) nats per token and per sequence, and without each sequence, (N, 2), from N sequences.
+    """Return ΔH, (2,) nats per token and per sequence, and without each sequence, (N, 2), from N sequences.
 
     before  scores under the policy that they were sampled from
     after   scores of the same tokens under the other
@@ -65,7 +65,7 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
 
 
 def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replicates:
-    """Returns H, (2,) nats per token and per sequence, of sequences under the policy that they were sampled from."""
+    """Return H, (2,) nats per token and per sequence, of sequences under the policy that they were sampled from."""
     units = units or JackknifeUnits.of_rows(scores.mask)
     exact = _exact(scores, units)
     sums = _sums(torch.stack([exact.entropies, exact.mask], dim=1).sum(dim=2), units)
@@ -75,7 +75,7 @@ def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replica
 def first_order_change(
     scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor, units: JackknifeUnits | None = None
 ) -> Replicates:
-    """Returns X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2); baseline "buffer".
+    """Return X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2); baseline "buffer".
 
     logp_slopes, entropy_slopes  (N, T): ∂log π(t_ik)·δθ and ∂h_ik·δθ; see `slopes`
     units                        what is left out at a time instead of one sequence
@@ -103,7 +103,7 @@ def first_order_change(
 
 
 def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
-    """Returns (∂log π·δθ, ∂h·δθ), both (N, T), by central differences of the scores at θ ± size·δθ; error O(size²)."""
+    """Return (∂log π·δθ, ∂h·δθ), both (N, T), by central differences of the scores at θ ± size·δθ; error O(size²)."""
     return (
         (ahead.logps.double() - behind.logps.double()) / (2.0 * size),
         (ahead.entropies.double() - behind.entropies.double()) / (2.0 * size),
@@ -117,7 +117,7 @@ def _exact(scores: Scores, units: JackknifeUnits) -> Scores:
 
 
 def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
-    """Returns (H/T, H) of (H, T)."""
+    """Return (H/T, H) of (H, T)."""
 
     def ratio(values: Tensor) -> Tensor:
         return torch.stack([values[..., 0] / values[..., 1], values[..., 0]], dim=-1)
@@ -126,7 +126,7 @@ def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
 
 
 def _sums(values: Tensor, units: JackknifeUnits) -> Replicates:
-    """Returns the sum of (N, …) over all sequences, and without each unit."""
+    """Return the sum of (N, …) over all sequences, and without each unit."""
     by_unit = units.gather(values)
     total = by_unit.sum(dim=0)
     return Replicates(total, total - by_unit)
@@ -137,7 +137,7 @@ def _ratio(sums: Replicates, counts: Replicates) -> Replicates:
 
 
 def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: JackknifeUnits) -> Replicates:
-    """Returns Σ_ik (v_ik − loo_k) d_ik, (1,), and the same without each unit; loo the mean over the others alive at k.
+    """Return Σ_ik (v_ik − loo_k) d_ik, (1,), and the same without each unit; loo the mean over the others alive at k.
 
     Of n alive sequences it is (n Σ v d − Σ v Σ d) / (n − 1) at each position, and where there is one, v d.
     """

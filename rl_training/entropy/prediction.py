@@ -61,7 +61,7 @@ ONE_FOLD = "there is only one fold, so none can be left out: use {more_folds}"
 
 
 def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyChange:
-    """Returns what the step does to entropy to first order, as far as `needs` asks for it. A collective.
+    """Return what the step does to entropy to first order, as far as `needs` asks for it. A collective.
 
     The memory keeps δθ for the step after.
     """
@@ -117,7 +117,7 @@ def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> E
 
 
 def _why_no_entropy_gradient(step: Step) -> str:
-    """Returns why X is not available, "" if it is. With another sampler a collective.
+    """Return why X is not available, "" if it is. With another sampler a collective.
 
     X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
     """
@@ -133,13 +133,13 @@ def _why_no_entropy_gradient(step: Step) -> str:
 
 
 def _why_no_forward(step: Step) -> str:
-    """Returns why no fold can be left out of the step, "" if one can."""
+    """Return why no fold can be left out of the step, "" if one can."""
     one_fold = ONE_FOLD.format(more_folds=step.capabilities.more_folds) if step.num_folds < 2 else ""
     return step.optimizer.reason or step.gradients.why_no_rows or one_fold or step.capabilities.reused
 
 
 def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdates | None]:
-    """Returns δθ by the formula, as the weights keep it, and the steps without each fold; None where not available."""
+    """Return δθ by the formula, as the weights keep it, and the steps without each fold; None where not available."""
     gradients, max_grad_norm, reduce = step.gradients, step.optimizer.max_grad_norm, step.ranks.reduce
     layout = gradients.layout
     if step.optimizer.states is None:
@@ -164,7 +164,7 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdat
 def _with_quantities(
     change: EntropyChange, step: Step, memory: PreviousUpdate, levels: Tensor, products: FoldProducts
 ) -> EntropyChange:
-    """Returns the change with the entropy, each product and each split of forward, by name. A collective.
+    """Return the change with the entropy, each product and each split of forward, by name. A collective.
 
     They are nan with a reason where not available. Variances of products are averaged over a few steps, because one
     batch can miss rare responses and look too certain.
@@ -207,7 +207,7 @@ def _with_quantities(
 
 
 def statistic(sums: Tensor) -> Tensor:
-    """Returns (..., 1 + products + 2, 2) from sums over folds, of which the last two are those of the reward.
+    """Return (..., 1 + products + 2, 2) from sums over folds, of which the last two are those of the reward.
 
     The entropy and each product, per token and per sequence; the changes of length and reward; ½(forward + backward),
     which of ONE batch is its share of the cumulative trapezoid: the two are not independent, so that its error is taken
@@ -224,7 +224,7 @@ def statistic(sums: Tensor) -> Tensor:
 
 
 def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | None) -> Tensor:
-    """Returns (F, columns), row l the sums without fold l.
+    """Return (F, columns), row l the sums without fold l.
 
     total    (columns,), over all folds
     by_fold  (F, columns), what each fold adds

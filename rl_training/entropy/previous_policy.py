@@ -34,7 +34,7 @@ from rl_training.policy.scores import Scores
 def differences_before(
     scores: Scores, before: Scores, rows: Tensor, prompt_index: Tensor, rewards: Tensor, log_ratios: Tensor
 ) -> Tensor:
-    """Returns (B', 5) fp64 of some responses: their terms of H' − H, T' − T, r' − r and of KL(π|π'); and log w.
+    """Return (B', 5) fp64 of some responses: their terms of H' − H, T' − T, r' − r and of KL(π|π'); and log w.
 
     scores        of all responses, under the policy after the step
     before        of `rows` under the policy before, in the same columns
@@ -71,6 +71,6 @@ def differences_before(
 
 
 def _prefix_ratios(logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ρ before each token, log ρ after the last, (B,), and how each token moves ρ."""
+    """Return ρ before each token, log ρ after the last, (B,), and how each token moves ρ."""
     before = sums_before(logs).exp()
     return before, logs.sum(dim=1), before * logs.expm1()

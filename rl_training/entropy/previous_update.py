@@ -33,7 +33,7 @@ class ShardedVectorState:
         self.errors = RunningVariance(error_decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the errors, the step and this process's entries, in host memory; of these nothing before the first.
+        """Return the errors, the step and this process's entries, in host memory; of these nothing before the first.
 
         The name of each says which entries it has, so that any number of processes can read them.
         """
@@ -47,7 +47,7 @@ class ShardedVectorState:
         return state | {"update_step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state_dict` returned on one process or several; of nothing, it begins anew.
+        """Take back what `state_dict` returned on one process or several; of nothing, it begins anew.
 
         ValueError for another model's, or where entries of this process are not there.
         """
@@ -74,7 +74,7 @@ class ShardedVectorState:
         self.step = int(state["update_step"])
 
     def _own(self, name: str, shards: Iterable[tuple[int, int, Tensor]]) -> Tensor:
-        """Returns this process's entries of a parameter, (n,), from parts that any processes kept."""
+        """Return this process's entries of a parameter, (n,), from parts that any processes kept."""
         first, last, _ = self._places[name]
         own = torch.empty(last - first, dtype=self._layout.dtype, device=self._layout.device)
         missing = last - first
@@ -115,11 +115,11 @@ class PreviousUpdate(ShardedVectorState):
         self.most_bytes = num_bytes([*parts.values(), *self._before.values()]) + more * self._layout.num_bytes
 
     def before(self, step: int) -> Vector | None:
-        """Returns δθ of step − 1, None if it is not known."""
+        """Return δθ of step − 1, None if it is not known."""
         return self.vector if self.step == step - 1 else None
 
     def why_none(self, step: int) -> str:
-        """Returns why δθ of step − 1 is not known, "" if it is."""
+        """Return why δθ of step − 1 is not known, "" if it is."""
         if self.step is None:
             return "this is the first measured step: there is no earlier update to look back on"
         if self.step != step - 1:
@@ -127,12 +127,12 @@ class PreviousUpdate(ShardedVectorState):
         return self._why_unknown
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
-        """Keeps this step's δθ; where there is none, a copy of the weights that it starts from."""
+        """Keep this step's δθ; where there is none, a copy of the weights that it starts from."""
         self.step, self.vector, self._why_unknown = step, update, ""
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
     def leave_out(self, step: int, reason: str) -> None:
-        """Keeps nothing of a step, for this reason."""
+        """Keep nothing of a step, for this reason."""
         self.step, self._before = step, {}
         self.forget(reason)
 
@@ -153,7 +153,7 @@ class PreviousUpdate(ShardedVectorState):
 
 
 def _shards_in(state: Mapping[str, Tensor]) -> dict[str, list[tuple[int, int, Tensor]]]:
-    """Returns the parts of each parameter in a checkpoint: start, stop, entries."""
+    """Return the parts of each parameter in a checkpoint: start, stop, entries."""
     shards: dict[str, list[tuple[int, int, Tensor]]] = {}
     for key, shard in state.items():
         if key.startswith(SHARD):

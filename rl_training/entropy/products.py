@@ -22,7 +22,7 @@ PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
 
 
 def pad_units(values: Tensor) -> Tensor:
-    """Returns (…, 2) of (…, 1 or 2): nan per sequence where it was not asked for."""
+    """Return (…, 2) of (…, 1 or 2): nan per sequence where it was not asked for."""
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
 
 
@@ -49,7 +49,7 @@ class FoldProducts:
         self.sums = [self.layout.zeros() for _ in range(self.num_targets)]
 
     def add(self, k: int, directions: list[Vector]) -> None:
-        """Takes X_k, a vector for each target."""
+        """Take X_k, a vector for each target."""
         for total, x in zip(self.sums, directions, strict=True):
             add(total, x, float(self.sizes[k]))
         reuse, backward = self._dots(self.update, directions), self._dots(self.previous, directions)
@@ -57,7 +57,7 @@ class FoldProducts:
         self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
 
     def over_processes(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns n_k X_k · δθ of PRODUCTS and of forward's splits, and what the others lose with a fold. A collective.
+        """Return n_k X_k · δθ of PRODUCTS and of forward's splits, and what the others lose with a fold. A collective.
 
         Both fp64, a pair for each: (F, products, 2). The second is Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, of
         what is made of steps without a fold: forward, with clipping and without, and its parts by cause.
@@ -73,7 +73,7 @@ class FoldProducts:
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
     def _leave_out_correction(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the others lose with each fold l, (F, targets), and of that each cause, (F, causes, targets).
+        """Return what the others lose with each fold l, (F, targets), and of that each cause, (F, causes, targets).
 
         In all S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), which is given. Momentum and decay
         depend on a fold's gradient through the preconditioner alone, or not at all: of theirs the share n_l / N is left
@@ -95,13 +95,13 @@ class FoldProducts:
         return whole, by_cause
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
-        """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""
+        """Return X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""
         if update is None:
             return torch.full((len(directions),), torch.nan, dtype=torch.float64, device=self.layout.device)
         return torch.stack([dot(update, x) for x in directions])
 
     def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns X_k · δθ_(−k), the same without clipping, and the first by cause and by parameter."""
+        """Return X_k · δθ_(−k), the same without clipping, and the first by cause and by parameter."""
         if self.steps is None:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)

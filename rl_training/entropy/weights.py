@@ -61,12 +61,12 @@ class PrefixRatios(NamedTuple):
 
     @classmethod
     def of(cls, log_ratios: Tensor, mask: Tensor) -> PrefixRatios:
-        """Returns those of log π − log μ of each token, (B, T), where mask is 1."""
+        """Return those of log π − log μ of each token, (B, T), where mask is 1."""
         logs = log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, policy_first(mask))
         return cls(sums_before(logs).exp(), running_sum(logs).exp())
 
     def normalised(self, reduce: Callable[[Tensor], Tensor] = identity) -> PrefixRatios:
-        """Returns them over their mean over all N sequences at each position: 1 in expectation, so less noise.
+        """Return them over their mean over all N sequences at each position: 1 in expectation, so less noise.
 
         reduce  sums a tensor over the processes that hold the sequences, in tables of one width
         """
@@ -77,7 +77,7 @@ class PrefixRatios(NamedTuple):
 
 
 def policy_first(mask: Tensor) -> Tensor:
-    """Returns an order of the columns of each row of (B, T): first those where mask is 1, as they come."""
+    """Return an order of the columns of each row of (B, T): first those where mask is 1, as they come."""
     return (mask == 0).long().argsort(dim=1, stable=True)
 
 
@@ -90,7 +90,7 @@ def surrogate_weights(
     reduce: Callable[[Tensor], Tensor] = identity,
     ratios: PrefixRatios | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (logp_weights, entropy_weights), both (B, T), detached, zero where mask is 0.
+    """Return (logp_weights, entropy_weights), both (B, T), detached, zero where mask is 0.
 
     The entropy gradient is the gradient of
         mean over the B sequences of Σ_k logp_weights·logps + entropy_weights·entropies.
@@ -124,7 +124,7 @@ def surrogate_weights(
 
 
 def running_sum(values: Tensor) -> Tensor:
-    """Returns the sums of (B, T) values up to each position.
+    """Return the sums of (B, T) values up to each position.
 
     On the CPU where torch may use deterministic algorithms only: it has none for this on a GPU, and would raise.
     """
@@ -133,19 +133,19 @@ def running_sum(values: Tensor) -> Tensor:
 
 
 def sums_before(values: Tensor) -> Tensor:
-    """Returns the sums of (B, T) values strictly before each position."""
+    """Return the sums of (B, T) values strictly before each position."""
     return running_sum(values) - values
 
 
 def sums_after(values: Tensor) -> Tensor:
-    """Returns the sums of (B, T) values strictly after each position."""
+    """Return the sums of (B, T) values strictly after each position."""
     return running_sum(values.flip(1)).flip(1) - values
 
 
 def _costs(
     target: Target, entropies: Tensor, weights: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Returns what a token is expected to add to the target before it is sampled, and the weight of its entropy.
+    """Return what a token is expected to add to the target before it is sampled, and the weight of its entropy.
 
     weights  (B, T), ρ_<k; 0 where no token is
     """
@@ -163,7 +163,7 @@ def _costs(
 
 
 def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns prompt_index renumbered 0 .. number of prompts − 1, after checking that each prompt has two responses."""
+    """Return prompt_index renumbered 0 .. number of prompts − 1, after checking that each prompt has two responses."""
     _, group, sizes = prompt_index.unique(return_inverse=True, return_counts=True)
     if int(reduce(sizes.double()).min()) < 2:
         raise UserError(

@@ -25,7 +25,7 @@ DEFAULT_NUM_FOLDS = 8  # folds for an error bar that is known well enough
 
 
 def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) -> tuple[Tensor, Tensor]:
-    """Returns a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (F,) each: a mean without fold k is a_k g + b_k g_k.
+    """Return a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (F,) each: a mean without fold k is a_k g + b_k g_k.
 
     fold_sizes  (F,), n_k            total_size  N; None where they add up to it
     ValueError when a fold is everything there is.
@@ -41,7 +41,7 @@ def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) 
 
 
 def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
-    """Returns the rows of parts that lie one after another.
+    """Return the rows of parts that lie one after another.
 
     >>> ranges_of([2, 3])
     (range(0, 2), range(2, 5))
@@ -67,7 +67,7 @@ def plan_folds(
     num_folds: int | None = None,
     sizes_of_ranks: Sequence[Sequence[int]] | None = None,
 ) -> list[FoldGroup]:
-    """Returns the folds of a step, sets of whole prompts of all processes; as many groups and passes on each process.
+    """Return the folds of a step, sets of whole prompts of all processes; as many groups and passes on each process.
 
     sizes           sequences of each microbatch of this process, whose prompts lie one after another
     num_folds       over all processes; None: at least DEFAULT_NUM_FOLDS, where that takes no pass beyond the loop's own
@@ -119,7 +119,7 @@ def _slices(microbatch: range, slices: int, responses_per_prompt: int) -> list[r
 def _parts_and_slices(
     units: int, microbatches: int, prompts: int, num_ranks: int, num_folds: int | None
 ) -> tuple[int, int]:
-    """Returns of how many groups of processes each unit is a fold of its own, and how many slices a microbatch has."""
+    """Return of how many groups of processes each unit is a fold of its own, and how many slices a microbatch has."""
     divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if num_folds is None:
         return next((parts for parts in divisors if parts * units >= DEFAULT_NUM_FOLDS), num_ranks), 1
@@ -153,7 +153,7 @@ def response_index(prompt_index: Tensor) -> Tensor:
 
 
 def centre_by_prompt(rewards: Tensor, prompt_index: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each reward less the mean of its prompt's, (b,), and how many rewards that mean is of, (b,).
+    """Return each reward less the mean of its prompt's, (b,), and how many rewards that mean is of, (b,).
 
     A reward of nan is none: it is in no mean, and less it is nan.
 

@@ -24,7 +24,7 @@ class LossWeights:
     entropies: Tensor | None  # (B, T), d; None where the loss does not depend on entropies
 
     def of_rows(self, rows: Tensor, width: int, share: float | Tensor = 1.0) -> LossWeights:
-        """Returns the weights of some rows, as wide as their scores.
+        """Return the weights of some rows, as wide as their scores.
 
         share  factor on all of them, or (rows, 1) on each
         """
@@ -32,22 +32,22 @@ class LossWeights:
         return LossWeights(self.logps[rows, :width] * share, entropies)
 
     def where(self, chosen: Tensor) -> LossWeights:
-        """Returns these weights, and 0 where (B, T) or (B, 1) are not chosen."""
+        """Return these weights, and 0 where (B, T) or (B, 1) are not chosen."""
         entropies = None if self.entropies is None else self.entropies.where(chosen, 0.0)
         return LossWeights(self.logps.where(chosen, 0.0), entropies)
 
     def stacked(self) -> Tensor:
-        """Returns both as one table, (2, B, T)."""
+        """Return both as one table, (2, B, T)."""
         return torch.stack([self.logps, torch.zeros_like(self.logps) if self.entropies is None else self.entropies])
 
     @classmethod
     def of_stacked(cls, table: Tensor) -> LossWeights:
-        """Returns the weights of such a table; those of entropies are None, which spares their backward, if all 0."""
+        """Return the weights of such a table; those of entropies are None, which spares their backward, if all 0."""
         return cls(table[0], table[1] if table[1].any() else None)
 
 
 def outputs_and_weights(fresh: Scores, weights: LossWeights) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns what one backward starts from to give Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik: tensors, their gradients."""
+    """Return what one backward starts from to give Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik: tensors, their gradients."""
     if weights.entropies is None:
         return [fresh.logps], [weights.logps.to(fresh.logps)]
     return [fresh.logps, fresh.entropies], [weights.logps.to(fresh.logps), weights.entropies.to(fresh.entropies)]
@@ -56,7 +56,7 @@ def outputs_and_weights(fresh: Scores, weights: LossWeights) -> tuple[list[Tenso
 def gradient_of(
     fresh: Scores, logps: Tensor, entropies: Tensor | None, parameters: Sequence[Tensor], keep_graph: bool = False
 ) -> tuple[Tensor, ...]:
-    """Returns Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of these weights, as wide as the scores, in one backward.
+    """Return Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of these weights, as wide as the scores, in one backward.
 
     keep_graph  for another backward through the same scores
     """

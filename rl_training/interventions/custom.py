@@ -19,7 +19,7 @@ from rl_training.interventions.loss import Function, LossInputs
 
 
 def load_own(place: str, name: str) -> Function:
-    """Returns a function in a file, or in a module that can be imported, checked. ValueError where there is none."""
+    """Return a function in a file, or in a module that can be imported, checked. ValueError where there is none."""
     path = Path(place)
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -40,7 +40,7 @@ def load_own(place: str, name: str) -> Function:
 
 
 def _checked_weights(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
-    """Returns the weights that a function makes of copies: what it writes into them, only its own result has."""
+    """Return the weights that a function makes of copies: what it writes into them, only its own result has."""
     with wrap_user_errors(f"intervention {name}"):
         found: Any = function(copy.deepcopy(loss), strength)
     if not isinstance(found, LossWeights):
@@ -50,7 +50,7 @@ def _checked_weights(name: str, function: Function, loss: LossInputs, strength: 
 
 
 def _checked(name: str, weights: Any, like: Tensor) -> Tensor:
-    """Returns weights as training's own are kept. ValueError where they are no tensor, not finite or of other shape."""
+    """Return weights as training's own are kept. ValueError where they are no tensor, not finite or of other shape."""
     if isinstance(weights, Tensor) and weights.shape == like.shape and bool(torch.isfinite(weights).all()):
         return weights.detach().to(like)
     kind = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__

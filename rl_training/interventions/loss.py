@@ -80,20 +80,20 @@ class LossInputs:
         return 1.0 / (len(self.advantages) * self.microbatches * self.settings.max_length)
 
     def clipped(self, ratios: Tensor, low: float, high: float, factors: Tensor | None = None) -> Tensor:
-        """Returns Dr-GRPO's weights, −u ρ A where the clip lets ρ through, times factors, (b, T)."""
+        """Return Dr-GRPO's weights, −u ρ A where the clip lets ρ through, times factors, (b, T)."""
         advantages = self.advantages_of_tokens
         passes = torch.where(advantages > 0, ratios <= 1.0 + high, ratios >= 1.0 - low)
         weights = -self.unit * ratios * advantages * passes * self.scores.mask * (1.0 if factors is None else factors)
         return weights.to(self.weights.logps)
 
     def corrected(self, correction: Correction | None) -> Tensor:
-        """Returns Dr-GRPO's weights as they are set, but with this correction for the sampler, (b, T)."""
+        """Return Dr-GRPO's weights as they are set, but with this correction for the sampler, (b, T)."""
         assert self.settings is not None
         factors = None if correction is None else correction.factors(self.log_sampler_ratios)
         return self.clipped(self.ratios, self.settings.epsilon_low, self.settings.epsilon_high, factors)
 
     def compared(self) -> LossInputs:
-        """Returns the same, with what its weights say of the loss."""
+        """Return the same, with what its weights say of the loss."""
         found, advantages = self.weights.logps.double(), self.advantages_of_tokens.double()
         size = found.abs().max() * advantages.abs().max()
         against = (found * advantages).clamp(min=0.0).max() > SIGNS * size
@@ -111,7 +111,7 @@ Function = Callable[[LossInputs, float], LossWeights]
 def loss_inputs(
     batch: Batch, reduce: Callable[[Tensor], Tensor], reference_logps: Tensor | None = None
 ) -> list[LossInputs]:
-    """Returns what the loss knew of each microbatch of a step on this rank. A collective.
+    """Return what the loss knew of each microbatch of a step on this rank. A collective.
 
     reference_logps  (B, T), where they are known
 
@@ -152,7 +152,7 @@ def microbatch_inputs(
     zero_advantage_share: float = 0.0,
     responses_per_prompt: int | None = None,
 ) -> LossInputs:
-    """Returns what the loss knows of a microbatch; by default one that is a whole step.
+    """Return what the loss knows of a microbatch; by default one that is a whole step.
 
     scores                (b, T), without graph; the mask is 1 on the policy's tokens, those that the loss hides too
     responses_per_prompt  None: it has all of each
@@ -191,7 +191,7 @@ def microbatch_inputs(
 
 
 def zero_advantage_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
-    """Returns the share of the prompts, over all ranks, whose responses all have the advantage 0. A collective.
+    """Return the share of the prompts, over all ranks, whose responses all have the advantage 0. A collective.
 
     advantages  (b, …), of responses or of their tokens
 

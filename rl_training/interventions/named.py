@@ -96,7 +96,7 @@ class Intervention:
         return "sampler" in self.needs or self.trl == "epsilon_high"
 
     def why_unavailable(self, loss: LossInputs) -> str:
-        """Returns why it is not available with this loss, "" if it is."""
+        """Return why it is not available with this loss, "" if it is."""
         differs = {"not known"} if loss.settings is None else loss.settings.differs
         is_set = differs <= ENTROPY_TERMS  # Dr-GRPO's: then its weights are
         has = {
@@ -113,7 +113,7 @@ class Intervention:
         return next((NEEDS[need] for need in self.needs if not has[need]), "")
 
     def weights(self, loss: LossInputs) -> LossWeights:
-        """Returns the new weights of a microbatch. ValueError, naming it, where one's own function fails."""
+        """Return the new weights of a microbatch. ValueError, naming it, where one's own function fails."""
         assert self.function is not None
         return self.function(loss, self.strength)
 
@@ -157,7 +157,7 @@ MUTUALLY_EXCLUSIVE = ({"psr", "nsr"}, {"drop_truncated", "keep_truncated"})  # o
 
 
 def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
-    """Returns the interventions of a list of names. ValueError, beginning with the setting, for what is no such list.
+    """Return the interventions of a list of names. ValueError, beginning with the setting, for what is no such list.
 
     >>> [each.name for each in interventions_of(["psr", "lr:2"], "which")]
     ['psr', 'lr:2']
@@ -176,7 +176,7 @@ def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
 
 
 def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
-    """Returns what a training does one after another. ValueError for two of a kind, or two that leave nothing."""
+    """Return what a training does one after another. ValueError for two of a kind, or two that leave nothing."""
     found = interventions_of(names, "interventions")
     kinds = Counter(each.name.partition(":")[0] for each in found)
     for kind, count in kinds.items():
@@ -194,7 +194,7 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
 
 
 def intervention(text: str) -> Intervention:
-    """Returns the intervention of a name, or of name:strength, or of file.py:function[:strength], module:function.
+    """Return the intervention of a name, or of name:strength, or of file.py:function[:strength], module:function.
 
     ValueError for a name that is not known, and for a strength that means nothing.
 

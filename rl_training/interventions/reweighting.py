@@ -69,7 +69,7 @@ def std_norm(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def _deviation(rewards: Tensor) -> Tensor:
-    """Returns the standard deviation of the rewards that are there, 0 where there are not two."""
+    """Return the standard deviation of the rewards that are there, 0 where there are not two."""
     known = rewards[~rewards.isnan()].double()
     return known.std() if len(known) > 1 else known.new_zeros(())
 
@@ -235,17 +235,17 @@ def ppo_clip(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def corrected(loss: LossInputs, correction: Correction | None) -> LossWeights:
-    """Returns Dr-GRPO's weights with this correction for the sampler instead of the loss's own."""
+    """Return Dr-GRPO's weights with this correction for the sampler instead of the loss's own."""
     return LossWeights(loss.corrected(correction), loss.weights.entropies)
 
 
 def scaled(loss: LossInputs, factor: Tensor) -> LossWeights:
-    """Returns factor · c, (b, T) or (b, 1), and the same d."""
+    """Return factor · c, (b, T) or (b, 1), and the same d."""
     return LossWeights((loss.weights.logps * factor).to(loss.weights.logps), loss.weights.entropies)
 
 
 def highest_entropies(loss: LossInputs, share: float) -> Tensor:
-    """Returns the tokens with the highest entropies of the microbatch's, this share of them, (b, T) bool."""
+    """Return the tokens with the highest entropies of the microbatch's, this share of them, (b, T) bool."""
     mask, entropies = loss.scores.mask.bool(), loss.scores.entropies
     if not mask.any():
         return mask
@@ -253,7 +253,7 @@ def highest_entropies(loss: LossInputs, share: float) -> Tensor:
 
 
 def _most_covariant(loss: LossInputs, share: float) -> Tensor:
-    """Returns the tokens with the largest (A − mean A)(log π − mean log π) over the microbatch's, (b, T) bool."""
+    """Return the tokens with the largest (A − mean A)(log π − mean log π) over the microbatch's, (b, T) bool."""
     mask = loss.scores.mask.bool()
     advantages = loss.advantages_of_tokens.expand(mask.shape)[mask].double()
     logps = loss.scores.logps[mask].double()

@@ -46,7 +46,7 @@ class SampledBuffer(EvaluationBuffer):
 
 
 def units_of(scores: Scores, responses: int) -> tuple[JackknifeUnits, JackknifeUnits]:
-    """Returns E's sequences, and what is independent of them: prompts, or responses if there is only one prompt.
+    """Return E's sequences, and what is independent of them: prompts, or responses if there is only one prompt.
 
     responses  to each prompt, one after another
     """
@@ -70,7 +70,7 @@ class UpdateBuffer:
 def sample_update(
     restored: RestoredTrainer, settings: UpdateConfig, chunk_size: int, progress: Progress = silent
 ) -> UpdateBuffer:
-    """Returns U, drawn and rewarded as the training would; through the filter, with what its buffer knew then.
+    """Return U, drawn and rewarded as the training would; through the filter, with what its buffer knew then.
 
     chunk_size  sequences generated at once, at most; the filter generates for all prompts at once
 
@@ -100,7 +100,7 @@ def sample_update(
 def _generate_rewarded(
     restored: RestoredTrainer, rows: list[dict[str, Any]], seed: int, filtered: bool
 ) -> dict[str, Any]:
-    """Returns TRL's rollout of these rows, or as many through the filter; the trainer's buffer stays as it was."""
+    """Return TRL's rollout of these rows, or as many through the filter; the trainer's buffer stays as it was."""
     trainer, buffer = restored.trainer, restored.trainer.buffer
     trainer.buffer = _filter_of(restored, seed) if filtered else None
     try:
@@ -110,7 +110,7 @@ def _generate_rewarded(
 
 
 def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
-    """Returns a filter with the statistics of the trainer's buffer, if it has one, and its own random numbers."""
+    """Return a filter with the statistics of the trainer's buffer, if it has one, and its own random numbers."""
     known = restored.trainer.buffer
     settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
     own = FilteredBuffer(**settings, seed=seed)
@@ -127,7 +127,7 @@ def sample_evaluation(
     chunk_size: int,
     progress: Progress = silent,
 ) -> SampledBuffer:
-    """Returns E, sampled and scored at the checkpoint.
+    """Return E, sampled and scored at the checkpoint.
 
     update  whose prompts E's may overlap with, or not
     """
@@ -139,13 +139,13 @@ def sample_evaluation(
 
 
 def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
-    """Returns the scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
+    """Return the scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
     rollout, number = respond(restored, buffer.rows, buffer.seed, buffer.chunk_size)
     return gather_scores(restored, restored.policy.score_rollout(rollout), number, buffer.num_sequences)
 
 
 def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, total: int) -> Scores:
-    """Returns the scores of all processes' sequences, (N, L), on each of them.
+    """Return the scores of all processes' sequences, (N, L), on each of them.
 
     number  (B,), which of the N sequences each of this process's rows is
     """
@@ -161,7 +161,7 @@ def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, tot
 
 
 def gather_rollout(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
-    """Returns the sequences of all processes, on each of them, in the order of `prompt_index`."""
+    """Return the sequences of all processes, on each of them, in the order of `prompt_index`."""
     parts = restored.gather([_on(rollout, torch.device("cpu"))])
     rollout = _on(join_rollouts(parts), restored.device)
     return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
@@ -173,20 +173,20 @@ def _on(rollout: Rollout, device: torch.device) -> Rollout:
 
 
 def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
-    """Returns prompt and response of a row, without padding."""
+    """Return prompt and response of a row, without padding."""
     prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
     response = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
     return prompt.tolist(), response.tolist()
 
 
 def text_of(restored: RestoredTrainer, rollout: Rollout, row: int) -> dict[str, str]:
-    """Returns prompt and response of a row as texts."""
+    """Return prompt and response of a row as texts."""
     prompt, response = (restored.policy.decode(torch.tensor(ids)) for ids in tokens_of(rollout, row))
     return {"prompt": prompt, "response": response}
 
 
 def rewards_of(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollout: Rollout) -> Tensor:
-    """Returns the rewards of E, (N_E,), answers to these rows."""
+    """Return the rewards of E, (N_E,), answers to these rows."""
     completions = [tokens_of(rollout, number)[1] for number in range(rollout.num_sequences)]
     return restored.trainer.rewards_of(list(rows), completions).cpu().float()
 
@@ -214,7 +214,7 @@ def _rows_of_evaluation(
 
 
 def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
-    """Returns which of these prompts are in U, by their tokens: rows of a data set may repeat a text."""
+    """Return which of these prompts are in U, by their tokens: rows of a data set may repeat a text."""
     rollout = update.rollout
     own = {tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
     tokens = [tuple(ids) for ids in restored.trainer._tokenize_prompts(list(prompts))[0]]

@@ -33,7 +33,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Raises ValueError where model and checkpoint hold other weights, or other ones are trainable: G1.
+    """Raise ValueError where model and checkpoint hold other weights, or other ones are trainable: G1.
 
     PEFT would load neither another adapter's weights nor those of another shape, and go on.
     """
@@ -65,7 +65,7 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _shapes_in(checkpoint: Path, is_adapter: bool) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors in a checkpoint's weights, by name; of an adapter's alone, where it is one."""
+    """Return the shapes of the tensors in a checkpoint's weights, by name; of an adapter's alone, where it is one."""
     shapes = dict[str, tuple[int, ...]]()
     for path in checkpoint.glob(ADAPTER_WEIGHTS if is_adapter else "*.safetensors"):
         if not path.name.startswith(NOT_WEIGHTS):
@@ -87,7 +87,7 @@ def format_sample(names: Iterable[str]) -> str:
 
 
 def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
-    """Gives torch's optimizer the hyperparameters and states that DeepSpeed's had in this checkpoint.
+    """Give torch's optimizer the hyperparameters and states that DeepSpeed's had in this checkpoint.
 
     parameters  by name, trainable, with the checkpoint's weights
 
@@ -120,7 +120,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
 
 
 def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
-    """Returns the shapes by name of each group, and what each rank has written, in the order of ranks."""
+    """Return the shapes by name of each group, and what each rank has written, in the order of ranks."""
 
     def rank_of(path: Path) -> int:
         return int(re.findall(r"rank_(\d+)", path.name)[0])
@@ -140,7 +140,7 @@ def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
 
 
 def _assemble(slices: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Returns the parameters' pieces of the slices, one after another."""
+    """Return the parameters' pieces of the slices, one after another."""
     flat, sizes = torch.cat([part.reshape(-1) for part in slices]), [shape.numel() for shape in shapes.values()]
     pieces = flat[: sum(sizes)].split(sizes)  # what is left is padding
     return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}

@@ -103,12 +103,12 @@ def predict(
 
 
 def _by_label(splits: Attribution, products: Tensor) -> Tensor:
-    """Returns (causes + parameters, 2) products as (labels, 2): the whole step, then its splits."""
+    """Return (causes + parameters, 2) products as (labels, 2): the whole step, then its splits."""
     return torch.cat([products[: len(CAUSES)].sum(dim=0, keepdim=True), splits.sum(products)])
 
 
 def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) -> Replicates:
-    """Returns X̄·δθ by label, (labels, 2), and with the step that U without each of its folds makes."""
+    """Return X̄·δθ by label, (labels, 2), and with the step that U without each of its folds makes."""
     layout, splits = Layout(restored.parameters), Attribution(list(restored.parameters))
     directions, count = [layout.split(x) for x in direction], len(layout.names)
     value = _by_label(splits, split_products(update.in_pieces(), directions, count))
@@ -119,7 +119,7 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
 
 
 def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Update) -> Replicates:
-    """Returns −Cov(log π, A), (2,) per token and per sequence over all of U, and without each prompt.
+    """Return −Cov(log π, A), (2,) per token and per sequence over all of U, and without each prompt.
 
     The entropy predictor of Cui et al., whose scale is unknown: see entropy/advantage_covariance.py.
     """
@@ -134,7 +134,7 @@ def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Updat
 
 
 def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> list[dict[str, Any]]:
-    """Returns δH₁ under each preconditioner, in nats. Empty where the optimizer is not Adam: it has none.
+    """Return δH₁ under each preconditioner, in nats. Empty where the optimizer is not Adam: it has none.
 
     direction  (2, P), X̄ per token and per sequence
 
@@ -176,17 +176,17 @@ def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction:
 
 
 def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
-    """Returns a flat vector, (P,), from what each piece's state makes of its gradient."""
+    """Return a flat vector, (P,), from what each piece's state makes of its gradient."""
     return torch.cat([form(piece.state, gradient[piece.flat]) for piece in update.pieces])  # type: ignore[arg-type]
 
 
 def _root(state: AdamWState, gradient: Tensor) -> Tensor:
-    """Returns √v̂ of this step."""
+    """Return √v̂ of this step."""
     beta2 = state.betas[1]
     second = torch.lerp(gradient.square(), state.exp_avg_sq, beta2)
     return (second / (1.0 - beta2 ** (state.step + 1))).sqrt()
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    """Returns the inner product in fp64, of which there is only a part at a time."""
+    """Return the inner product in fp64, of which there is only a part at a time."""
     return float(dot(list(a.split(JOINED)), list(b.split(JOINED))))

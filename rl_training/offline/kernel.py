@@ -114,7 +114,7 @@ class _Calculation:
         self._parts = torch.stack(inputs.step.parts)
 
     def has(self, name: str) -> bool:
-        """Returns whether the folder has this file already. Raises ValueError when it is of another kernel."""
+        """Return whether the folder has this file already. Raises ValueError when it is of another kernel."""
         if not (self._folder / name).is_file():
             return False
         with safe_open(self._folder / name, framework="pt") as file:
@@ -138,7 +138,7 @@ class _Calculation:
                 save_tensors(block, self._folder / BLOCK_FILE.format(number), self._about)
 
     def _block(self, block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
-        """Returns the kernel's rows of a block of E, with what else is stored about them."""
+        """Return the kernel's rows of a block of E, with what else is stored about them."""
         inputs, update, root = self._inputs, self._inputs.update, self._inputs.root
         w, x = (root.new_empty(len(block), len(root), dtype=self._dtype) for _ in range(2))
         found = self._hold(block, w, x, bar)
@@ -162,7 +162,7 @@ class _Calculation:
         return {**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}
 
     def _hold(self, block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
-        """Fills √M W_i and √M x_i of a block of E and returns what else is stored about them."""
+        """Fill √M W_i and √M x_i of a block of E and returns what else is stored about them."""
         inputs, found = self._inputs, []
         proven = {block[0], block[len(block) // 2], block[-1]}
         for batch in self._rows.batches(block):
@@ -182,7 +182,7 @@ class _Calculation:
         return _joined(found)
 
     def _scale(self, own: Tensor) -> dict[str, Tensor]:
-        """Makes √M W of the rows W, (n, P), in place, and returns what is kept of each.
+        """Make √M W of the rows W, (n, P), in place, and returns what is kept of each.
 
         sketches  of √M W                 sq_norms  |√M W|², (n,)                products  W·δθ by cause, (n, 3)
         """
@@ -197,7 +197,7 @@ class _Calculation:
             save_tensors({key: part.to(self._dtype) for key, part in rows.items()}, path)
 
     def _identity(self) -> dict[str, str]:
-        """Returns what must be the same for two runs to be parts of one kernel, as JSON."""
+        """Return what must be the same for two runs to be parts of one kernel, as JSON."""
         settings = dataclasses.asdict(self._settings)
         content = {
             "evaluation": _hashes(self._inputs.evaluation),
@@ -212,7 +212,7 @@ class _Calculation:
         return {key: json.dumps(value) for key, value in content.items()}
 
     def join(self, about: Mapping[str, str]) -> None:
-        """Writes the blocks as one file, with the sum over all pairs checked, and removes them."""
+        """Write the blocks as one file, with the sum over all pairs checked, and removes them."""
         inputs, step = self._inputs, self._inputs.step
         files = [self._folder / BLOCK_FILE.format(number) for number in range(len(self._blocks))]
         joined = _joined([load_file(path) for path in files])
@@ -233,7 +233,7 @@ class _Calculation:
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns the rows of these parts; what only the first one has, as it is."""
+    """Return the rows of these parts; what only the first one has, as it is."""
     return {key: torch.cat([part[key] for part in parts if key in part]) for key in parts[0]}
 
 
@@ -246,7 +246,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 
 def _hashes(rollout: Rollout) -> list[str]:
-    """Returns a hash of the tokens of each sequence, prompt and response, whatever the padding."""
+    """Return a hash of the tokens of each sequence, prompt and response, whatever the padding."""
     return [token_hash(*tokens_of(rollout, row)) for row in range(rollout.num_sequences)]
 
 

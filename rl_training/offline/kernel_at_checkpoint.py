@@ -37,7 +37,7 @@ TEXTS_FILE = "kernel_texts.json"
 def add_kernel(
     restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path
 ) -> dict[str, float]:
-    """Returns the headline numbers of the kernel between an analysis's E and U, of its very step.
+    """Return the headline numbers of the kernel between an analysis's E and U, of its very step.
 
     folder  where it is stored and drawn; two above lies the file of the texts that stay over checkpoints
 
@@ -75,7 +75,7 @@ def add_kernel(
 def _fixed(
     restored: RestoredTrainer, path: Path, evaluation: Rollout, rows: tuple[dict[str, Any], ...]
 ) -> tuple[int, Rollout, tuple[dict[str, Any], ...]]:
-    """Returns the step whose policy wrote the fixed texts, the texts, and the rows of the data set that they answer.
+    """Return the step whose policy wrote the fixed texts, the texts, and the rows of the data set that they answer.
 
     evaluation, rows  what is written where there are none yet
     """

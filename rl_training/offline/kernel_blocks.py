@@ -66,7 +66,7 @@ class KernelInputs:
 
 
 def row_products(rows: Tensor, others: Tensor) -> Tensor:
-    """Returns rows · othersᵀ, (n, q) fp64, of (n, P) and (q, P) of which either may be stored in bf16.
+    """Return rows · othersᵀ, (n, q) fp64, of (n, P) and (q, P) of which either may be stored in bf16.
 
     Products and sums over COLUMNS columns are in fp32 (fp64 if a side is), those over all in fp64. The error in the
     Frobenius norm is about 1e-6 for fp32 rows of any length, and 2e-4 where one side was rounded to bf16.
@@ -80,7 +80,7 @@ def row_products(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """Returns Σ_i weights_i rows_i, (P,) fp64, of (n,) weights and (n, P) rows; all sums are in fp64."""
+    """Return Σ_i weights_i rows_i, (P,) fp64, of (n,) weights and (n, P) rows; all sums are in fp64."""
     weights = weights.double()
     return torch.cat([weights @ part.double() for part in rows.split(COLUMNS, dim=1)])
 
@@ -94,7 +94,7 @@ def plan_blocks(
     bytes_per_entry: int = 4,
     num_ranks: int = 1,
 ) -> list[range]:
-    """Returns the held rows in blocks, as large as fit into the budget, and at least one for each rank.
+    """Return the held rows in blocks, as large as fit into the budget, and at least one for each rank.
 
     The budget is for the held rows (two a sequence) and the fp32 rows of one microbatch that streams by.
 
@@ -136,16 +136,16 @@ class KernelRows:
         self._matrix = torch.empty(0)
 
     def batches(self, rows: Sequence[int]) -> list[Tensor]:
-        """Returns these rows of a rollout in microbatches."""
+        """Return these rows of a rollout in microbatches."""
         return list(torch.tensor(list(rows), device=self._recorder.layout.device).split(self.microbatch))
 
     def log_probability(self, rollout: Rollout, rows: Tensor) -> Tensor:
-        """Returns W_i = ∂S_i of these rows, (B, P); the next call writes over it."""
+        """Return W_i = ∂S_i of these rows, (B, P); the next call writes over it."""
         (own,) = self._of(rollout, rows)
         return own
 
     def both(self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Iterator[Tensor]:
-        """Yields W_i, then x_i = Σ_k w_k ∂log π(t_k) + u_k ∂h_k of these rows, (B, P) each, from one forward.
+        """Yield W_i, then x_i = Σ_k w_k ∂log π(t_k) + u_k ∂h_k of these rows, (B, P) each, from one forward.
 
         logp_weights, entropy_weights  (N, T) w and u of the whole rollout. The second writes over the first.
         """
@@ -154,7 +154,7 @@ class KernelRows:
     def sum(
         self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor | None = None
     ) -> Tensor:
-        """Returns Σ_i Σ_k w_ik ∂log π(t_ik) + u_ik ∂h_ik over these rows, (P,), by an ordinary backward."""
+        """Return Σ_i Σ_k w_ik ∂log π(t_ik) + u_ik ∂h_ik over these rows, (P,), by an ordinary backward."""
         with without_dropout(self._model):
             scores = self._policy.score(rollout, rows)
             entropy_part = None if entropy_weights is None else _of_rows(entropy_weights, rows, scores)
@@ -186,7 +186,7 @@ def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
 
 
 def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
-    """Raises ValueError when the rows of U do not add up to the batch gradient."""
+    """Raise ValueError when the rows of U do not add up to the batch gradient."""
     expected = -inputs.update.num_sequences * inputs.max_length * inputs.step.gradient.double()
     if expected.any():  # else no sequence has an advantage
         _refuse_if_apart(
@@ -197,7 +197,7 @@ def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
 
 
 def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, own: Tensor) -> None:
-    """Raises ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
+    """Raise ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
     alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
     _refuse_if_apart(
         own, alone, rows.slack,
@@ -213,7 +213,7 @@ def _refuse_if_apart(found: Tensor, expected: Tensor, slack: float, message: str
 
 
 def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
-    """Returns (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
+    """Return (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
 
     total  (P,) fp64, Σ_j A_j W_j.  Norms are in the metric M; the second number bounds the first.
     """
@@ -224,7 +224,7 @@ def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
 def prove_identity(
     kernel: Mapping[str, Tensor], inputs: KernelInputs, by_rows: Tensor, by_batch: float, limit: float
 ) -> dict[str, str]:
-    """Returns what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
+    """Return what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
 
     by_rows   (2,), `gradient_part`: with U's gradient as the sum of its rows
     by_batch  x̄·δθ with U's batch gradient from the first pass

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def run(folders: list[Path], out: Path | None, pictures: str = "") -> None:
-    """Prints a column of numbers for each kernel, and writes reports and, for several, the evolution."""
+    """Print a column of numbers for each kernel, and writes reports and, for several, the evolution."""
     # Here, because --help waits for no slow import.
     import pandas as pd
 

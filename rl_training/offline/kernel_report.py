@@ -58,7 +58,7 @@ DRAWN = {
 
 
 def write_report(folder: Path) -> Path:
-    """Writes tables, pictures and the page of the finished kernel in this folder, and returns the page."""
+    """Write tables, pictures and the page of the finished kernel in this folder, and returns the page."""
     s = Structure.read(folder)
     distinct = distinct_texts(s)
     clusters, dendrogram = average_linkage(distinct.cosines, NUM_CLUSTERS)
@@ -108,7 +108,7 @@ def _about(s: Structure, distinct: Distinct) -> str:
 
 
 def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
-    """Returns a row for each distinct text, cluster by cluster."""
+    """Return a row for each distinct text, cluster by cluster."""
     rows = pd.DataFrame(distinct.rows).assign(
         cluster=clusters.numpy(), text=lambda row: row["prompt"] + row["response"]
     )
@@ -121,13 +121,13 @@ def _order(rows: Sequence[Row], key: Callable[[Row], Any]) -> list[int]:
 
 
 def _within_bins(s: Structure, name: str) -> Tensor:
-    """Returns the cosines of a class of pairs, those beyond ±1 by rounding put there."""
+    """Return the cosines of a class of pairs, those beyond ±1 by rounding put there."""
     values = s.cosines[s.classes[name]]
     return values[values.isfinite()].float().clamp(-1, 1)
 
 
 def _log_probabilities(s: Structure) -> Chart:
-    """Returns the chart of the measured change of log π of E's sequences against the predicted one."""
+    """Return the chart of the measured change of log π of E's sequences against the predicted one."""
     rows = predictions(s)
     slope, correlation = single_predictions(s)
     predicted, measured = ([float(row[kind]) for row in rows] for kind in ("predicted", "measured"))
@@ -139,7 +139,7 @@ def _log_probabilities(s: Structure) -> Chart:
 
 
 def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], folder: Path, pictures: str = "") -> None:
-    """Writes evolution.csv, and evolution.html with its charts.
+    """Write evolution.csv, and evolution.html with its charts.
 
     columns   a kernel's numbers, with its `step`, for each of the structures
     pictures  "png" or "svg": the charts lie beside the page as such files
@@ -174,7 +174,7 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
 
 
 def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
-    """Returns a chart over steps for each of DRAWN."""
+    """Return a chart over steps for each of DRAWN."""
     charts = []
     for key, title in DRAWN.items():
         known = [(row["step"], row[key]) for row in rows if math.isfinite(row[key])]
@@ -186,7 +186,7 @@ def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
 
 
 def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: bool) -> list[Chart]:
-    """Returns E's matrices; of the same texts, all in the order of the first one's clusters."""
+    """Return E's matrices; of the same texts, all in the order of the first one's clusters."""
     order = average_linkage(within[0], 1)[1]
     ordered = "in the first checkpoint's clusters" if same_texts else "in its own clusters"
     charts = []
@@ -201,7 +201,7 @@ def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: b
 
 
 def _spectrum(rows: Sequence[Row], within: Sequence[Tensor]) -> Chart:
-    """Returns the chart of the eigenvalues of E's matrices of cosines, as shares of their sum."""
+    """Return the chart of the eigenvalues of E's matrices of cosines, as shares of their sum."""
     series = []
     for number, (row, own) in enumerate(zip(rows, within, strict=True)):
         values = (torch.linalg.eigvalsh((own + own.T) / 2).flip(0) / len(own)).tolist()

@@ -59,7 +59,7 @@ def explain_out_of_memory(phase: str) -> Iterator[None]:
 
 
 def is_short_of_memory(error: Exception) -> bool:
-    """Returns whether an error says that memory has run out: torch.OutOfMemoryError is a RuntimeError."""
+    """Return whether an error says that memory has run out: torch.OutOfMemoryError is a RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in FULL)
 
 

@@ -50,7 +50,7 @@ class Analysis:
 
 
 def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
-    """Returns what the next step from this checkpoint does to entropy. The trainer is left unchanged."""
+    """Return what the next step from this checkpoint does to entropy. The trainer is left unchanged."""
     phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
     memory, total = settings.memory, settings.evaluation.num_sequences
     with phases("sample U", settings.update.prompts * restored.trainer.num_generations) as progress:
@@ -91,7 +91,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
 
 
 def _with_reasons(found: Sequence[Numbers]) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns all numbers, those that are not finite as nan, and why these are nan."""
+    """Return all numbers, those that are not finite as nan, and why these are nan."""
     results, reasons = dict[str, float](), dict[str, str]()
     for numbers, reason in found:
         results |= {key: value if math.isfinite(value) else math.nan for key, value in numbers.items()}
@@ -168,7 +168,7 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
 
 
 def in_both_units(numbers: Mapping[str, Replicates | None]) -> dict[str, float]:
-    """Returns (2,) numbers with their standard errors, per token and per sequence; nan where there is none."""
+    """Return (2,) numbers with their standard errors, per token and per sequence; nan where there is none."""
     columns = {}
     for key, replicates in numbers.items():
         for suffix, column in UNITS:

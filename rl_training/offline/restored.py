@@ -69,11 +69,11 @@ class RestoredTrainer:
         return rates.pop() if len(rates) == 1 else float("nan")
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks: call it on all or on none."""
+        """Return the sum over the ranks: call it on all or on none."""
         return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
 
     def gather(self, own: Sequence[T]) -> list[T]:
-        """Returns what the ranks have, one after another, on each of them."""
+        """Return what the ranks have, one after another, on each of them."""
         parts = [own] * self.num_ranks
         if self.num_ranks > 1:
             torch.distributed.all_gather_object(parts, own)
@@ -81,7 +81,7 @@ class RestoredTrainer:
 
 
 def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
-    """Returns the trainer, restored at the checkpoint.
+    """Return the trainer, restored at the checkpoint.
 
     trainer        of the same model, adapter and optimizer; it must not have trained
     learning_rate  of the step to be analysed, instead of what the checkpoint's scheduler says
@@ -171,7 +171,7 @@ def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
 
 
 def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str, Any]:
-    """Returns a saved state with as many parameter groups as this optimizer, whose additional groups are empty."""
+    """Return a saved state with as many parameter groups as this optimizer, whose additional groups are empty."""
     saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     own = optimizer.state_dict()["param_groups"][len(saved["param_groups"]) :]
     empty = [group for group in own if not group["params"]]
@@ -184,7 +184,7 @@ def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str
 def refuse_without_gradients(
     policy: TrainerPolicy, parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> None:
-    """Raises ValueError when the scores would give no gradient, or not to every parameter: G2 and G3."""
+    """Raise ValueError when the scores would give no gradient, or not to every parameter: G2 and G3."""
     try:
         scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
         gradients = torch.autograd.grad(

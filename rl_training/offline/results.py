@@ -65,7 +65,7 @@ CORE = (
 def write_result(
     path: Path, restored: RestoredTrainer, analysis: Analysis, settings: Mapping[str, Any], log: Path | None = None
 ) -> None:
-    """Writes the results of an analysis as JSON, atomically: a kill leaves the old file or the complete new one."""
+    """Write the results of an analysis as JSON, atomically: a kill leaves the old file or the complete new one."""
     content = {
         **_origin(restored),
         "results": analysis.results,
@@ -87,7 +87,7 @@ def _origin(restored: RestoredTrainer) -> dict[str, Any]:
 
 
 def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> None:
-    """Prints the core numbers, in thousandths of a nat with their 95 % intervals."""
+    """Print the core numbers, in thousandths of a nat with their 95 % intervals."""
     found = analysis.results
     table = Table(title=f"step {restored.step + 1}, from {restored.checkpoint}", title_justify="left")
     table.add_column("change of entropy, 1e-3 nats, ± 95 %")
@@ -125,7 +125,7 @@ def _with_error(found: Mapping[str, float], key: str) -> str:
 def write_log(
     folder: Path, restored: RestoredTrainer, analysis: Analysis, log: LogSettings, settings: Mapping[str, Any]
 ) -> Path | None:
-    """Returns the path of the log that the main process wrote, the same on every process; None at level none.
+    """Return the path of the log that the main process wrote, the same on every process; None at level none.
 
     folder  of which a folder for the day is made
     """
@@ -149,7 +149,7 @@ def write_log(
 
 
 def _contents(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the core numbers, and with them everything of the log's level. A collective."""
+    """Return the core numbers, and with them everything of the log's level. A collective."""
     core = {key: value for key, value in analysis.results.items() if key.split("_se")[0] in CORE}
     summary = {
         **_origin(restored),
@@ -206,7 +206,7 @@ def _texts(restored: RestoredTrainer, rollout: Rollout, wanted: bool) -> list[di
 
 
 def statistics_of(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any, Any]:
-    """Returns mean, standard deviation and quantiles over the sequences of all processes."""
+    """Return mean, standard deviation and quantiles over the sequences of all processes."""
     e, u = pd.DataFrame(evaluation), pd.DataFrame(update)
     columns = {
         "generation_length": (e, "length"), "sequence_entropy": (e, "entropy"), "reward": (u, "reward"),
@@ -221,7 +221,7 @@ def statistics_of(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any,
 
 
 def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Returns the numbers of each token of E: a row per sequence, a list per quantity."""
+    """Return the numbers of each token of E: a row per sequence, a list per quantity."""
     scores = analysis.evaluation.scores
     tables = {"logp": scores.logps, "entropy": scores.entropies}
     if analysis.truth is not None:
@@ -245,6 +245,6 @@ def _tensors(analysis: Analysis) -> dict[str, Tensor]:
 
 
 def _not_taken(folder: Path, stem: str) -> str:
-    """Returns the name, with a number appended if another analysis of the same second took it."""
+    """Return the name, with a number appended if another analysis of the same second took it."""
     names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
     return next(name for name in names if not (folder / f"{name}_summary.json").exists())

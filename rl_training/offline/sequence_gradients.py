@@ -77,7 +77,7 @@ class SequenceGradients:
             raise UserError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
 
     def record(self, forward: Callable[[], Scored]) -> tuple[Scored, Recording]:
-        """Returns what `forward` returns, and the recording that takes gradients of it.
+        """Return what `forward` returns, and the recording that takes gradients of it.
 
         forward  runs the model once, on a batch of sequences, with graph
 
@@ -137,7 +137,7 @@ class Recording:
     def fill(
         self, rows: Tensor, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
     ) -> None:
-        """Writes into row i of `rows`, (B, P), the gradient of Σ weights[i]·outputs[i], summed over all outputs.
+        """Write into row i of `rows`, (B, P), the gradient of Σ weights[i]·outputs[i], summed over all outputs.
 
         outputs, weights  (B, ·) each: of log-probabilities with weights 1 it is W_i = ∂S_i
         keep_graph        for another call
@@ -160,7 +160,7 @@ class Recording:
 
 
 def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
-    """Adds what this use of a module contributes to the gradients of its parameters, (B, entries) each by name."""
+    """Add what this use of a module contributes to the gradients of its parameters, (B, entries) each by name."""
     module, kind, x = use.owner.module, type(use.owner.module).forward, use.x
     rows = {own: entries[name].view(len(x), *getattr(module, own).shape) for own, name in use.owner.names.items()}
     dtype = next(iter(rows.values())).dtype
@@ -181,7 +181,7 @@ def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
 
 
 def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
-    """Returns the gradients of a module's own parameters, (B, *shape) each, through the module's forward once more."""
+    """Return the gradients of a module's own parameters, (B, *shape) each, through the module's forward once more."""
     module = use.owner.module
     own = {name: getattr(module, name).detach() for name in use.owner.names}
 

@@ -53,7 +53,7 @@ class Kernel:
 
 
 def load_kernel(folder: Path) -> Kernel:
-    """Returns the kernel in this folder. Raises ValueError when it is not finished."""
+    """Return the kernel in this folder. Raises ValueError when it is not finished."""
     path = folder / KERNEL_FILE
     if not path.is_file():
         raise UserError(f"{folder} holds no {KERNEL_FILE}: run rl-training analyze kernel.enabled=true")
@@ -75,7 +75,7 @@ class Structure:
 
     @classmethod
     def read(cls, folder: Path) -> Structure:
-        """Returns the kernel in this folder. Raises ValueError when it is not finished."""
+        """Return the kernel in this folder. Raises ValueError when it is not finished."""
         kernel, text = load_kernel(folder), (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
         rows = [from_json(json.loads(line)) for line in text.splitlines()]  # null as nan
         return cls(kernel, *([row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)))
@@ -112,14 +112,14 @@ class Structure:
         return _classes(self.evaluation, self.update)
 
     def right(self, rows: Sequence[Row]) -> Tensor:
-        """Returns which sequences got more than half of what lies between the lowest and the highest reward in U."""
+        """Return which sequences got more than half of what lies between the lowest and the highest reward in U."""
         known = [row["reward"] for row in self.update]
         middle = (min(known) + max(known)) / 2
         return torch.tensor([row["reward"] > middle for row in rows])
 
 
 def _classes(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Tensor]:
-    """Returns which pairs of these rows are of each of the CLASSES, (len(a), len(b)) bool."""
+    """Return which pairs of these rows are of each of the CLASSES, (len(a), len(b)) bool."""
     text, prompt = (torch.tensor([[x[key] == y[key] for y in b] for x in a]) for key in ("hash", "prompt_hash"))
     return {SAME_TEXT: text, SAME_PROMPT: prompt & ~text, OTHER_PROMPT: ~prompt}
 
@@ -128,7 +128,7 @@ def _classes(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def pair_table(s: Structure) -> list[Row]:
-    """Returns a row for each class of pairs: its share of the pairs and of δH₁'s gradient part, and its cosines."""
+    """Return a row for each class of pairs: its share of the pairs and of δH₁'s gradient part, and its cosines."""
     whole, cosine, moved = s.contributions, s.cosines, s.log_probability_moves
     masks = {"all": torch.ones_like(whole, dtype=torch.bool), **s.classes, COUPLING: ~s.classes[SAME_TEXT]}
     right_e, right_u = s.right(s.evaluation), s.right(s.update)
@@ -156,7 +156,7 @@ def _distribution(cosine: Tensor) -> Row:
 
 
 def cosine_table(s: Structure) -> list[Row]:
-    """Returns a row for each class of pairs within E and within U, no sequence with itself: cosines from sketches.
+    """Return a row for each class of pairs within E and within U, no sequence with itself: cosines from sketches.
 
     cosine_stderr  the rms standard error of one such cosine: see sketches.py
     """
@@ -174,7 +174,7 @@ def cosine_table(s: Structure) -> list[Row]:
 
 
 def predictions(s: Structure) -> list[Row]:
-    """Returns a row for each sequence of E: the predicted change of its log-probability, W·δθ by cause, and its own."""
+    """Return a row for each sequence of E: the predicted change of its log-probability, W·δθ by cause, and its own."""
     by_cause = s.kernel.tensors["products"]
     return [
         {"evaluation": row["row"], **dict(zip(CAUSES, parts.tolist(), strict=True)), "predicted": float(parts.sum()),
@@ -184,7 +184,7 @@ def predictions(s: Structure) -> list[Row]:
 
 
 def top_pairs(s: Structure, count: int = 10) -> list[Row]:
-    """Returns the pairs that lower entropy most, then those that raise it most, with texts, rewards and distances."""
+    """Return the pairs that lower entropy most, then those that raise it most, with texts, rewards and distances."""
     contributions, cosine = s.contributions, s.cosines
     order = contributions.flatten().argsort()
     chosen = [*order[:count].tolist(), *order[-count:].flip(0).tolist()]
@@ -202,7 +202,7 @@ def top_pairs(s: Structure, count: int = 10) -> list[Row]:
 
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns how many tokens must be inserted, deleted or replaced to turn one into the other: (1,2,3), (1,3) → 1."""
+    """Return how many tokens must be inserted, deleted or replaced to turn one into the other: (1,2,3), (1,3) → 1."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         before, row = row, [i]
@@ -212,7 +212,7 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def single_predictions(s: Structure) -> tuple[float, float]:
-    """Returns slope and correlation of the measured change of log π of E's sequences on the predicted W_i·δθ."""
+    """Return slope and correlation of the measured change of log π of E's sequences on the predicted W_i·δθ."""
     predicted = s.kernel.tensors["products"].sum(dim=1)
     measured = predicted.new_tensor([row["logp_change"] for row in s.evaluation])
     pairs = torch.stack([predicted, measured])
@@ -232,7 +232,7 @@ class Distinct:
 
 
 def distinct_texts(s: Structure) -> Distinct:
-    """Returns the distinct texts of E and U; those without a gradient are left out."""
+    """Return the distinct texts of E and U; those without a gradient are left out."""
     tensors, rows = s.kernel.tensors, [*s.evaluation, *s.update]
     sketches = torch.cat([tensors["sketches"], tensors["update_sketches"]])
     sq_norms = torch.cat([tensors["sq_norms"], tensors["update_sq_norms"]])
@@ -247,7 +247,7 @@ def distinct_texts(s: Structure) -> Distinct:
 
 
 def sketched_cosines(sketches: Tensor, sq_norms: Tensor) -> tuple[Tensor, float]:
-    """Returns the cosines of these sequences with each other, (n, n), and their participation ratio."""
+    """Return the cosines of these sequences with each other, (n, n), and their participation ratio."""
     values, _ = cosines(sketches, sketches, sq_norms, sq_norms)
     scaled = sketches.double() / sq_norms.sqrt().view(-1, 1, 1)
     return values.fill_diagonal_(1.0), participation_ratio(torch.einsum("nsm,qsm->snq", scaled, scaled))
@@ -257,7 +257,7 @@ def sketched_cosines(sketches: Tensor, sq_norms: Tensor) -> tuple[Tensor, float]
 
 
 def headline(s: Structure) -> dict[str, float]:
-    """Returns the numbers of a kernel in an analysis's results."""
+    """Return the numbers of a kernel in an analysis's results."""
     by_class: Mapping[str, Row] = {row["pairs"]: row for row in pair_table(s)}
     share = {name: row["share"] if s.on_policy else math.nan for name, row in by_class.items()}
     slope, correlation = single_predictions(s)

@@ -29,7 +29,7 @@ from rl_training.statistics.jackknife import Replicates
 
 
 def sweep_tables(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> dict[str, list[dict[str, Any]]]:
-    """Returns the tables "sizes" and "updates", those that are asked for."""
+    """Return the tables "sizes" and "updates", those that are asked for."""
     tables, sweep = {}, settings.sweep
     if sweep.evaluation_sizes:
         assert analysis.truth is not None
@@ -40,7 +40,7 @@ def sweep_tables(restored: RestoredTrainer, analysis: Analysis, settings: Settin
 
 
 def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns a row for the first n sequences of E, for each n: prediction, truth, and the difference of both."""
+    """Return a row for the first n sequences of E, for each n: prediction, truth, and the difference of both."""
     rows = []
     for size in sizes:
         at = truth.whole_step.first(size)
@@ -51,7 +51,7 @@ def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> list[dict[str, Any]]:
-    """Returns a row for each update: as many prompts, filtered or not, from this seed."""
+    """Return a row for each update: as many prompts, filtered or not, from this seed."""
     assert analysis.first_order is not None
     own, memory, sweep = settings.update, settings.memory, settings.sweep
     choices = sweep.update_prompts or [own.prompts], sweep.update_filtered or [own.filtered]

@@ -45,16 +45,16 @@ class AtStep:
         return None if self.behind is None else (self.ahead.true - self.behind.true) * 0.5
 
     def changes(self) -> dict[str, Replicates | None]:
-        """Returns the measured changes by the names that they have in results."""
+        """Return the measured changes by the names that they have in results."""
         return {"deltaH_true": self.ahead.true, "deltaH_snis": self.ahead.snis, "deltaH_odd": self.odd}
 
     def errors_of(self, predicted: Replicates) -> dict[str, Replicates | None]:
-        """Returns how far a prediction from the same prompts is from what is measured."""
+        """Return how far a prediction from the same prompts is from what is measured."""
         odd = None if self.odd is None else predicted - self.odd
         return {"paired_error": predicted - self.ahead.true, "paired_error_odd": odd}
 
     def first(self, size: int) -> AtStep:
-        """Returns the same of the first sequences of E, which are whole prompts."""
+        """Return the same of the first sequences of E, which are whole prompts."""
         return AtStep(self.eta, _first(self.ahead, size), None if self.behind is None else _first(self.behind, size))
 
 
@@ -89,14 +89,14 @@ def measure(
     odd: bool,
     progress: Progress = silent,
 ) -> Truth:
-    """Returns the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done."""
+    """Return the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done."""
     before, units = evaluation.scores, evaluation.units
 
     def shifted(eta: float) -> AbstractContextManager[None]:
         return restored.policy.shifted(by_name(restored, eta * delta))
 
     def scores(eta: float) -> Scores:
-        """Returns the scores of E's tokens at θ + η δθ, (N, L)."""
+        """Return the scores of E's tokens at θ + η δθ, (N, L)."""
         with shifted(eta):
             own = restored.policy.score_rollout(evaluation.rollout)
         progress(evaluation.num_sequences)
@@ -123,7 +123,7 @@ def measure(
 
 
 def num_scorings(etas: Sequence[float], odd: bool) -> int:
-    """Returns how many times `measure` scores all of E."""
+    """Return how many times `measure` scores all of E."""
     return 3 + len(etas) * (1 + odd)
 
 

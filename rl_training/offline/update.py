@@ -62,13 +62,13 @@ class Update:
         return len(self.fold_prompts)
 
     def in_pieces(self) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
-        """Yields each piece and the parts of the step in it, (n,)."""
+        """Yield each piece and the parts of the step in it, (n,)."""
         for piece in self.pieces:
             yield piece, UpdateParts(*(part[piece.flat] for part in self.parts))
 
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
-    """Returns the step that U makes."""
+    """Return the step that U makes."""
     rollout, group = update.rollout, update.responses_per_prompt
     scores = restored.policy.score_rollout(rollout)
     weights = _loss_weights(restored, rollout, scores)
@@ -109,7 +109,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
 
 
 def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -> LossWeights:
-    """Returns the weights that training's own loss gives this process's part of U, microbatch by microbatch.
+    """Return the weights that training's own loss gives this process's part of U, microbatch by microbatch.
 
     Their sum over U, divided by the number of its sequences, is the gradient of the loss.
     """
@@ -126,7 +126,7 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
 
 
 def _loss_of(trainer: DrGRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
-    """Returns TRL's loss of a microbatch, made of these scores: log-probabilities and entropies, (B, T) each."""
+    """Return TRL's loss of a microbatch, made of these scores: log-probabilities and entropies, (B, T) each."""
     with contextlib.ExitStack() as undo:
         wrap(trainer, FORWARD_PASS, lambda *args, **kwargs: (*scores, scores[0].new_zeros(())), undo)
         loss: Tensor = trainer.compute_loss(trainer.model, inputs)

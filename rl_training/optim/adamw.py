@@ -41,11 +41,11 @@ class AdamWState:
     moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
 
     def not_updated(self) -> AdamWState:
-        """Returns the state of a parameter that this step does not touch."""
+        """Return the state of a parameter that this step does not touch."""
         return dataclasses.replace(self, lr=0.0, moves=False)
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
-        """Returns the change that the optimizer would make with this gradient, in parts; nothing is modified.
+        """Return the change that the optimizer would make with this gradient, in parts; nothing is modified.
 
         `grad` after clipping. It may carry leading dimensions, (..., *param.shape): each is a step of its own from the
         same state, as leave-fold-out needs.
@@ -59,7 +59,7 @@ class AdamWState:
         )
 
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Returns the sum of the parts of `delta`, in fewer passes: this is in the hot path."""
+        """Return the sum of the parts of `delta`, in fewer passes: this is in the hot path."""
         scale, root = self._scale_and_root(param, grad)
         moment = torch.add(self._seen(param, grad), self.exp_avg, alpha=self._inertia)
         if not self.decoupled:
@@ -67,12 +67,12 @@ class AdamWState:
         return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=scale)
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Returns a, elementwise: `delta(param, grad).gradient` is a · grad."""
+        """Return a, elementwise: `delta(param, grad).gradient` is a · grad."""
         scale, root = self._scale_and_root(param, grad)
         return torch.tensor(scale, dtype=root.dtype) / root  # a number over a tensor would take two passes
 
     def _scale_and_root(self, param: Tensor, grad: Tensor) -> tuple[float, Tensor]:
-        """Returns −lr (1−β1) / (1−β1^t) and √v̂ + ε of this step."""
+        """Return −lr (1−β1) / (1−β1^t) and √v̂ + ε of this step."""
         beta1, beta2 = self.betas
         seen = self._seen(param, grad)
         correction = 1.0 - beta2 ** (self.step + 1)
@@ -86,7 +86,7 @@ class AdamWState:
         return self.betas[0] / (1.0 - self.betas[0])
 
     def _seen(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Returns the gradient that the moments take in: Adam's has its decay in it."""
+        """Return the gradient that the moments take in: Adam's has its decay in it."""
         return grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
 
     @property
@@ -95,7 +95,7 @@ class AdamWState:
         return self.step >= WARM_STEPS or not self.moves
 
     def preconditioner(self) -> Tensor:
-        """Returns P = 1/(√v̂ + ε) of the step BEFORE, flat.
+        """Return P = 1/(√v̂ + ε) of the step BEFORE, flat.
 
         Where v is still 0, P would be 1/ε and drown everything else: those entries are 0.
         """
@@ -130,7 +130,7 @@ def adamw_delta(
     weight_decay: float,
     decoupled: bool = True,
 ) -> UpdateParts:
-    """Returns the change δθ that torch.optim.AdamW would make, in parts; with decoupled=False torch.optim.Adam's.
+    """Return the change δθ that torch.optim.AdamW would make, in parts; with decoupled=False torch.optim.Adam's.
 
     `exp_avg`, `exp_avg_sq` and `step` as they stood BEFORE the step. The very first one, where Adam moves by the sign:
 
@@ -142,5 +142,5 @@ def adamw_delta(
 
 
 def clip_coefficient(grad_norm: Tensor, max_norm: float) -> Tensor:
-    """Returns the factor min(1, max_norm / (norm + 1e-6)) by which torch.nn.utils.clip_grad_norm_ scales a gradient."""
+    """Return the factor min(1, max_norm / (norm + 1e-6)) by which torch.nn.utils.clip_grad_norm_ scales a gradient."""
     return torch.clamp(max_norm / (grad_norm + CLIP_EPSILON), max=1.0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rounded_update(param: Tensor, change: Tensor) -> Tensor:
-    """Returns round(θ + δ) − θ, to nearest in the dtype of θ; δ itself where δ has that dtype too.
+    """Return round(θ + δ) − θ, to nearest in the dtype of θ; δ itself where δ has that dtype too.
 
     δ may have leading dimensions. A bf16 weight of 1 has neighbours 2⁻⁷ above and 2⁻⁸ below it:
 
@@ -21,5 +21,5 @@ def rounded_update(param: Tensor, change: Tensor) -> Tensor:
 
 
 def kept_share(param: Tensor, change: Tensor) -> Tensor:
-    """Returns `rounded_update` over δ, elementwise; 0 where δ is."""
+    """Return `rounded_update` over δ, elementwise; 0 where δ is."""
     return rounded_update(param, change) / torch.where(change == 0.0, 1.0, change)

@@ -31,11 +31,11 @@ class SGDState:
     moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
 
     def not_updated(self) -> SGDState:
-        """Returns the state of a parameter that this step does not touch."""
+        """Return the state of a parameter that this step does not touch."""
         return dataclasses.replace(self, lr=0.0, moves=False)
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
-        """Returns the change δθ that torch.optim.SGD would make, in parts; nothing is modified.
+        """Return the change δθ that torch.optim.SGD would make, in parts; nothing is modified.
 
         `grad` may carry leading dimensions, (..., *param.shape).
 
@@ -50,11 +50,11 @@ class SGDState:
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
 
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Returns the sum of the parts of `delta`."""
+        """Return the sum of the parts of `delta`."""
         return self.delta(param, grad).total
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Returns a: `delta(param, grad).gradient` is a · grad."""
+        """Return a: `delta(param, grad).gradient` is a · grad."""
         inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # how much of d enters b
         if self.momentum == 0.0:
             return param.new_tensor(-self.lr)

@@ -36,7 +36,7 @@ class OptimizerView:
 
 
 def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, Tensor], OptimizerView]:
-    """Returns this process's entries of the step's gradient, in at least fp32, not clipped; and what steps on them.
+    """Return this process's entries of the step's gradient, in at least fp32, not clipped; and what steps on them.
 
     A parameter that the loss does not reach gets zeros, and torch's optimizers do not update it. (ZeRO's do: to them
     zeros are a gradient.) Raises ValueError when none has a gradient.
@@ -58,7 +58,7 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
 
 
 def view_optimizer(shard: Shard) -> OptimizerView:
-    """Returns the optimizer before its step: this process's states by parameter name, or why there is no formula."""
+    """Return the optimizer before its step: this process's states by parameter name, or why there is no formula."""
     optimizer, max_grad_norm = shard.optimizer, shard.max_grad_norm
     reason = _why_no_formula(optimizer, shard.readable_optimizers)
     if reason:
@@ -81,7 +81,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
 
 
 def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns the states with all step numbers read from the device at once: fused optimizers keep them there."""
+    """Return the states with all step numbers read from the device at once: fused optimizers keep them there."""
     steps = {name: state["step"] for name, state in states.items() if isinstance(state.get("step"), Tensor)}
     if not steps:
         return dict(states)
@@ -90,7 +90,7 @@ def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
-    """Returns why the step of this optimizer has no formula here, "" if it has one."""
+    """Return why the step of this optimizer has no formula here, "" if it has one."""
     if type(optimizer) not in supported:
         *others, last = (kind.__name__ for kind in supported)
         names = f"{', '.join(others)} and {last}"
@@ -104,7 +104,7 @@ def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type])
 
 
 def _read_adam_state(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
-    """Returns Adam's view of one parameter; its state is zero before the first step, when torch has none yet."""
+    """Return Adam's view of one parameter; its state is zero before the first step, when torch has none yet."""
     return AdamWState(
         exp_avg=state["exp_avg"] if state else torch.zeros_like(weight),
         exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(weight),

@@ -44,13 +44,13 @@ class ParameterSpan:
     sizes: tuple[int, ...]  # how many entries of each are in it; of some none
 
     def of(self, vector: Entries) -> Tensor:
-        """Returns these entries of a vector, (n,), or of several, (rows, n)."""
+        """Return these entries of a vector, (n,), or of several, (rows, n)."""
         if isinstance(vector, Mapping):
             return self.joined(vector[name] for name in self.names)
         return vector[self.bucket][..., self.columns]
 
     def joined(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Returns these entries of the parameters' tensors, (n,); of a single one they are not copied."""
+        """Return these entries of the parameters' tensors, (n,); of a single one they are not copied."""
         return join([tensor.detach().reshape(-1) for tensor in tensors])[self.cut]
 
 
@@ -62,15 +62,15 @@ class OptimizerPiece(ParameterSpan):
     state: AdamWState | SGDState  # of (n,) tensors, in at least fp32
 
     def intended(self, gradient: Tensor) -> Tensor:
-        """Returns the optimizer's step with a clipped gradient, (…, n)."""
+        """Return the optimizer's step with a clipped gradient, (…, n)."""
         return self.state.total(self.param.to(gradient.dtype), gradient)
 
     def total(self, gradient: Tensor) -> Tensor:
-        """Returns what the rounding of the weights leaves of it."""
+        """Return what the rounding of the weights leaves of it."""
         return rounded_update(self.param, self.intended(gradient))
 
     def delta(self, gradient: Tensor) -> UpdateParts:
-        """Returns the parts of `total`: of an entry, rounding leaves of each the same share."""
+        """Return the parts of `total`: of an entry, rounding leaves of each the same share."""
         parts = self.state.delta(self.param.to(gradient.dtype), gradient)
         if self.param.dtype == gradient.dtype:
             return parts
@@ -78,7 +78,7 @@ class OptimizerPiece(ParameterSpan):
         return UpdateParts(*(share * part for part in parts))
 
     def gradient_factor(self, gradient: Tensor) -> Tensor:
-        """Returns a, elementwise: `delta(gradient).gradient` is a · gradient."""
+        """Return a, elementwise: `delta(gradient).gradient` is a · gradient."""
         factor = self.state.gradient_factor(self.param.to(gradient.dtype), gradient)
         if self.param.dtype == gradient.dtype:
             return factor
@@ -109,7 +109,7 @@ class OptimizerPieces:
         return self._made() if self._kept is None else iter(self._kept)
 
     def halved(self) -> OptimizerPieces:
-        """Returns pieces of half as many entries, for who holds several vectors of each; the same of few entries."""
+        """Return pieces of half as many entries, for who holds several vectors of each; the same of few entries."""
         if self._kept is not None:
             return self
         return OptimizerPieces(self._layout, self._parameters, self._states, max(1, self._chunk_size // 2))
@@ -129,7 +129,7 @@ class OptimizerPieces:
             )
 
     def _decays(self, name: str) -> Tensor:
-        """Returns the weight decay of a parameter's entries, which takes no memory."""
+        """Return the weight decay of a parameter's entries, which takes no memory."""
         decay = constant(self._states[name].weight_decay, self._layout.dtype, self._layout.device)
         return decay.expand_as(self._parameters[name])
 
@@ -160,7 +160,7 @@ def _runs(
 def _alike(
     names: Sequence[str], parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState]
 ) -> Iterator[tuple[int, int]]:
-    """Yields the bounds of the longest runs of parameters with the same settings; AdamW's weight decay may differ."""
+    """Yield the bounds of the longest runs of parameters with the same settings; AdamW's weight decay may differ."""
 
     def settings(name: str) -> tuple[Any, ...]:
         state = states[name]
@@ -177,12 +177,12 @@ def _alike(
 
 
 def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
-    """Returns the factors by which gradients of these square norms are clipped."""
+    """Return the factors by which gradients of these square norms are clipped."""
     return clip_coefficient(square_norm.double().sqrt(), max_grad_norm)
 
 
 def compute_update(layout: Layout, pieces: Iterable[OptimizerPiece], gradient: Entries, clip: float) -> Vector:
-    """Returns δθ of the step with this mean gradient, before the weights are rounded."""
+    """Return δθ of the step with this mean gradient, before the weights are rounded."""
     update = layout.zeros()
     for piece in pieces:
         piece.of(update).copy_(piece.intended(clip * piece.of(gradient)))
@@ -192,7 +192,7 @@ def compute_update(layout: Layout, pieces: Iterable[OptimizerPiece], gradient: E
 def split_products(
     parts: Iterable[tuple[OptimizerPiece, UpdateParts]], directions: Sequence[Vector], num_parameters: int
 ) -> Tensor:
-    """Returns X · δθ by cause and by parameter, (causes + parameters, directions) fp64, of one step in pieces, (n,)."""
+    """Return X · δθ by cause and by parameter, (causes + parameters, directions) fp64, of one step in pieces, (n,)."""
     by_both = directions[0][0].new_zeros(len(CAUSES), num_parameters, len(directions), dtype=torch.float64)
     for piece, step in parts:
         causes = torch.stack(step)
@@ -207,7 +207,7 @@ def split_products(
 def sqrt_preconditioner(
     layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState] | None
 ) -> Vector:
-    """Returns √P of the step before; nan for the entries of parameters without a warm state of AdamW's."""
+    """Return √P of the step before; nan for the entries of parameters without a warm state of AdamW's."""
     roots = [torch.full_like(part, torch.nan) for part in layout.zeros()]
     for piece in OptimizerPieces(layout, parameters, states):
         if isinstance(piece.state, AdamWState) and piece.state.is_warm:
@@ -226,7 +226,7 @@ class FoldMeans:
     share_of_fold: Tensor  # (F, 1)
 
     def without(self, folds: int | slice, piece: OptimizerPiece, mean: Tensor | None = None) -> Tensor:
-        """Returns g_(−k) of a fold, (n,), or of some, (folds, n), where the parameters are.
+        """Return g_(−k) of a fold, (n,), or of some, (folds, n), where the parameters are.
 
         mean  its entries in this piece, where they are at hand
         """
@@ -236,7 +236,7 @@ class FoldMeans:
 
 
 def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
-    """Returns a gradient by fold, with what it takes to leave one out. ValueError when a fold is everything.
+    """Return a gradient by fold, with what it takes to leave one out. ValueError when a fold is everything.
 
     total_size  of all folds; None where these are all
     """
@@ -271,13 +271,13 @@ class LeaveOneOutUpdates:
         self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
 
     def changes(self, piece: OptimizerPiece) -> Iterator[Tensor]:
-        """Yields by how much the parts of the step change without one fold after another in this piece, (causes, n)."""
+        """Yield by how much the parts of the step change without one fold after another in this piece, (causes, n)."""
         mean = piece.of(self.gradient.mean)
         whole = torch.stack(piece.delta(self.clip * mean))
         for fold, clip in enumerate(self.clips.tolist()):
             yield torch.stack(piece.delta(self.gradient.without(fold, piece, mean).mul_(clip))).sub_(whole)
 
     def parts(self, fold: int) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
-        """Yields each piece and the step without a fold in it."""
+        """Yield each piece and the step without a fold in it."""
         for piece in self.pieces:
             yield piece, piece.delta(self.gradient.without(fold, piece).mul_(float(self.clips[fold])))

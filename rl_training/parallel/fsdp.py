@@ -16,7 +16,7 @@ from rl_training.parallel.sharding import Shard, chunk_of, dtype_name
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees weights that FSDP2 keeps gathered after a forward pass without a backward: no step would reach them.
+    """Free weights that FSDP2 keeps gathered after a forward pass without a backward: no step would reach them.
 
     Nothing where none are, or where the model is not FSDP2's.
     """
@@ -77,7 +77,7 @@ class FullyShard(Shard):
         return exact and reducing and waiting and all(gradient is None for gradient in left)
 
     def _find_leaves(self) -> dict[str, Tensor]:
-        """Returns the gathered parameters, gathering one module's after another."""
+        """Return the gathered parameters, gathering one module's after another."""
         leaf_of: dict[Tensor, Tensor] = {}
         for module in self.model.modules():  # the root first: it sets up the others, which stay sharded meanwhile
             if isinstance(module, FSDPModule):

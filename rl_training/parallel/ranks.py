@@ -19,23 +19,23 @@ class Ranks:
     number: int = 0  # of this one
 
     def gather(self, values: Tensor) -> Tensor:
-        """Returns the values of each process, (processes, …). A collective."""
+        """Return the values of each process, (processes, …). A collective."""
         table = values.new_zeros(self.count, *values.shape)
         table[self.number] = values
         return self.reduce(table)
 
     def max(self, values: Tensor) -> Tensor:
-        """Returns the largest of each number over the processes. A collective."""
+        """Return the largest of each number over the processes. A collective."""
         return self.gather(values).amax(dim=0)
 
     def pad_to_equal_count(self, parts: list[Tensor], filler: Tensor) -> list[Tensor]:
-        """Returns the parts, and this one as often as another process has more. A collective."""
+        """Return the parts, and this one as often as another process has more. A collective."""
         count = self.max(torch.tensor([float(len(parts))], dtype=torch.float64, device=filler.device))
         return parts + [filler] * (int(count) - len(parts))
 
 
 def all_ranks() -> Ranks:
-    """Returns all processes of the default group: this one alone where torch.distributed was not started."""
+    """Return all processes of the default group: this one alone where torch.distributed was not started."""
     if not dist.is_initialized():
         return Ranks(1, torch.clone)
     return Ranks(dist.get_world_size(), _sum_over_ranks, dist.get_rank())

@@ -26,7 +26,7 @@ from rl_training.parallel.vectors import Layout
 
 
 def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
-    """Returns where part `number` of a vector starts and stops, as torch.chunk cuts it; later parts may be empty.
+    """Return where part `number` of a vector starts and stops, as torch.chunk cuts it; later parts may be empty.
 
     >>> [chunk_of(5, 4, number) for number in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -36,12 +36,12 @@ def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns "bfloat16" of torch.bfloat16."""
+    """Return "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def clipping_threshold(max_grad_norm: float | None) -> float:
-    """Returns the norm at which gradients are clipped; inf where they are not: for None, 0 and below."""
+    """Return the norm at which gradients are clipped; inf where they are not: for None, 0 and below."""
     return float(max_grad_norm) if max_grad_norm is not None and max_grad_norm > 0 else math.inf
 
 
@@ -84,11 +84,11 @@ class Shard:
         return Layout(self.weights(), {name: self.width(name) for name in self.trained})
 
     def numel(self, name: str) -> int:
-        """Returns the entries of a whole parameter."""
+        """Return the entries of a whole parameter."""
         return self.trained[name].numel()
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
-        """Returns which entries of the flat parameter are kept by a process: start and stop."""
+        """Return which entries of the flat parameter are kept by a process: start and stop."""
         return chunk_of(self.numel(name), self.num_ranks, rank)
 
     @functools.cached_property
@@ -97,31 +97,31 @@ class Shard:
         return {name: [self.cut(name, rank) for rank in range(self.num_ranks)] for name in self.trained}
 
     def width(self, name: str) -> int:
-        """Returns the most entries of a parameter that any process keeps."""
+        """Return the most entries of a parameter that any process keeps."""
         return max(stop - start for start, stop in self.cuts[name])
 
     def local(self, name: str, value: Tensor) -> Tensor:
-        """Returns this process's entries of a tensor that the model holds: a parameter or its gradient, (n,)."""
+        """Return this process's entries of a tensor that the model holds: a parameter or its gradient, (n,)."""
         start, stop = self.cuts[name][self.rank]
         return value.detach().reshape(-1)[start:stop]
 
     def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
-        """Returns this process's entries of a tensor that the optimizer holds: of `optimized`, or of a moment, (n,)."""
+        """Return this process's entries of a tensor that the optimizer holds: of `optimized`, or of a moment, (n,)."""
         return self.local(name, value)
 
     # --- what the loop holds ------------------------------------------------------------------------------------------
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """Returns the hyperparameters of each parameter's group; none for one that is not in the optimizer."""
+        """Return the hyperparameters of each parameter's group; none for one that is not in the optimizer."""
         groups = {param: group for group in self.optimizer.param_groups for param in group["params"]}
         return {name: groups[param] for name, param in self.trained.items() if param in groups}
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the weights that the optimizer updates, by name, (n,) each."""
+        """Return the weights that the optimizer updates, by name, (n,) each."""
         return {name: self.local_of_optimizer(name, value) for name, value in self.optimized.items()}
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Returns the gradient, the mean over processes, not clipped, (n,); None for a parameter that got none."""
+        """Return the gradient, the mean over processes, not clipped, (n,); None for a parameter that got none."""
         return {
             name: None if param.grad is None else self.local(name, param.grad) for name, param in self.trained.items()
         }
@@ -129,11 +129,11 @@ class Shard:
     # --- other weights for a moment -----------------------------------------------------------------------------------
 
     def copy_local_weights(self) -> dict[str, Tensor]:
-        """Returns this process's entries of the weights that forward passes compute with, by name: copies."""
+        """Return this process's entries of the weights that forward passes compute with, by name: copies."""
         return {name: self.local(name, param).clone() for name, param in self.trained.items()}
 
     def load_local_weights(self, entries: Mapping[str, Tensor]) -> None:
-        """Writes entries, laid out as those of `held`, into these weights, a parameter at a time. A collective."""
+        """Write entries, laid out as those of `held`, into these weights, a parameter at a time. A collective."""
         for name, param in self.trained.items():
             own = whole = entries[name]
             if self.num_ranks > 1:  # an all-gather of parts of unlike sizes
@@ -150,7 +150,7 @@ class Shard:
         return False
 
     def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool) -> dict[str, Tensor]:
-        """Runs a backward that hooks see, and returns what it leaves of the gradients, by name.
+        """Run a backward that hooks see, and returns what it leaves of the gradients, by name.
 
         What training has accumulated stays as it is.
         """

@@ -41,7 +41,7 @@ class Bucket:
         return sum(self.sizes)
 
     def bounds(self) -> Iterator[tuple[str, slice]]:
-        """Yields the name and the columns of each parameter in the bucket."""
+        """Yield the name and the columns of each parameter in the bucket."""
         for name, size, end in zip(self.names, self.sizes, itertools.accumulate(self.sizes), strict=True):
             yield name, slice(end - size, end)
 
@@ -95,7 +95,7 @@ class Layout:
         return self.num_entries <= self.chunk_size
 
     def vector(self, tensors: Iterable[Tensor]) -> Vector:
-        """Returns one vector, given by its tensors in the order of the parameters; a large one is not copied."""
+        """Return one vector, given by its tensors in the order of the parameters; a large one is not copied."""
         parts = iter(tensors)
         return [
             join([next(parts).detach().reshape(-1).to(self.dtype) for _ in bucket.names]) for bucket in self.buckets
@@ -104,12 +104,12 @@ class Layout:
     def zeros(
         self, *leading: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Vector:
-        """Returns a vector of zeros, or several: (*leading, n) of each bucket."""
+        """Return a vector of zeros, or several: (*leading, n) of each bucket."""
         kind: Any = {"dtype": dtype or self.dtype, "device": device or self.device}
         return [torch.zeros(*leading, bucket.size, **kind) for bucket in self.buckets]
 
     def by_name(self, vector: Vector) -> dict[str, Tensor]:
-        """Returns the parameters' entries of a vector, or of several: (…, n) views, by name."""
+        """Return the parameters' entries of a vector, or of several: (…, n) views, by name."""
         return {
             name: part[..., columns]
             for bucket, part in zip(self.buckets, vector, strict=True)
@@ -117,17 +117,17 @@ class Layout:
         }
 
     def split(self, flat: Tensor) -> Vector:
-        """Returns the buckets of flat vectors, (…, P), whose parameters follow one another: views."""
+        """Return the buckets of flat vectors, (…, P), whose parameters follow one another: views."""
         return list(flat.split([bucket.size for bucket in self.buckets], dim=-1))
 
 
 def num_bytes(vector: Vector | None) -> int:
-    """Returns the bytes of a vector, 0 of none."""
+    """Return the bytes of a vector, 0 of none."""
     return sum(part.numel() * part.element_size() for part in vector or ())
 
 
 def dots(rows: Tensor, others: Tensor) -> Tensor:
-    """Returns the inner products over the last dimension, (…) fp64, of (…, n) and (…, n), of which one may be (n,).
+    """Return the inner products over the last dimension, (…) fp64, of (…, n) and (…, n), of which one may be (n,).
 
     torch.sum adds in a tree: a running fp32 sum, as of BLAS, loses 2 % of a square norm over the 2e8 entries of an
     embedding. Not a product of matrices, which would be rounded to TF32 where that is switched on.
@@ -141,12 +141,12 @@ def _products(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def dot(one: Vector, other: Vector) -> Tensor:
-    """Returns the inner products of vectors, or of several, (…) fp64, on the device of the second."""
+    """Return the inner products of vectors, or of several, (…) fp64, on the device of the second."""
     return torch.stack([_products(a.to(b.device), b) for a, b in zip(one, other, strict=True)]).double().sum(dim=0)
 
 
 def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Returns the sums of (n,) values that lie one after another, so many in each, (spans,) fp64.
+    """Return the sums of (n,) values that lie one after another, so many in each, (spans,) fp64.
 
     A few operations, however many spans: first sums of blocks of a length that divides every size, in the values' own
     precision as in `dots`; then of each span's blocks in fp64, of long spans in segments, which a GPU sums in parallel.
@@ -162,7 +162,7 @@ def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] | None) -> Tensor:
-    """Returns |g|² and Σ P g² by row and parameter, (rows, parameters, 2) fp64; the second is nan without roots, √P.
+    """Return |g|² and Σ P g² by row and parameter, (rows, parameters, 2) fp64; the second is nan without roots, √P.
 
     A row of a bucket at a time: operations do not grow with the number of parameters.
     """
@@ -176,7 +176,7 @@ def square_norms(layout: Layout, rows: Vector, roots: Sequence[Tensor | float] |
 
 @functools.lru_cache(maxsize=2**12)
 def _segments(sizes: tuple[int, ...], block: int, device: torch.device) -> Sequence[Tensor]:
-    """Returns how many blocks each segment has, where some span has several, and how many parts each span has; kept."""
+    """Return how many blocks each segment has, where some span has several, and how many parts each span has; kept."""
     counts = [size // block for size in sizes]
     cut = [[min(SEGMENT, count - at) for at in range(0, count, SEGMENT)] for count in counts]
     levels = [counts] if max(counts) <= SEGMENT else [[*itertools.chain(*cut)], [*map(len, cut)]]
@@ -186,22 +186,22 @@ def _segments(sizes: tuple[int, ...], block: int, device: torch.device) -> Seque
 
 @functools.cache
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a number as a tensor, (): kept, to be expanded."""
+    """Return a number as a tensor, (): kept, to be expanded."""
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:
-    """Adds a multiple of a vector to another one, in place."""
+    """Add a multiple of a vector to another one, in place."""
     for part, other in zip(target, vector, strict=True):
         part.add_(other.to(part.device), alpha=factor)
 
 
 def copy(target: Vector, vector: Vector) -> None:
-    """Copies a vector, or several, into another one, in place."""
+    """Copy a vector, or several, into another one, in place."""
     for part, other in zip(target, vector, strict=True):
         part.copy_(other)
 
 
 def join(vectors: Sequence[Tensor]) -> Tensor:
-    """Returns the vectors as one, (n,); a single one is not copied."""
+    """Return the vectors as one, (n,); a single one is not copied."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))

@@ -23,17 +23,17 @@ class ModelInputs:
     num_sampled: int  # of these, in host memory
 
     def sampled_tokens(self) -> Tensor:
-        """Returns where the sampled tokens are among all (B T) of the completions."""
+        """Return where the sampled tokens are among all (B T) of the completions."""
         # Not by nonzero(), for whose size the host waits.
         return self.mask.flatten().argsort(descending=True, stable=True)[: self.num_sampled]
 
     def at_tokens(self, tokens: Tensor) -> Tensor:
-        """Returns where these tokens are predicted, among all (B W) columns."""
+        """Return where these tokens are predicted, among all (B W) columns."""
         return tokens // self.mask.shape[1] * self.ids.shape[1] + self.columns.flatten()[tokens]
 
 
 def right_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
-    """Returns these rows with the padding on their right, each sequence from the first column on."""
+    """Return these rows with the padding on their right, each sequence from the first column on."""
     prompt_mask, mask = sequences.prompt_mask[rows], sequences.completion_mask[rows]
     prompt_length, length = prompt_mask.sum(dim=1), sequences.token_mask[rows].sum(dim=1)
     padded = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
@@ -52,7 +52,7 @@ def right_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
 
 
 def left_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
-    """Returns these rows with the padding on their left, by an attention mask and without positions."""
+    """Return these rows with the padding on their left, by an attention mask and without positions."""
     ids = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
     attention = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
     targets, mask = sequences.completion_ids[rows], sequences.completion_mask[rows]
@@ -62,7 +62,7 @@ def left_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
 
 
 def _further_inputs(sequences: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
-    """Returns what the model takes beside tokens, of these rows; types of tokens go with the tokens, to `columns`."""
+    """Return what the model takes beside tokens, of these rows; types of tokens go with the tokens, to `columns`."""
     inputs: dict[str, Any] = {}
     for name, values in (sequences.images or {}).items():
         if not isinstance(values, Tensor):

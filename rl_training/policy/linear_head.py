@@ -34,13 +34,13 @@ class LogitMap:
         return (product * (self.scale / self.softcap)).tanh() * (self.softcap / self.temperature)
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """Returns ∂z/∂y at the y that is mapped to z."""
+        """Return ∂z/∂y at the y that is mapped to z."""
         slope = self.scale / self.temperature
         return slope if self.softcap is None else slope * (1 - (z * (self.temperature / self.softcap)).square())
 
 
 def scores_of_logits(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of the targets, (...), and entropies, (...), of all logits (..., V), by autograd."""
+    """Return log-probabilities of the targets, (...), and entropies, (...), of all logits (..., V), by autograd."""
     logps = z.log_softmax(dim=-1)
     p = logps.exp()
     # A token of probability 0 adds nothing: not 0 · −inf.
@@ -57,7 +57,7 @@ def scores_of_hidden(
     dtype: torch.dtype,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of the targets and entropies, (N,) each, in fp32, or fp64 where `dtype` is.
+    """Return log-probabilities of the targets and entropies, (N,) each, in fp32, or fp64 where `dtype` is.
 
     hidden, weight, bias  (N, H), (V, H), (V,): rounded to `dtype` before they are multiplied
     targets               (N,) the tokens whose log-probabilities are asked for
@@ -129,7 +129,7 @@ class _LinearHead(torch.autograd.Function):
 def _by_logits(
     z: Tensor, targets: Tensor, log_sums: Tensor, entropies: Tensor, w: Tensor | None, u: Tensor | None
 ) -> Tensor:
-    """Returns dz, (n, V), of w log p(t) + u h; it writes over z."""
+    """Return dz, (n, V), of w log p(t) + u h; it writes over z."""
     logp = z.sub_(log_sums.unsqueeze(-1))
     p = logp.exp()
     if u is None:
@@ -156,7 +156,7 @@ def _chunks(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to the total, which sums in its own precision."""
+    """Add a @ b to the total, which sums in its own precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -31,7 +31,7 @@ class PaddingCheck:
         self._reason = ""
 
     def why_it_matters(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> str:
-        """Returns why the padding matters, "" if it does not. A collective: all ranks get the same answer."""
+        """Return why the padding matters, "" if it does not. A collective: all ranks get the same answer."""
         self._count += 1
         if self._reason or self._count < self._next or depends_on_longest_row(policy.model):
             return self._reason  # the last of these do not tell padding from length: score_check.py does

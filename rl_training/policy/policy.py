@@ -37,7 +37,7 @@ class Policy(abc.ABC):
         self.shard: Shard | None = None  # where the weights lie, once training has begun
 
     def score(self, rollout: Rollout, rows: Tensor) -> Scores:
-        """Returns log-probabilities and entropies WITH graph of some rows, only as wide as the longest of these.
+        """Return log-probabilities and entropies WITH graph of some rows, only as wide as the longest of these.
 
         In training's precision and with its dropout; inside of `measuring` in IEEE fp32 and without.
         """
@@ -46,7 +46,7 @@ class Policy(abc.ABC):
     def score_rollout(
         self, rollout: Rollout, scorer: Scorer | None = None, as_training: bool = False, dropout: bool = False
     ) -> Scores:
-        """Returns log-probabilities and entropies of all rows, (B, T), without graph, as a measurement.
+        """Return log-probabilities and entropies of all rows, (B, T), without graph, as a measurement.
 
         scorer       of another model than the policy's
         as_training  in training's precision
@@ -68,7 +68,7 @@ class Policy(abc.ABC):
         )
 
     def in_batches(self, rows: Tensor, size: int) -> list[Tensor]:
-        """Returns rows in parts of so many; in lockstep copies of the first follow where others have more."""
+        """Return rows in parts of so many; in lockstep copies of the first follow where others have more."""
         parts = list(rows.split(size))
         return parts if self.in_lockstep is None else self.in_lockstep.pad_to_equal_count(parts, parts[0])
 
@@ -83,7 +83,7 @@ class Policy(abc.ABC):
         return self.reference is not None or hasattr(self.model, "disable_adapter")
 
     def reference_logps(self, rollout: Rollout) -> Tensor | None:
-        """Returns the log-probabilities of that model, (B, T), as a measurement; None where there is none."""
+        """Return the log-probabilities of that model, (B, T), as a measurement; None where there is none."""
         if not self.has_reference:
             return None
         reference = self.reference
@@ -93,11 +93,11 @@ class Policy(abc.ABC):
             return self.score_rollout(rollout).logps
 
     def measuring(self) -> AbstractContextManager[None]:
-        """Returns a context in which `score` leaves out autocast, TF32 and dropout; the backward belongs in it too."""
+        """Return a context in which `score` leaves out autocast, TF32 and dropout; the backward belongs in it too."""
         return self.scorer.measuring()
 
     def shifted(self, shift: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Returns a context in which parameters point to moved copies."""
+        """Return a context in which parameters point to moved copies."""
         return self.pointing_to({name: self.model.get_parameter(name).data + moved for name, moved in shift.items()})
 
     @contextlib.contextmanager
@@ -134,11 +134,11 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, num_sequences: int, seed: int) -> Rollout:
-        """Returns this rank's share of so many fresh responses, one each to random prompts of the training set.
+        """Return this rank's share of so many fresh responses, one each to random prompts of the training set.
 
         The same seed gives the same prompts and the same random numbers, whatever the parameters.
         """
 
     @abc.abstractmethod
     def decode(self, ids: Tensor) -> str:
-        """Returns the text of one sequence of tokens, special tokens left out."""
+        """Return the text of one sequence of tokens, special tokens left out."""

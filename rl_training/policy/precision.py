@@ -49,7 +49,7 @@ def ieee_fp32() -> contextlib.AbstractContextManager[None]:
 
 
 def why_not_fp32(model: nn.Module) -> str:
-    """Returns why the model computes in less than fp32 even in a measurement, "" if it does not."""
+    """Return why the model computes in less than fp32 even in a measurement, "" if it does not."""
     rounded = [
         (not param.requires_grad, f"{name} is {dtype_name(param.dtype)}")
         for name, param in model.named_parameters()
@@ -86,7 +86,7 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Returns whether two passes over the same rows differ, because modules drop out."""
+    """Return whether two passes over the same rows differ, because modules drop out."""
     modules = (module for module in model.modules() if module.training)
     return _says_dropout(model) or any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules

@@ -23,7 +23,7 @@ def preserve_rng(device: torch.device) -> Iterator[None]:
 
 
 def seed_torch(*seed: int, device: torch.device) -> None:
-    """Seeds the CPU's stream and this device's, and no other device's, as torch.manual_seed would."""
+    """Seed the CPU's stream and this device's, and no other device's, as torch.manual_seed would."""
     number = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

@@ -75,7 +75,7 @@ class Rollout:
 def as_rollout(
     prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor], prompt_index: Sequence[int], pad: int
 ) -> Rollout:
-    """Returns these responses, at least one, as a rollout without rewards."""
+    """Return these responses, at least one, as a rollout without rewards."""
     device = prompt_ids[0].device
     return Rollout(
         prompt_ids=pad_sequence(list(prompt_ids), True, pad, padding_side="left"),
@@ -89,7 +89,7 @@ def as_rollout(
 
 
 def join_origins(parts: Sequence[Origin]) -> Origin:
-    """Returns what is to be said of several rollouts together."""
+    """Return what is to be said of several rollouts together."""
     return Origin(
         next((part.why_no_sample for part in parts if part.why_no_sample), ""),
         next((part.why_uneven for part in parts if part.why_uneven), ""),
@@ -98,7 +98,7 @@ def join_origins(parts: Sequence[Origin]) -> Origin:
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Returns the sequences of several rollouts as one, padded to one width."""
+    """Return the sequences of several rollouts as one, padded to one width."""
 
     def joined(name: str, join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Any:
         values = [getattr(part, name) for part in parts]
@@ -126,14 +126,14 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def _join_token_advantages(parts: Sequence[Rollout]) -> Tensor | None:
-    """Returns (B, T), None where every response has one advantage."""
+    """Return (B, T), None where every response has one advantage."""
     if all(part.token_advantages is None for part in parts):
         return None
     return pad_and_concat([part.advantages_of_tokens.expand_as(part.completion_ids) for part in parts])
 
 
 def with_one_advantage_each(rollout: Rollout) -> Rollout:
-    """Returns the rollout, whose advantages may be (B, T), with one to each response: the mean over its tokens.
+    """Return the rollout, whose advantages may be (B, T), with one to each response: the mean over its tokens.
 
     Those of tokens are beside it where they differ within a response.
 
@@ -155,7 +155,7 @@ def with_one_advantage_each(rollout: Rollout) -> Rollout:
 
 
 def pad_and_concat(tensors: Sequence[Tensor], on_the_left: bool = False, value: float = 0, at_least: int = 0) -> Tensor:
-    """Returns the rows of these (B, T) tensors, filled up with `value` to the widest of them, or to `at_least`."""
+    """Return the rows of these (B, T) tensors, filled up with `value` to the widest of them, or to `at_least`."""
     width = max(at_least, *(tensor.shape[1] for tensor in tensors))
     missing = [width - tensor.shape[1] for tensor in tensors]
     padding = [(m, 0) if on_the_left else (0, m) for m in missing]
@@ -163,13 +163,13 @@ def pad_and_concat(tensors: Sequence[Tensor], on_the_left: bool = False, value: 
 
 
 def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
-    """Returns some rows of a rollout, in this order."""
+    """Return some rows of a rollout, in this order."""
     taken: dict[str, Any] = {name: value[rows] for name, value in vars(rollout).items() if isinstance(value, Tensor)}
     return dataclasses.replace(rollout, images=images_of(rollout, rows), **taken)
 
 
 def first_tokens(rollout: Rollout, count: int) -> Rollout:
-    """Returns the sequences with so many tokens of each completion at most; with images as they are."""
+    """Return the sequences with so many tokens of each completion at most; with images as they are."""
     if rollout.images is not None:
         return rollout
     names = ("completion_ids", "completion_mask", "sampling_logps", "old_logps", "environment_mask", "token_advantages")
@@ -179,7 +179,7 @@ def first_tokens(rollout: Rollout, count: int) -> Rollout:
 
 
 def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:
-    """Returns the images of some rows, in this order; None where there are none."""
+    """Return the images of some rows, in this order; None where there are none."""
     if rollout.images is None:
         return None
     return {
@@ -189,7 +189,7 @@ def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:
 
 
 def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
-    """Returns the images of several rollouts. Token types cover prompts and completions, and are padded with them.
+    """Return the images of several rollouts. Token types cover prompts and completions, and are padded with them.
 
     Raises ValueError where rows of different shapes would have to form one tensor.
     """

@@ -16,7 +16,7 @@ CHANGING = ("dynamic", "longrope")  # in the name of a kind of table
 
 
 def depends_on_longest_row(model: nn.Module) -> bool:
-    """Returns whether a row's scores may depend on the other rows of its batch."""
+    """Return whether a row's scores may depend on the other rows of its batch."""
     return bool(_changing(model))
 
 

@@ -86,7 +86,7 @@ class Scorer:
         return self.why_not_fp32 or ("training's forward pass runs under autocast" if autocast else "")
 
     def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
-        """Returns log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
+        """Return log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
 
         With autocast and dropout as training has them; inside `measuring()` with neither, and in IEEE fp32. Random
         streams stay as they were. A graph may be used as often as wanted, by first derivatives.
@@ -100,7 +100,7 @@ class Scorer:
         return Scores(logps, entropies, batch.mask)
 
     def token_logits(self, sequences: Rollout, rows: Tensor) -> Tensor:
-        """Returns the logits, over the temperature, behind each sampled token of some rows, (tokens, V), without graph.
+        """Return the logits, over the temperature, behind each sampled token of some rows, (tokens, V), without graph.
 
         All of them at once, in at least fp32: give few rows at a time.
         """
@@ -114,7 +114,7 @@ class Scorer:
             return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
 
     def _gathered(self, calculate: Callable[[], Any]) -> Any:
-        """Returns what is calculated, with sharded weights gathered: as the model's own forward pass."""
+        """Return what is calculated, with sharded weights gathered: as the model's own forward pass."""
         if not self._as_root:
             return calculate()
         own, results = vars(self._model).get("forward"), []
@@ -136,7 +136,7 @@ class Scorer:
         return results[0]  # which FSDP2 may round
 
     def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
-        """Returns the scores of some rows that keep the padding on their left, (B, T), as wide as the completions.
+        """Return the scores of some rows that keep the padding on their left, (B, T), as wide as the completions.
 
         By an attention mask and without positions, as trainers pass rows on; as a measurement, without graph.
         """
@@ -159,7 +159,7 @@ class Scorer:
             self._measuring -= 1
 
     def verify(self) -> str:
-        """Returns why the model's own logits are used, "" if its body and head are. Tried once, then known.
+        """Return why the model's own logits are used, "" if its body and head are. Tried once, then known.
 
         The first score calls it if nothing has. Call it before hooking modules: it makes two small forward passes.
         """
@@ -175,7 +175,7 @@ class Scorer:
         return self._full_logits_reason
 
     def _head_mismatch(self) -> str:
-        """Returns why head(body(ids)), scaled as the config says, would not be the model's logits; "" if it would."""
+        """Return why head(body(ids)), scaled as the config says, would not be the model's logits; "" if it would."""
         head = self._lm.get_output_embeddings()
         if head is None:
             return "the model does not name its head (get_output_embeddings)"
@@ -229,7 +229,7 @@ class Scorer:
         return logps, entropies
 
     def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Calls it on chunks of columns, (B, t, H): hooks on it can tell the sequences apart."""
+        """Call it on chunks of columns, (B, t, H): hooks on it can tell the sequences apart."""
 
         def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
@@ -258,7 +258,7 @@ class Scorer:
         return hidden.to(ids.device)  # the model may be spread over devices
 
     def _own_logits(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Returns (B, W, V) by the forward pass of the model's class: a trainer may have patched it."""
+        """Return (B, W, V) by the forward pass of the model's class: a trainer may have patched it."""
         return type(self._lm).forward(self._lm, input_ids=ids, use_cache=False, **inputs).logits
 
     def _dtype_of_product(self, x: Tensor, head: nn.Linear) -> torch.dtype:
@@ -278,7 +278,7 @@ class Scorer:
 
 
 def _logit_map(config: Any, temperature: float) -> LogitMap:
-    """Returns what the model does to logits, by its config, in which the factor goes by many names."""
+    """Return what the model does to logits, by its config, in which the factor goes by many names."""
     text = config.get_text_config()
     factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
     scaling = getattr(text, "logits_scaling", None)

@@ -17,12 +17,12 @@ class Scores:
     mask: Tensor  # (B, T), 1 on sampled tokens; values elsewhere mean nothing
 
     def exact(self) -> Scores:
-        """Returns them in float64, the mask too; 0 where no token is, whatever stands there."""
+        """Return them in float64, the mask too; 0 where no token is, whatever stands there."""
         logps, entropies = (values.double().masked_fill(self.mask == 0, 0.0) for values in (self.logps, self.entropies))
         return Scores(logps, entropies, self.mask.double())
 
     def detached(self) -> Scores:
-        """Returns them without graph, in at least fp32: a sum over tokens in bf16 is off by percents.
+        """Return them without graph, in at least fp32: a sum over tokens in bf16 is off by percents.
 
         >>> half = torch.ones(1, 300, dtype=torch.bfloat16)
         >>> Scores(half, half, half).detached().entropies.cumsum(dim=1)[0, -1]
