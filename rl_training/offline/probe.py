@@ -1,6 +1,6 @@
 """One checkpoint analysis: sample E and U, predict, measure, compare. The results are one flat dictionary.
 
-What each is called: docs/reference/analysis_logs.md. `…_se` is one standard error. That of deltaH1 includes the noise
+What each is called: docs/reference/run_folder.md. `…_se` is one standard error. That of deltaH1 includes the noise
 of E and U, the others only E's: they are for this step. What is not available is nan, with the reason in `reasons`.
 """
 

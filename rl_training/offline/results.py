@@ -7,7 +7,7 @@ The log's files, DIRECTORY/YYYY-MM-DD/entropy_probe_HH-MM-SS_CHECKPOINT…, are 
     _summary.json       the core numbers; moved last: if it exists, all do
     _tensors.safetensors    at level debug: δθ, the gradient of U, X̄, slopes of tokens
 
-What levels have and keys mean: docs/reference/analysis_logs.md. records/frames.py reads all of it.
+What levels have and keys mean: docs/reference/run_folder.md. records/frames.py reads all of it.
 """
 
 from __future__ import annotations

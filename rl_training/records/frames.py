@@ -115,7 +115,7 @@ def find_runs(folder: str | Path) -> list[Path]:
     return runs
 
 
-# --- analyses of checkpoints: RUN/offline/NAME/checkpoint-N/result.json; logs: docs/reference/analysis_logs.md --------
+# --- analyses of checkpoints: RUN/offline/NAME/checkpoint-N/result.json; logs: docs/reference/run_folder.md --------
 
 
 def analysis_results(folder: str | Path) -> pd.DataFrame:

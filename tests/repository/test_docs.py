@@ -80,7 +80,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     folder = tmp_path_factory.mktemp("everything")
     mine: dict[str, Any] = {}
     exec(example("how_to/write_a_probe.md", "class RewardSpreadProbe"), mine)
-    (folder / "mine.py").write_text(example("how_to/write_an_intervention.md", "def softer"), encoding="utf-8")
+    (folder / "mine.py").write_text(example("how_to/extend.md", "def softer"), encoding="utf-8")
     interventions = InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1)
     tokens = TokenClassesProbe(every=1)
     probes = [*every_probe(), mine["RewardSpreadProbe"](), interventions, tokens]
@@ -198,7 +198,7 @@ def test_pages_name_the_versions_of_python_that_setup_cfg_does() -> None:
         page.name: set(re.findall(r"Python [≥\d][^,;.]*(?:\.\d+[^,;.]*)*", page.read_text("utf-8"))) for page in pages
     }
     found = {name: texts for name, texts in said.items() if texts}
-    assert found.keys() >= {"README.md", "install.md", "versions.md", "rent_a_gpu.md"}
+    assert found.keys() >= {"README.md", "install.md", "versions.md", "gpu_and_cluster.md"}
     assert set().union(*found.values()) == {f"Python {' or '.join(versions)}"}
 
 
