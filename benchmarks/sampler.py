@@ -108,7 +108,7 @@ class Forward(Divergence):
     def prepare(self, step: Step) -> None:
         super().prepare(step)
         change, layout = step.entropy_change, step.gradients.layout
-        if change.why_none:
+        if change.limit:
             return
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=None)
         bare = dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
@@ -153,7 +153,7 @@ class Corrections(InterventionsProbe):
     def prepare(self, step: Step) -> None:
         super().prepare(step)
         self.batches += 1
-        if step.entropy_change.why_none:
+        if step.entropy_change.limit:
             return
         loss = loss_inputs(step.batch, step.ranks.reduce)  # by microbatch: some choose tokens within each
         weights = [torch.cat([each.weights(part).stacked() for part in loss], dim=1) for each in self.which]

@@ -80,7 +80,7 @@ class StepDriver:
         self.end()
         self._loop = loop
         self._layout = loop.shard.layout
-        loop.policy.shard, loop.policy.scorer.why_rounded = loop.shard, loop.shard.why_rounded
+        loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
         loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
         self._padding, self._terms = PaddingCheck(), TermsCheck()
         self._clock = Clock(self._layout.device)
@@ -290,13 +290,13 @@ class StepDriver:
     def _view(self, step: StepRecorder) -> Step:
         """Returns what probes see of a step whose gradients are all in. A collective."""
         loop, rollout = self._loop, step.join_rollouts(self._loop.ranks)
-        edited = "" if self._guard is None else self._guard.why_edited()
-        padded = self._padding.why_it_matters(rollout, loop.policy, loop.ranks.reduce)
+        edited = "" if self._guard is None else self._guard.edit_limit()
+        padded = self._padding.limit(rollout, loop.policy, loop.ranks.reduce)
         own = loop.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
-        capabilities = step.capabilities(loop, self._learned.numbers, own or edited or padded)
+        limits = step.limits(loop, self._learned.numbers, own or edited or padded)
         assert self._reduction is not None, "call start(loop) first"
-        view, needs = step.as_seen(loop, rollout, capabilities, self._reduction, self._terms), needs_of(step.probes)
-        if self._rows is None or not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or view.gradients.why_no_rows:
+        view, needs = step.as_seen(loop, rollout, limits, self._reduction, self._terms), needs_of(step.probes)
+        if self._rows is None or not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or view.gradients.rows_limit:
             return view
         view, squares = self._rows.complete(view)
         return self._terms.checked(view, squares, asked=Need.LOSS_CHECK in needs)

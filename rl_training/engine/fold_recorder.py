@@ -114,8 +114,8 @@ class GradientRows:
         tensors = [*self._reduction.shard.leaves.values(), *(self.rows or ())]
         is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
         squares = step.ranks.reduce(squares)
-        why_not = gradient_mismatch_reason(squares, is_rounded)
-        gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms, why_no_rows=why_not)
+        mismatch = gradient_mismatch_reason(squares, is_rounded)
+        gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms, rows_limit=mismatch)
         return dataclasses.replace(step, gradients=gradients), squares[3:]
 
     def split_microbatch_gradients(self, step: Step) -> None:

@@ -148,7 +148,7 @@ class KLBound:
             UserError: the step has no formula, and its weights lie where they cannot be written.
         """
         self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
-        self._has_formula = not (reason := view_optimizer(shard).reason)
+        self._has_formula = not (reason := view_optimizer(shard).limit)
         if reason and shard.optimized is not shard.trained:
             raise UserError(f"target_kl_share: {reason.partition(':')[0]}, which DeepSpeed needs: use AdamW or Adam")
 

@@ -29,7 +29,7 @@ from rl_training.policy.precision import has_dropout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch, LossSettings
 from rl_training.step.data import Step
-from rl_training.step.limits import Capabilities
+from rl_training.step.limits import Limits
 
 EVERY = 16  # measured steps from one comparison to the next, after those at steps 1, 2, 4, 8
 LIMIT = 0.01  # of the norm of a fold's gradient: how far it may be from the one that its weights give
@@ -107,14 +107,14 @@ class TermsCheck:
         count = self._count + 1
         return count % EVERY == 0 or count & (count - 1) == 0
 
-    def why_no_slices(self, folds: Sequence[FoldGroup], batch: Batch, capabilities: Capabilities) -> str:
+    def slicing_limit(self, folds: Sequence[FoldGroup], batch: Batch, limits: Limits) -> str:
         """Return why microbatches are not cut into several folds, "" if they are not, or can be.
 
         The share of a slice in another term is not known.
         """
         if len(folds) <= len(batch.microbatch_rows):
             return ""
-        other_terms = capabilities.other_terms or ("" if self.is_due else self.reason)
+        other_terms = limits.other_terms or ("" if self.is_due else self.reason)
         return f"{other_terms}: leave num_folds out, so that no microbatch is cut" if other_terms else ""
 
     def checked(self, step: Step, squares: Tensor, asked: bool) -> Step:
@@ -124,22 +124,22 @@ class TermsCheck:
         asked    a probe needs it; slices of microbatches always do
         """
         is_sliced = len(step.folds) > len(step.batch.microbatch_rows)
-        if step.gradients.why_no_rows or step.capabilities.other_terms or not (asked or is_sliced):
+        if step.gradients.rows_limit or step.limits.other_terms or not (asked or is_sliced):
             return step
         is_due, self._count = self.is_due, self._count + 1
         if is_due:
             ends = {part.stop for part in step.batch.microbatch_rows}  # what comes before in a slice is our own
             groups = [group for group in step.folds if group.passes[-1].stop in ends]
-            self.reason = _why_not_of_the_weights(step, groups[self._count % len(groups)], squares, self.reason)
+            self.reason = _weights_limit(step, groups[self._count % len(groups)], squares, self.reason)
         if not self.reason:
             return step
-        can = dataclasses.replace(step.capabilities, other_terms=self.reason)
-        why_no_rows = self.why_no_slices(step.folds, step.batch, can)
-        gradients = dataclasses.replace(step.gradients, why_no_rows=why_no_rows)
-        return dataclasses.replace(step, capabilities=can, gradients=gradients)
+        can = dataclasses.replace(step.limits, other_terms=self.reason)
+        rows_limit = self.slicing_limit(step.folds, step.batch, can)
+        gradients = dataclasses.replace(step.gradients, rows_limit=rows_limit)
+        return dataclasses.replace(step, limits=can, gradients=gradients)
 
 
-def _why_not_of_the_weights(step: Step, group: FoldGroup, squares: Tensor, unknown: str) -> str:
+def _weights_limit(step: Step, group: FoldGroup, squares: Tensor, unknown: str) -> str:
     """Return why the gradient of these folds is not that of their weights, "" if it is.
 
     unknown  where the scores are not training's, as under dropout, and nothing can be said
@@ -149,7 +149,7 @@ def _why_not_of_the_weights(step: Step, group: FoldGroup, squares: Tensor, unkno
     found = _compare(step, group, squares)
     if not found.is_same_policy:
         return unknown
-    is_rounded = bool(step.policy.scorer.why_training_rounds)
+    is_rounded = bool(step.policy.scorer.training_rounding)
     norm, off = math.sqrt(max(found.caught, found.expected)), math.sqrt(max(found.off, 0.0))
     allowed = (LIMIT_ROUNDED if is_rounded else LIMIT) * norm + ROUNDING * float(squares.sqrt().sum())
     return "" if off <= allowed else NOT_OF_THE_WEIGHTS.format(distance=off / norm)
@@ -185,6 +185,6 @@ def _compare(step: Step, group: FoldGroup, squares: Tensor) -> _Comparison:
     caught = squares[group.folds.start : group.folds.stop].to(expected)
     if rows is None:
         off = (caught.sqrt() - expected.sqrt()).square()
-    limit = SAME_SCORES_ROUNDED if step.policy.scorer.why_training_rounds else SAME_SCORES
+    limit = SAME_SCORES_ROUNDED if step.policy.scorer.training_rounding else SAME_SCORES
     is_same = not float(count) or float(distance / count) <= limit
     return _Comparison(float(off.sum()), float(caught.sum()), float(expected.sum()), is_same)

@@ -35,8 +35,8 @@ from rl_training.step.limits import (
     OTHER_TERMS,
     REUSED,
     SPLIT_PROMPTS,
-    Capabilities,
     Fixes,
+    Limits,
 )
 
 
@@ -143,7 +143,7 @@ class StepRecorder:
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
-    def capabilities(self, loop: LoopSpec, learned: set[int], mismatch: str) -> Capabilities:
+    def limits(self, loop: LoopSpec, learned: set[int], mismatch: str) -> Limits:
         """Returns what cannot be measured at this step, and why not. What holds on one rank holds on all: a collective.
 
         learned   prompts of this rollout and process that earlier steps have learned from
@@ -162,10 +162,10 @@ class StepRecorder:
         mismatch = mismatch or (MISMATCHED if mismatched else "")
         # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
         mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
-        split = origin.why_uneven or (f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if incomplete else "")
-        mixed_prompts = origin.why_uneven or (f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "")
-        return Capabilities(
-            sampling_mismatch=mismatch or origin.why_no_sample,
+        split = origin.groups_limit or (f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if incomplete else "")
+        mixed_prompts = origin.groups_limit or (f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "")
+        return Limits(
+            sampling_mismatch=mismatch or origin.sample_limit,
             no_fresh_responses=mismatch or loop.no_fresh_responses,
             reused=REUSED if reused else "",
             split_prompts=split,
@@ -215,28 +215,28 @@ class StepRecorder:
         return dataclasses.replace(joined, rewards=None) if unrewarded else joined
 
     def as_seen(
-        self, loop: LoopSpec, rollout: Rollout, capabilities: Capabilities, reduction: FoldReduction, terms: TermsCheck
+        self, loop: LoopSpec, rollout: Rollout, limits: Limits, reduction: FoldReduction, terms: TermsCheck
     ) -> Step:
         """Return what probes see of the step once all gradients are in, but the gradients of its folds. A collective.
 
         Args:
             rollout: All microbatches of the step.
         """
-        folds, fold = self.place_in_folds(loop, rollout, mixed=bool(capabilities.mixed_prompts))
+        folds, fold = self.place_in_folds(loop, rollout, mixed=bool(limits.mixed_prompts))
         batch = self.join(rollout, fold, folds[-1].folds.stop)
         mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-        why_no_rows = capabilities.mixed_prompts or terms.why_no_slices(self.folds, batch, capabilities)
+        rows_limit = limits.mixed_prompts or terms.slicing_limit(self.folds, batch, limits)
         ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
         return Step(
             number=self.number,
             batch=batch,
-            gradients=Gradients(loop.shard.weights(), mean, loop.shard.layout, reduction, None, why_no_rows),
+            gradients=Gradients(loop.shard.weights(), mean, loop.shard.layout, reduction, None, rows_limit),
             optimizer=optimizer,
             policy=loop.policy,
             ranks=loop.ranks,
             folds=folds,
             fold_sizes=loop.ranks.reduce(batch.sum_by_fold(ones)).cpu(),
-            capabilities=capabilities,
+            limits=limits,
         )
 
     def place_in_folds(self, loop: LoopSpec, rollout: Rollout, mixed: bool) -> tuple[Sequence[FoldGroup], Tensor]:

@@ -149,7 +149,7 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> tuple[str, list[
         missing.append(f"delta_reward/forward and the split of the noise take Dr-GRPO's loss: {loop.fixes.dr_grpo}")
     missing += [f"no entropy gradient: {ONE_RESPONSE}"] if shape.responses_per_prompt == 1 else []
     missing += [f"no entropy gradient: {loop.sampling_mismatch}"] if loop.sampling_mismatch else []
-    missing += [f"rounded: {loop.shard.why_rounded}"] if loop.shard.why_rounded else []
+    missing += [f"rounded: {loop.shard.layer_rounding}"] if loop.shard.layer_rounding else []
     return plan, missing
 
 
@@ -174,7 +174,7 @@ def _fold_warnings(loop: LoopSpec, requirements: Requirements, count: int) -> li
 def _of_optimizer(shard: Shard) -> list[str]:
     """Returns what the optimizer's step lacks, or loses to rounding."""
     optimizer = view_optimizer(shard)
-    missing = [f"no prediction before the step: {optimizer.reason}"] if optimizer.reason else []
+    missing = [f"no prediction before the step: {optimizer.limit}"] if optimizer.limit else []
     missing += [ROUNDED.format(which=optimizer.rounded)] if optimizer.rounded else []
     adam = [state for state in (optimizer.states or {}).values() if isinstance(state, AdamWState)]
     stuck = [state for state in adam if 1.0 - state.betas[1] < torch.finfo(state.exp_avg_sq.dtype).eps / 2.0]

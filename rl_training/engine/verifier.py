@@ -107,7 +107,7 @@ class UpdateVerifier:
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
         self._probes: list[Probe] = []  # of the step that is checked
         self._states: list[Mapping[str, Tensor]] = []  # theirs before it
-        self._why_unknown = self._rounded = ""
+        self._limit = self._rounded = ""
         self._begun: Tensor | None = None  # some weights, when the step begins
         self._before = torch.empty(0)  # when the probes look at it, and what the formula adds to them
         self._formula: Tensor | None = None
@@ -121,7 +121,7 @@ class UpdateVerifier:
             self._memory.forget(EDITED)
         self._after = None
 
-    def why_edited(self) -> str:
+    def edit_limit(self) -> str:
         """Returns that weights were changed since the step has begun, "" if they were not. A collective."""
         self._before = self._sampled_weights()
         if self._begun is None or not self._differ(self._begun, self._before):
@@ -140,7 +140,7 @@ class UpdateVerifier:
         self._probes, self._formula, change = predicting(probes), None, step.first_order
         if self._probes and change is not None:
             self._states = [probe.state_dict() for probe in self._probes]
-            self._rounded, self._why_unknown = step.optimizer.rounded, change.why_none or step.optimizer.reason
+            self._rounded, self._limit = step.optimizer.rounded, change.limit or step.optimizer.limit
             if change.intended is not None:
                 self._formula = sampled(self._layout, self._layout.by_name(change.intended).values())
 
@@ -164,7 +164,7 @@ class UpdateVerifier:
                 self._memory.forget(LEFT_OUT)
             elif at_step is not None and self._differ(self._before, at_step):
                 self._memory.forget(EDITED_BEFORE)
-            return dict.fromkeys(names, Estimate.missing(self._why_unknown))
+            return dict.fromkeys(names, Estimate.missing(self._limit))
         error, share, *of_layers = self._compare(self._after - self._before, self._formula)
         if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT) or not made:
             reason = NOT_THE_FORMULA.format(error=error) + (NOT_TO_NEAREST if self._rounded else "")

@@ -40,31 +40,31 @@ class RewardGradient:
     """J of a step, as cheap as it comes."""
 
     weights: LossWeights | None  # of a loss whose gradient is J; None where it is not known
-    why_none: str  # "" where it is known
+    limit: str  # "" where it is known
     factor: float | None  # J as a multiple of the step's own gradient; None where it is none
-    why_no_factor: str  # "" where it is one
+    factor_limit: str  # "" where it is one
 
 
 def reward_gradient(step: Step) -> RewardGradient:
     """Return J, the gradient of the mean reward of a response. A collective."""
-    by_response, why_none = _above_the_others(step)
+    by_response, limit = _above_the_others(step)
     logs, no_logs = log_ratios(step.batch), NO_SAMPLING_LOGPS
-    if not why_none and float(step.ranks.reduce(by_response.new_tensor(float(logs is None)))):
-        why_none = no_logs
-    if why_none or logs is None:
-        return RewardGradient(None, why_none, None, why_none)
+    if not limit and float(step.ranks.reduce(by_response.new_tensor(float(logs is None)))):
+        limit = no_logs
+    if limit or logs is None:
+        return RewardGradient(None, limit, None, limit)
     weights = _on_tokens(step, by_response * logs.sum(dim=1).exp())
-    factor, why_no_factor = _multiple_of_the_step(step, weights)
-    return RewardGradient(weights, "", factor, why_no_factor)
+    factor, factor_limit = _multiple_of_the_step(step, weights)
+    return RewardGradient(weights, "", factor, factor_limit)
 
 
-def why_not_of_rewards(step: Step) -> str:
+def reward_multiple_limit(step: Step) -> str:
     """Return why the step's gradient is not that of rewards less their groups' means, "" if it is. A collective.
 
     Whoever has sampled the responses: ratios to a sampler are not in it.
     """
-    by_response, why_none = _above_the_others(step)
-    return why_none or _multiple_of_the_step(step, _on_tokens(step, by_response))[1]
+    by_response, limit = _above_the_others(step)
+    return limit or _multiple_of_the_step(step, _on_tokens(step, by_response))[1]
 
 
 def _above_the_others(step: Step) -> tuple[Tensor, str]:
@@ -93,8 +93,8 @@ def _on_tokens(step: Step, by_response: Tensor) -> LossWeights:
 
 def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | None, str]:
     """Return the gradient of these weights as a multiple of the step's own; None and why it is none. A collective."""
-    if step.capabilities.other_terms:
-        return None, step.capabilities.other_terms
+    if step.limits.other_terms:
+        return None, step.limits.other_terms
     own, other = (table.stacked().double().flatten() for table in (step.batch.loss_weights, weights))
     square, product, others = step.ranks.reduce(torch.stack([own @ own, own @ other, other @ other])).unbind()
     table = torch.stack([torch.stack([square, product]), torch.stack([product, others])])
@@ -102,7 +102,7 @@ def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | Non
     factors = multiples(table, 1, [0], rounding)
     if factors is not None:
         return factors[0], ""
-    settings = step.capabilities.another_loss
+    settings = step.limits.another_loss
     return None, f"{NO_MULTIPLE}: {settings}" if settings else NO_MULTIPLE
 
 

@@ -10,26 +10,26 @@ from torch import Tensor, nn
 from rl_training.entropy.changed_steps import Change, ChangedSteps, Direction, changes_by_basis, iter_basis_gradients
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.updates import FoldMeans
-from rl_training.statistics.estimate import why_no_stderr
+from rl_training.statistics.estimate import stderr_limit
 from rl_training.statistics.jackknife import jackknife_covariance
 from rl_training.statistics.running_pairs import Pair
 from rl_training.step.data import Step
 
 
-def why_no_folds(step: Step, off_policy: str) -> str:
+def paired_effects_limit(step: Step, off_policy: str) -> str:
     """Return why there are no products by folds, with errors, "" if there are.
 
     off_policy  why not off-policy
     """
-    change, reused = step.entropy_change, step.capabilities.reused
+    change, reused = step.entropy_change, step.limits.reused
     other_policy = "" if step.batch.rollout.on_policy else off_policy
-    return reused or other_policy or change.why_none or change.why_no_forward or why_no_stderr(step.num_folds)
+    return reused or other_policy or change.limit or change.forward_limit or stderr_limit(step.num_folds)
 
 
 class StepByFolds:
     """The steps without each fold, X of each, and the numbers that their products are divided by. A collective.
 
-    Only where `why_no_folds` is "".
+    Only where `paired_effects_limit` is "".
     """
 
     def __init__(self, step: Step) -> None:
@@ -63,7 +63,7 @@ def paired_effects(
 ) -> dict[str, Pair]:
     """Return ΔH per token and Δreward per response of each change, by name. A collective.
 
-    Only where `why_no_folds` is "".
+    Only where `paired_effects_limit` is "".
 
     changes  that need no gradient but the step's own; None for the step as it is
     weights  (2, B, T), of losses changed
@@ -71,7 +71,7 @@ def paired_effects(
     """
     folds, reduce, plain = StepByFolds(step), step.ranks.reduce, step.batch.loss_weights.stacked()
     further = {name: table - plain for name, table in weights.items()}
-    without_basis, by_basis = changes_by_basis(further, None if step.capabilities.other_terms else plain, reduce)
+    without_basis, by_basis = changes_by_basis(further, None if step.limits.other_terms else plain, reduce)
     directions, names = [Direction(folds.rows)], list(by_basis)
     first = [reward] if isinstance(reward, LossWeights) else []
     bases = iter_basis_gradients(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])

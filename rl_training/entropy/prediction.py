@@ -66,10 +66,10 @@ def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> E
     The memory keeps δθ for the step after.
     """
     settings, labels = memory.settings, memory.attribution.labels
-    why_none = _why_no_entropy_gradient(step)
-    if why_none:
-        memory.leave_out(step.number, why_none)
-        return EntropyChange(settings, labels, why_none)
+    limit = _entropy_gradient_limit(step)
+    if limit:
+        memory.leave_out(step.number, limit)
+        return EntropyChange(settings, labels, limit)
     ratios = prefix_ratios(step)
     levels = levels_of_folds(step, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
@@ -101,8 +101,8 @@ def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> E
     change = EntropyChange(
         settings,
         labels,
-        why_no_forward=_why_no_forward(step),
-        why_no_backward=memory.why_none(step.number) or step.capabilities.reused,
+        forward_limit=_forward_limit(step),
+        backward_limit=memory.limit(step.number) or step.limits.reused,
         intended=intended,
         update=update,
         levels=levels,
@@ -110,18 +110,18 @@ def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> E
         steps_without=steps,
     )
     memory.keep(step.number, None if step.optimizer.rounded else update, step.gradients.weights)
-    other_scores = check.why_not(step.ranks.reduce)
+    other_scores = check.limit(step.ranks.reduce)
     if other_scores:  # the step itself is what it is
         return EntropyChange(settings, labels, other_scores, other_scores, intended=intended, update=update)
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 
-def _why_no_entropy_gradient(step: Step) -> str:
+def _entropy_gradient_limit(step: Step) -> str:
     """Return why X is not available, "" if it is. With another sampler a collective.
 
     X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
     """
-    logs, can = log_ratios(step.batch), step.capabilities
+    logs, can = log_ratios(step.batch), step.limits
     reason = can.sampling_mismatch or can.no_baseline or can.hooked
     if reason or logs is None:
         return reason or NO_SAMPLING_LOGPS
@@ -132,10 +132,10 @@ def _why_no_entropy_gradient(step: Step) -> str:
     return "" if ess >= MIN_ESS else TOO_FAR.format(ess=ess, least=MIN_ESS)
 
 
-def _why_no_forward(step: Step) -> str:
+def _forward_limit(step: Step) -> str:
     """Return why no fold can be left out of the step, "" if one can."""
-    one_fold = ONE_FOLD.format(more_folds=step.capabilities.more_folds) if step.num_folds < 2 else ""
-    return step.optimizer.reason or step.gradients.why_no_rows or one_fold or step.capabilities.reused
+    one_fold = ONE_FOLD.format(more_folds=step.limits.more_folds) if step.num_folds < 2 else ""
+    return step.optimizer.limit or step.gradients.rows_limit or one_fold or step.limits.reused
 
 
 def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdates | None]:
@@ -155,7 +155,7 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdat
     if step.optimizer.rounded:
         by_name = layout.by_name(intended)
         update = layout.vector(rounded_update(weight, by_name[name]) for name, weight in gradients.weights.items())
-    if gradients.rows is None or _why_no_forward(step):
+    if gradients.rows is None or _forward_limit(step):
         return intended, update, None
     folds = fold_means(mean, gradients.rows, step.fold_sizes)
     return intended, update, LeaveOneOutUpdates(pieces, folds, max_grad_norm, reduce, clip)
@@ -176,7 +176,7 @@ def _with_quantities(
     factor = None
     if per_sequence:
         gradient = reward_gradient(step)
-        factor, change = gradient.factor, dataclasses.replace(change, why_no_reward=gradient.why_no_factor)
+        factor, change = gradient.factor, dataclasses.replace(change, reward_limit=gradient.factor_limit)
     reward, lost_reward = reward_products(step, change.steps_without, factor).split(1, dim=1)
     products_by_fold, lost = table.split([LEVELS + multiplied[0].numel(), lost[0].numel()], dim=1)
     by_fold = torch.cat([products_by_fold, torch.full_like(reward, torch.nan), reward], dim=1)
@@ -188,9 +188,9 @@ def _with_quantities(
     half_step = stderrs[-1] if step.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
     if step.num_folds < MIN_FOLDS_STEP:
         stderrs = torch.full_like(stderrs, torch.nan)
-    reasons = {"entropy": "", "backward": change.why_no_backward, "reuse": step.optimizer.reason}
+    reasons = {"entropy": "", "backward": change.backward_limit, "reuse": step.optimizer.limit}
     entropy, *rows = (
-        Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, change.why_no_forward))
+        Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, change.forward_limit))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
     variances, batches = memory.errors.add(torch.stack([row.stderr for row in rows]).square(), step.number)

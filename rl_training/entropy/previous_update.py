@@ -97,7 +97,7 @@ class PreviousUpdate(ShardedVectorState):
     """
 
     _before: Mapping[str, Tensor] = {}  # weights, (n,) each
-    _why_unknown = ""  # why δθ of the step that was kept is not known
+    _limit = ""  # why δθ of the step that was kept is not known
 
     def __init__(self, shard: Shard, settings: EntropySettings, offload: bool = False) -> None:
         super().__init__(shard, settings.error_decay)
@@ -118,17 +118,17 @@ class PreviousUpdate(ShardedVectorState):
         """Return δθ of step − 1, None if it is not known."""
         return self.vector if self.step == step - 1 else None
 
-    def why_none(self, step: int) -> str:
+    def limit(self, step: int) -> str:
         """Return why δθ of step − 1 is not known, "" if it is."""
         if self.step is None:
             return "this is the first measured step: there is no earlier update to look back on"
         if self.step != step - 1:
             return f"step {step - 1} was not measured, so its update is not known; backward needs every=1"
-        return self._why_unknown
+        return self._limit
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
         """Keep this step's δθ; where there is none, a copy of the weights that it starts from."""
-        self.step, self.vector, self._why_unknown = step, update, ""
+        self.step, self.vector, self._limit = step, update, ""
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
     def leave_out(self, step: int, reason: str) -> None:
@@ -145,10 +145,10 @@ class PreviousUpdate(ShardedVectorState):
 
     def forget(self, reason: str) -> None:
         """Discards δθ of the step that was kept last: the step was another one."""
-        self.vector, self._why_unknown = None, f"step {self.step}: {reason}"
+        self.vector, self._limit = None, f"step {self.step}: {reason}"
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._before, self._why_unknown = {}, ""
+        self._before, self._limit = {}, ""
         super().load_state_dict(state)
 
 

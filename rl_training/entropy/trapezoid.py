@@ -69,7 +69,7 @@ class TrapezoidSum:
             half_step_stderr: Of ½(forward + backward), which share this batch's noise.
         """
         zero, one, nan = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
-        why_none = backward.reason or forward.reason or HALF
+        limit = backward.reason or forward.reason or HALF
         now = {
             "step": torch.tensor(step),
             "level": level.value,
@@ -89,7 +89,7 @@ class TrapezoidSum:
                 "part": torch.full_like(zero, NOTHING),
                 **{name: zero.clone() for name in sums},
             }
-            return _terms(step - 1, (why_none, "", ""), ((nan, nan, one), (zero, zero, one), (zero, zero, one)))
+            return _terms(step - 1, (limit, "", ""), ((nan, nan, one), (zero, zero, one), (zero, zero, one)))
         trapezoid = 0.5 * ((last["forward"] if int(last["step"]) == step - 1 else nan) + backward.value)
         stderr = 0.5 * torch.hypot(last["forward_stderr"], backward.stderr)
         batches = _batches_of_sum(
@@ -97,12 +97,12 @@ class TrapezoidSum:
         )
         self._state = last | now | _closed(last, step, level, backward, trapezoid)  # the last one may still be read
         predicted, error, known = _summed(self._state)
-        reason = "" if predicted.isfinite().any() else why_none
+        reason = "" if predicted.isfinite().any() else limit
         remark = NO_BAR if error.isnan().all() else _remark(self._state["bridged"])
         measured_stderr = torch.hypot(level.stderr, last["first_level_stderr"])
         return _terms(
             step - 1,
-            (why_none, reason, ""),
+            (limit, reason, ""),
             (
                 (trapezoid, stderr, batches),
                 (predicted, error, known),

@@ -17,7 +17,7 @@ NO_ADVANTAGE = 1e-4  # rewards less their own mean may differ from 0 by rounding
 OFTEN = 0.5  # share of responses cut off from which on that is named as a cause
 
 
-def why_nothing_is_learned(rollouts: Sequence[Rollout], ranks: Ranks, longer_responses: str) -> str:
+def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_responses: str) -> str:
     """Return a sentence if all responses of a step, on all ranks, have the same reward and no advantage. A collective.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
-from rl_training.hosts.equal_rewards import why_nothing_is_learned
+from rl_training.hosts.equal_rewards import equal_rewards_warning
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import join_rollouts
 from rl_training.records.folder import LOGS_FOLDER
@@ -117,7 +117,7 @@ class EstimateWriter:
         ranks = all_ranks()
         if not step.rollouts or (ranks.count > 1 and not step.probes):
             return
-        why = why_nothing_is_learned(step.rollouts, ranks, self._longer_responses)
+        why = equal_rewards_warning(step.rollouts, ranks, self._longer_responses)
         self._has_said_why = bool(why)
         if why and ranks.number == 0:
             logger.warning(f"step {number}: {why}")

@@ -95,7 +95,7 @@ class Intervention:
         """Whether it makes its weights of advantages and ratios: what another one has changed before is lost."""
         return "sampler" in self.needs or self.trl == "epsilon_high"
 
-    def why_unavailable(self, loss: LossInputs) -> str:
+    def unavailable_reason(self, loss: LossInputs) -> str:
         """Return why it is not available with this loss, "" if it is."""
         differs = {"not known"} if loss.settings is None else loss.settings.differs
         is_set = differs <= ENTROPY_TERMS  # Dr-GRPO's: then its weights are

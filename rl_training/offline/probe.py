@@ -132,9 +132,9 @@ def _predicted(first_order: FirstOrder | None, learning_rate: float) -> list[Num
             values[f"{key}{suffix}"], errors[f"{key}{suffix}_se"] = value[number][column], stderr[number][column]
     errors["deltaH1_se_evaluation"] = float(first_order.over_evaluation.stderr[0, TOKEN])
     one, one_error = values["deltaH1"] / learning_rate, errors["deltaH1_se"] / learning_rate
-    why_no_error = SEVERAL_RATES if math.isnan(learning_rate) else FEW
+    no_error = SEVERAL_RATES if math.isnan(learning_rate) else FEW
     return [
-        rate, ({"bars_dot": one}, SEVERAL_RATES), ({"bars_dot_se": one_error}, why_no_error),
+        rate, ({"bars_dot": one}, SEVERAL_RATES), ({"bars_dot_se": one_error}, no_error),
         (values, NOT_FINITE), (errors, FEW),
     ]  # fmt: skip
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rl_training.errors import UserError
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
-from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
+from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.offline.checkpoint_files import format_sample, load_shards, refuse_other_weights
@@ -122,7 +122,7 @@ def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
             "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
             "file; checkpoints that DeepSpeed wrote are read there too"
         )
-    otherwise = why_sampling_mismatch(trainer)
+    otherwise = sampling_limit(trainer)
     if otherwise:
         raise UserError(otherwise)
     if trainer.mask_truncated_completions:
@@ -208,7 +208,7 @@ def refuse_without_gradients(
 
 def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: OptimizerView, checkpoint: Path) -> None:
     if optimizer.states is None:
-        raise UserError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
+        raise UserError(f"the step after {checkpoint} has no formula: {optimizer.limit}")
     if optimizer.rounded:
         raise UserError(f"{optimizer.rounded}, whose rounding changes the step: analyze with model.dtype=float32")
     for name, state in optimizer.states.items():

@@ -20,12 +20,12 @@ from rl_training.parallel.sharding import Shard, dtype_name
 class OptimizerView:
     """The optimizer before the step: hyperparameters and states, by parameter name.
 
-    `states` is None where there is no formula for the step, with the reason in `reason`.
+    `states` is None where there is no formula for the step: `limit` says why.
     """
 
     states: Mapping[str, AdamWState | SGDState] | None
     max_grad_norm: float  # gradient clipping threshold; inf when there is none
-    reason: str = ""
+    limit: str = ""
     rounded: str = ""  # which weights are kept in less than fp32, and what is left of a step depends on rounding
 
     @property
@@ -60,9 +60,9 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
 def view_optimizer(shard: Shard) -> OptimizerView:
     """Return the optimizer before its step: this process's states by parameter name, or why there is no formula."""
     optimizer, max_grad_norm = shard.optimizer, shard.max_grad_norm
-    reason = _why_no_formula(optimizer, shard.readable_optimizers)
-    if reason:
-        return OptimizerView(None, max_grad_norm, reason)
+    limit = _formula_limit(optimizer, shard.readable_optimizers)
+    if limit:
+        return OptimizerView(None, max_grad_norm, limit)
     groups, weights = shard.groups(), shard.weights()
     outside = [name for name in shard.trained if name not in groups]
     if outside:
@@ -89,7 +89,7 @@ def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str,
     return {**states, **{name: {**states[name], "step": n} for name, n in zip(steps, numbers, strict=True)}}
 
 
-def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
+def _formula_limit(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
     """Return why the step of this optimizer has no formula here, "" if it has one."""
     if type(optimizer) not in supported:
         *others, last = (kind.__name__ for kind in supported)

@@ -47,7 +47,7 @@ class FullyShard(Shard):
         rounded = [name for name, leaf in self.leaves.items() if leaf.itemsize < self.trained[name].itemsize]
         if rounded:
             dtype = dtype_name(self.leaves[rounded[0]].dtype)
-            self.why_rounded = f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
+            self.layer_rounding = f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
         rows, entries = self.trained[name].shape[0], self.trained[name].numel()

@@ -54,7 +54,7 @@ class Shard:
     """
 
     gathers_weights = False  # forward passes gather them: all processes run equally many
-    why_rounded = ""  # why forward passes compute with less than the weights that are updated, "" if they do not
+    layer_rounding = ""  # why forward passes compute with less than the weights that are updated, "" if they do not
     readable_optimizers: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that have formulas
 
     def __init__(

@@ -30,7 +30,7 @@ class PaddingCheck:
         self._count, self._next = 0, 1
         self._reason = ""
 
-    def why_it_matters(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> str:
+    def limit(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> str:
         """Return why the padding matters, "" if it does not. A collective: all ranks get the same answer."""
         self._count += 1
         if self._reason or self._count < self._next or depends_on_longest_row(policy.model):
@@ -44,6 +44,6 @@ class PaddingCheck:
         mask = alone.mask.bool()
         difference = (alone.logps - padded.logps[:, : mask.shape[1]])[mask].double().abs()
         total, count = reduce(torch.stack([difference.sum(), mask.sum().double()])).tolist()
-        limit = LIMIT_ROUNDED if policy.scorer.why_not_fp32 else LIMIT
+        limit = LIMIT_ROUNDED if policy.scorer.rounding_reason else LIMIT
         self._reason = PADDING_MATTERS if count and not total / count <= limit else ""
         return self._reason

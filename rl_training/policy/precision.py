@@ -48,7 +48,7 @@ def ieee_fp32() -> contextlib.AbstractContextManager[None]:
     return _with_values([(setting, "fp32_precision", "ieee") for setting in settings])
 
 
-def why_not_fp32(model: nn.Module) -> str:
+def rounding_reason(model: nn.Module) -> str:
     """Return why the model computes in less than fp32 even in a measurement, "" if it does not."""
     rounded = [
         (not param.requires_grad, f"{name} is {dtype_name(param.dtype)}")

@@ -29,8 +29,8 @@ from rl_training.errors import UserError
 class Origin:
     """Why sequences are not what a rollout is taken for: the latest policy's own, the same number to each prompt."""
 
-    why_no_sample: str = ""  # why they are a sample of no policy whose log-probabilities are known
-    why_uneven: str = ""  # why it is not known which of them answer one prompt, or not all prompts have as many
+    sample_limit: str = ""  # why they are a sample of no policy whose log-probabilities are known
+    groups_limit: str = ""  # why it is not known which of them answer one prompt, or not all prompts have as many
     learned: bool = False  # an optimizer step has learned from some of them, in an earlier rollout
 
 
@@ -91,8 +91,8 @@ def as_rollout(
 def join_origins(parts: Sequence[Origin]) -> Origin:
     """Return what is to be said of several rollouts together."""
     return Origin(
-        next((part.why_no_sample for part in parts if part.why_no_sample), ""),
-        next((part.why_uneven for part in parts if part.why_uneven), ""),
+        next((part.sample_limit for part in parts if part.sample_limit), ""),
+        next((part.groups_limit for part in parts if part.groups_limit), ""),
         any(part.learned for part in parts),
     )
 

@@ -25,7 +25,7 @@ from rl_training.errors import UserError
 from rl_training.parallel.fsdp import reshard
 from rl_training.policy.inputs import ModelInputs, left_padded_inputs, right_padded_inputs
 from rl_training.policy.linear_head import LogitMap, scores_of_hidden, scores_of_logits
-from rl_training.policy.precision import measuring, why_not_fp32
+from rl_training.policy.precision import measuring, rounding_reason
 from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -70,20 +70,20 @@ class Scorer:
         self._chunk = chunk_logits
         self._measuring = 0
         self._as_root = run_inside_forward
-        self.why_rounded = ""  # why layers compute with less than the weights: known once training has begun
+        self.layer_rounding = ""  # why layers compute with less than the weights: known once training has begun
         self._full_logits_reason: str | None = "its weights are sharded" if whole_logits else None
 
     @property
-    def why_not_fp32(self) -> str:
+    def rounding_reason(self) -> str:
         """Why a measurement is no fp32 one, "" if it is."""
-        return self.why_rounded or why_not_fp32(self._model)
+        return self.layer_rounding or rounding_reason(self._model)
 
     @property
-    def why_training_rounds(self) -> str:
+    def training_rounding(self) -> str:
         """Why training's own forward pass is no fp32 one, "" if it is."""
         with self._autocast():
             autocast = torch.is_autocast_enabled(self._device.type)
-        return self.why_not_fp32 or ("training's forward pass runs under autocast" if autocast else "")
+        return self.rounding_reason or ("training's forward pass runs under autocast" if autocast else "")
 
     def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
         """Return log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
@@ -142,7 +142,7 @@ class Scorer:
         """
         batch = left_padded_inputs(sequences, rows)
         # Half-precision layers take no fp32 but from autocast.
-        rounded = self._autocast() if self.why_not_fp32 else contextlib.nullcontext()
+        rounded = self._autocast() if self.rounding_reason else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
             self.verify()
             logps, entropies = self._calculate(batch)
@@ -200,7 +200,7 @@ class Scorer:
                 head.forward = own
         if not given:
             return "the model's forward pass does not call its head"
-        if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.why_not_fp32 else 1e-4):
+        if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.rounding_reason else 1e-4):
             return "the head's input is not the body's output"
         expected = self._logit_map(ramp) * self.temperature
         return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"

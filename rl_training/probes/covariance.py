@@ -26,5 +26,5 @@ class CovariancePredictorProbe(Probe):
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
             step.sum_by_fold(terms),
-            why_no_bar=step.capabilities.split_prompts,
+            no_bar=step.limits.split_prompts,
         )

@@ -26,7 +26,7 @@ from torch import Tensor
 from rl_training.engine.probe import Probe
 from rl_training.entropy.attribution import KINDS, module_kind
 from rl_training.entropy.fold_gradients import gradients_of_processes
-from rl_training.entropy.length_and_reward import why_not_of_rewards
+from rl_training.entropy.length_and_reward import reward_multiple_limit
 from rl_training.gradients.folds import response_index
 from rl_training.options import check_share, check_whole
 from rl_training.parallel.vectors import dot
@@ -80,8 +80,8 @@ class GradientNoiseScaleProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         blocks, group = step.num_folds, step.batch.responses_per_prompt
-        one_block = ONE_BLOCK.format(more_folds=step.capabilities.more_folds) if blocks < 2 else ""
-        reason = step.gradients.why_no_rows or step.capabilities.reused or one_block
+        one_block = ONE_BLOCK.format(more_folds=step.limits.more_folds) if blocks < 2 else ""
+        reason = step.gradients.rows_limit or step.limits.reused or one_block
         if reason:
             self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return
@@ -91,15 +91,15 @@ class GradientNoiseScaleProbe(Probe):
         of_blocks, of_batch = _channels(sq_norms[:-1].mean(dim=0), kinds), _channels(sq_norms[-1], kinds)
         block_size, batch_size = blocks / float((1.0 / prompts).sum()), float(prompts.sum())
         moments = noise.noise_moments(of_blocks, of_batch, block_size, batch_size)
-        why_no_split = _why_no_split(step) if self.split_prompts else ""
-        if self.split_prompts and not why_no_split:
+        split_limit = _split_limit(step) if self.split_prompts else ""
+        if self.split_prompts and not split_limit:
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         self._history = torch.cat([self._history, moments.unsqueeze(0)])
         self._numbers = torch.cat([self._numbers, torch.tensor([step.number])])
         is_remembered = self.decay ** (step.number - self._numbers).double() >= SMALLEST_WEIGHT
         self._history, self._numbers = self._history[is_remembered], self._numbers[is_remembered]
-        self._answers = self._estimates(step, int(blocks), batch_size, why_no_split)
+        self._answers = self._estimates(step, int(blocks), batch_size, split_limit)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"history": self._history, "steps": self._numbers}
@@ -110,7 +110,7 @@ class GradientNoiseScaleProbe(Probe):
                 raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
             self._history, self._numbers = state["history"], state["steps"]
 
-    def _estimates(self, step: Step, blocks: int, batch_size: float, why_no_split: str) -> dict[str, Estimate]:
+    def _estimates(self, step: Step, blocks: int, batch_size: float, split_limit: str) -> dict[str, Estimate]:
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
@@ -131,19 +131,19 @@ class GradientNoiseScaleProbe(Probe):
         kinds = [kind for kind in KINDS if averages[kind].steps > 0]  # a model need not have every kind
         answers |= {f"gns/kind/{kind}": noise.noise_scale(averages[kind])[0] for kind in kinds}
         if self.split_prompts:
-            split = [Estimate.missing(why_no_split)] * 2 if why_no_split else noise.means(averages["split"])
+            split = [Estimate.missing(split_limit)] * 2 if split_limit else noise.means(averages["split"])
             answers |= dict(zip(SPLIT, split, strict=True))
         return answers
 
 
-def _why_no_split(step: Step) -> str:
+def _split_limit(step: Step) -> str:
     """Returns why the noise cannot be split into that of prompts and that of responses, "" if it can. A collective.
 
     The split takes a gradient of rewards less their groups' means, and nothing beside it.
     """
-    if step.capabilities.sampling_mismatch:
-        return step.capabilities.sampling_mismatch
-    why = why_not_of_rewards(step)
+    if step.limits.sampling_mismatch:
+        return step.limits.sampling_mismatch
+    why = reward_multiple_limit(step)
     return NOT_DR_GRPO.format(why=why) if why else ""
 
 

@@ -76,21 +76,21 @@ class GroundTruthProbe(Probe):
         self._predicted: tuple[Replicates, JackknifeUnits] | None = None
 
     def prepare(self, step: Step) -> None:
-        no_truth, change = step.capabilities.no_fresh_responses, step.entropy_change
+        no_truth, change = step.limits.no_fresh_responses, step.entropy_change
         num_targets = 1 + change.settings.per_sequence
-        why_no_prediction = no_truth or change.why_none or step.optimizer.reason
+        prediction_limit = no_truth or change.limit or step.optimizer.limit
         self._answers = dict.fromkeys(
             (f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[:num_targets]),
-            Estimate.missing(why_no_prediction or "not measured yet"),
+            Estimate.missing(prediction_limit or "not measured yet"),
         )
         self._buffer, self._predicted = None if no_truth else self._draw(step), None
-        if self._buffer is not None and not why_no_prediction:
+        if self._buffer is not None and not prediction_limit:
             blocks = self._buffer.blocks(len(step.batch.microbatch_rows[0]))
             self._predicted = predicted_change(step, self._buffer, blocks, num_targets), blocks
 
     def after_step(self, step: Step) -> None:
         if self._buffer is None:
-            self._answers |= dict.fromkeys(MEASURED, Estimate.missing(step.capabilities.no_fresh_responses))
+            self._answers |= dict.fromkeys(MEASURED, Estimate.missing(step.limits.no_fresh_responses))
         else:
             self._answers |= self._measured(step, self._buffer)
         self._buffer = self._predicted = None

@@ -29,7 +29,7 @@ import torch
 from rl_training.engine.probe import Probe
 from rl_training.entropy.changed_steps import Change
 from rl_training.entropy.length_and_reward import reward_gradient
-from rl_training.entropy.paired_effects import paired_effects, why_no_folds
+from rl_training.entropy.paired_effects import paired_effects, paired_effects_limit
 from rl_training.errors import UserError
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
@@ -89,7 +89,7 @@ class InterventionsProbe(Probe):
         self.running = RunningPairs({name: RunningPair(decay) for name in names})
 
     def prepare(self, step: Step) -> None:
-        why = why_no_folds(step, OFF_POLICY)
+        why = paired_effects_limit(step, OFF_POLICY)
         if why:
             self._answers = dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why))
             return
@@ -97,7 +97,7 @@ class InterventionsProbe(Probe):
         reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
         loss, gradient = loss_inputs(step.batch, step.ranks.reduce, reference), reward_gradient(step)
         reward = gradient.weights if gradient.factor is None else gradient.factor
-        unavailable = {each.name: each.why_unavailable(loss[0]) for each in self.which}
+        unavailable = {each.name: each.unavailable_reason(loss[0]) for each in self.which}
         changes: dict[str, Change | None] = {PLAIN: None}
         weights = {}
         for each in self.which:
@@ -107,7 +107,7 @@ class InterventionsProbe(Probe):
                 weights[each.name] = torch.cat([each.weights(part).stacked() for part in loss], dim=1)
         pairs = paired_effects(step, changes, weights, reward)
         plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN], step.number)
-        no_reward = gradient.why_none
+        no_reward = gradient.limit
         answers = [estimate for pair in plain for estimate in pair.both(no_reward)]
         for each in self.which:
             if unavailable[each.name]:

@@ -86,8 +86,8 @@ class MeasuredStepProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         kept, fresh = self._kept_of(step), step.batch.rollout.on_policy
-        why = step.capabilities.sampling_mismatch or step.capabilities.no_baseline or ("" if fresh else OLD_ROLLOUT)
-        why = why or self._why_other_scores(step)
+        why = step.limits.sampling_mismatch or step.limits.no_baseline or ("" if fresh else OLD_ROLLOUT)
+        why = why or self._scores_limit(step)
         if why or kept.vector is None:
             self._answers = dict.fromkeys(NAMES, Estimate.missing(why or FIRST))
         else:
@@ -121,20 +121,20 @@ class MeasuredStepProbe(Probe):
         number = response_index(step.batch.rollout.prompt_index)
         return (number < self.responses_per_prompt).nonzero().squeeze(1)
 
-    def _why_other_scores(self, step: Step) -> str:
+    def _scores_limit(self, step: Step) -> str:
         """Returns why the policy that is scored here is not the one that is trained, "" if it is. A collective."""
-        if step.first_order is not None and not step.first_order.why_none:
+        if step.first_order is not None and not step.first_order.limit:
             return ""  # its entropy gradient has been held against training's scores
         check = ScoreCheck(step.batch, step.policy)
         check.look(self._rows(step))
-        return check.why_not(step.ranks.reduce)
+        return check.limit(step.ranks.reduce)
 
     def _measure(self, step: Step, kept: ShardedVectorState, before: Vector) -> dict[str, Estimate]:
         """Returns the estimates of the change by the steps since these weights. A collective."""
-        rollout, logs, why_rounded = step.batch.rollout, log_ratios(step.batch), step.policy.scorer.why_training_rounds
+        rollout, logs, rounding = step.batch.rollout, log_ratios(step.batch), step.policy.scorer.training_rounding
         assert logs is not None
         rows = self._rows(step)
-        score = rounded_scores_before if why_rounded else scores_before
+        score = rounded_scores_before if rounding else scores_before
         now, then = score(step, rows, step.gradients.layout.by_name(before))
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
         terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
@@ -149,7 +149,7 @@ class MeasuredStepProbe(Probe):
             found |= dict.fromkeys(CHANGES, far)
         else:
             _average_errors(
-                found, kept.errors, step.number, ROUNDED.format(span=SPAN, why=why_rounded) if why_rounded else ""
+                found, kept.errors, step.number, ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
             )
         return {name: dataclasses.replace(estimate, about_step=step.number - 1) for name, estimate in found.items()}
 

@@ -63,7 +63,7 @@ class SamplerProbe(Probe):
         logs, rewards, mask = log_ratios(batch), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
-        unknown = step.capabilities.sampling_mismatch if batch.rollout.sampling_logps is None else ""
+        unknown = step.limits.sampling_mismatch if batch.rollout.sampling_logps is None else ""
         if logs is None or unknown:  # else the ratios to whoever sampled would be called 1
             self._answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
         else:
@@ -78,7 +78,7 @@ class SamplerProbe(Probe):
                            ratios.square(), has_reward, known, ratios * has_reward, ratios * known]  # fmt: skip
             self._answers = estimates_over_units(
                 names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), step.ranks.reduce,
-                step.capabilities.split_prompts,
+                step.limits.split_prompts,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
                 self._answers = {name: Estimate(each.value, reason=SAME) for name, each in self._answers.items()}

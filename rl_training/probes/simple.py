@@ -94,11 +94,11 @@ class SimpleEntropyProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
-        if change.why_none:
+        if change.limit:
             names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
-            missing = Estimate.missing(change.why_none)
+            missing = Estimate.missing(change.limit)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
-            if step.capabilities.sampling_mismatch:
+            if step.limits.sampling_mismatch:
                 self._answers |= visited_entropy(step)
         else:
             self._answers = self._predicted(step, change)
@@ -115,8 +115,8 @@ class SimpleEntropyProbe(Probe):
             for row in (*change.quantities.values(), *closed)
             for metric, estimate in zip(self._metrics(row.name), row.estimates(step.num_folds), strict=False)
         }
-        if change.why_no_reward and not change.why_no_forward:
-            answers[REWARD] = Estimate.missing(change.why_no_reward)
+        if change.reward_limit and not change.forward_limit:
+            answers[REWARD] = Estimate.missing(change.reward_limit)
         return answers
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -156,5 +156,5 @@ def visited_entropy(step: Step) -> dict[str, Estimate]:
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
         levels_of_folds(step, None),
-        why_no_bar=step.capabilities.split_prompts,
+        no_bar=step.limits.split_prompts,
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rl_training.engine.probe import Probe
 from rl_training.entropy.changed_steps import Direction, GradientParts, iter_basis_gradients
-from rl_training.entropy.paired_effects import StepByFolds, why_no_folds
+from rl_training.entropy.paired_effects import StepByFolds, paired_effects_limit
 from rl_training.entropy.prediction import NO_TOKENS
 from rl_training.optim.updates import FoldMeans
 from rl_training.options import check_num_folds
@@ -68,9 +68,9 @@ class TokenClassesProbe(Probe):
     def prepare(self, step: Step) -> None:
         kinds = self.kinds(step)
         sums = {kind: _sums(step, kind, classes) for kind, classes in kinds.items()}
-        why = why_no_folds(step, OFF_POLICY)
+        why = paired_effects_limit(step, OFF_POLICY)
         if not why:
-            why = FIRST if step.optimizer.first_of_adam else step.capabilities.other_terms
+            why = FIRST if step.optimizer.first_of_adam else step.limits.other_terms
         pairs = {} if why else _pairs(step, kinds, sums)
         self._answers = {}
         for kind, names in CLASSES.items():

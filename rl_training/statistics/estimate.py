@@ -12,7 +12,7 @@ MIN_UNITS_OFFLINE = 8  # from fewer units, a jackknife error is itself too noisy
 MIN_FOLDS_STEP = 4  # folds of one step; the error is then known to some 40 %, which Student's t accounts for
 
 
-def why_no_stderr(num_folds: int) -> str:
+def stderr_limit(num_folds: int) -> str:
     """Return the reason why this number of folds gives no error bar, or "" where it does."""
     if num_folds >= MIN_FOLDS_STEP:
         return ""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import Estimate, why_no_stderr
+from rl_training.statistics.estimate import Estimate, stderr_limit
 
 NONE_WITHOUT = "no error bar: without one of its prompts or folds it is not a number"
 NOT_FINITE = "a log-probability, an entropy or an advantage of the step is not a finite number"
@@ -90,7 +90,7 @@ def estimates_over_units(
     statistic: Callable[[Tensor], Tensor],
     by_unit: Tensor,
     reduce: Callable[[Tensor], Tensor] = identity,
-    why_no_bar: str = "",
+    no_bar: str = "",
 ) -> dict[str, Estimate]:
     """Return the numbers of statistic(Σ by_unit) by name, with jackknife errors where there are enough units.
 
@@ -99,7 +99,7 @@ def estimates_over_units(
         statistic: maps (..., m) sums to (..., p) values.
         by_unit: (units, m); what each independent unit contributes, such as a fold or a prompt with all its responses.
         reduce: sums a tensor over the processes, where each process holds other units.
-        why_no_bar: the reason to give no error, where the units are not independent.
+        no_bar: the reason to give no error, where the units are not independent.
     """
     total = reduce(by_unit.sum(dim=0))
     value = statistic(total)
@@ -107,12 +107,12 @@ def estimates_over_units(
     table = reduce(torch.stack([torch.ones_like(deviations), deviations, deviations.square()]).sum(dim=1))
     num_units, (means, squares) = int(table[0, 0]), table[1:] / table[0]
     stderrs = ((num_units - 1) * (squares - means * means)).clamp(min=0).sqrt()
-    why_no_bar = why_no_bar or why_no_stderr(num_units)
+    no_bar = no_bar or stderr_limit(num_units)
     return {
         name: Estimate.missing(NOT_FINITE)
         if not math.isfinite(value)
-        else Estimate(value, math.nan, num_units, why_no_bar or NONE_WITHOUT)
-        if why_no_bar or math.isnan(stderr)
+        else Estimate(value, math.nan, num_units, no_bar or NONE_WITHOUT)
+        if no_bar or math.isnan(stderr)
         else Estimate(value, stderr, num_units)
         for name, value, stderr in zip(names, value.tolist(), stderrs.tolist(), strict=True)
     }

@@ -72,9 +72,9 @@ class Pair:
         variance = float(self.covariance[number, number])
         return Estimate(float(self.values[number]), math.sqrt(max(variance, 0.0)), int(self.degrees) + 1, remark)
 
-    def both(self, why_no_second: str, remark: str = "") -> tuple[Estimate, Estimate]:
-        """Return both estimates with their errors. The second is missing where a reason `why_no_second` is given."""
-        second = Estimate.missing(why_no_second) if why_no_second else self.estimate(1, remark)
+    def both(self, second_limit: str, remark: str = "") -> tuple[Estimate, Estimate]:
+        """Return both estimates with their errors. The second is missing where a reason `second_limit` is given."""
+        second = Estimate.missing(second_limit) if second_limit else self.estimate(1, remark)
         return self.estimate(0, remark), second
 
     def minus_ratio(self, lost: str) -> Estimate:

@@ -20,7 +20,7 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.policy import Policy
 from rl_training.step.batch import Batch
-from rl_training.step.limits import Capabilities
+from rl_training.step.limits import Limits
 from rl_training.step.quantities import Quantity
 
 
@@ -36,7 +36,7 @@ class Gradients:
     layout: Layout
     reduction: FoldReduction
     rows: Vector | None  # (F, n) of each bucket: the mean gradient of each fold
-    why_no_rows: str = ""  # where a probe asks for them
+    rows_limit: str = ""  # where a probe asks for them
     # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, last of the mean, over all processes
     sq_norms: Tensor | None = None
 
@@ -70,19 +70,19 @@ class EntropyChange:
 
     settings: EntropySettings
     labels: tuple[str, ...]  # of forward's splits
-    why_none: str = ""  # why there is no entropy gradient, and nothing of what follows
+    limit: str = ""  # why there is no entropy gradient, and nothing of what follows
     other_scores: str = ""  # the same, where the probes' scores of the step's responses are not training's
-    why_no_forward: str = ""  # why no fold can be left out of the step
-    why_no_backward: str = ""  # why the step before cannot be multiplied with the entropy gradient
-    why_no_reward: str = ""  # why the gradient of the reward is no multiple of the step's own; with per_sequence
+    forward_limit: str = ""  # why no fold can be left out of the step
+    backward_limit: str = ""  # why the step before cannot be multiplied with the entropy gradient
+    reward_limit: str = ""  # why the gradient of the reward is no multiple of the step's own; with per_sequence
     intended: Vector | None = None  # δθ by the optimizer's formula; None where its step has none
     update: Vector | None = None  # what the rounding of the weights leaves of it: in fp32 the same vector
-    levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `why_none` is ""
+    levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `limit` is ""
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     # (2,), of ½(forward + backward) from this batch, of two folds or more: of a sum; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
     rows: Vector | None = None  # (F, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
-    steps_without: LeaveOneOutUpdates | None = None  # each fold; where `why_no_forward` is ""
+    steps_without: LeaveOneOutUpdates | None = None  # each fold; where `forward_limit` is ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Step:
     ranks: Ranks
     folds: Sequence[FoldGroup]
     fold_sizes: Tensor  # (F,) fp64, n_k: sequences of all processes
-    capabilities: Capabilities
+    limits: Limits
     first_order: EntropyChange | None = None  # where a probe that measures the step needs it
 
     @property
@@ -119,10 +119,10 @@ class Step:
 
     def with_entropy_change(self, change: EntropyChange) -> Step:
         """Returns the step with what it does to entropy, and with what its scores have shown of the policy."""
-        can, why = self.capabilities, change.other_scores
+        can, why = self.limits, change.other_scores
         if why:
             can = dataclasses.replace(can, sampling_mismatch=why, no_fresh_responses=why)
-        return dataclasses.replace(self, first_order=change, capabilities=can)
+        return dataclasses.replace(self, first_order=change, limits=can)
 
     @property
     def entropy_change(self) -> EntropyChange:

@@ -80,7 +80,7 @@ class Fixes:
 
 
 @dataclass(frozen=True)
-class Capabilities:
+class Limits:
     """Why something cannot be measured at a step, by what is missing; "" where it is there."""
 
     sampling_mismatch: str = ""  # the sequences are not samples of the policy that is scored (top-p)

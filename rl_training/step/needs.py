@@ -14,4 +14,4 @@ class Need(enum.Flag):
     ENTROPY_GRADIENT = 4 | FOLD_GRADIENTS  # step.entropy_change, as far as the next two ask for more
     ENTROPY_CHANGE = 8 | ENTROPY_GRADIENT  # its quantities, for which δθ of the step before is kept
     ENTROPY_ROWS = 16 | ENTROPY_GRADIENT  # its rows: one more such vector per fold
-    LOSS_CHECK = 32  # now and then a fold's gradient anew: capabilities.other_terms does not rest on the loop's word
+    LOSS_CHECK = 32  # now and then a fold's gradient anew: limits.other_terms does not rest on the loop's word

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import Estimate, why_no_stderr
+from rl_training.statistics.estimate import Estimate, stderr_limit
 
 NOT_FINITE = "the gradient or the update is not finite"
 NO_ERROR = {
@@ -43,7 +43,7 @@ class Quantity:
     def estimates(self, num_folds: int) -> list[Estimate]:
         """Returns the two numbers as a probe answers them; an error bar takes enough folds."""
         no_error = NO_ERROR.get(self.name.split("/")[0], "")
-        no_error = no_error or why_no_stderr(num_folds)
+        no_error = no_error or stderr_limit(num_folds)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""

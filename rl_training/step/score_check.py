@@ -61,12 +61,12 @@ class ScoreCheck:
         for part in self._policy.in_batches(rows, max(map(len, self._batch.microbatch_rows))):
             self.add(part, self._policy.scorer.score(self._batch.rollout, part, graph=False))
 
-    def why_not(self, reduce: Callable[[Tensor], Tensor]) -> str:
+    def limit(self, reduce: Callable[[Tensor], Tensor]) -> str:
         """Returns why the scores of all processes are not training's, "" if they are. A collective."""
         off, limit = _means(reduce(self._sums)), torch.full((2,), LIMIT, dtype=torch.float64)
         if bool((off <= limit).all()):
             return ""
-        if self._policy.scorer.why_training_rounds:
+        if self._policy.scorer.training_rounding:
             limit += LIMIT_ROUNDED - LIMIT
         if bool((off > limit).any()):
             limit += NOISES * torch.stack([_means(reduce(sums)) for sums in self._noises()]).amax(dim=0)
@@ -91,7 +91,7 @@ class ScoreCheck:
             seed_torch(SEED, device=self._sums.device)
             noisy = scorer.score(rollout, rows, graph=False)
         others, numbers = [noisy], torch.arange(len(rows), device=rows.device)
-        if scorer.why_not_fp32:  # then a measurement is rounded, too: in another place of a row otherwise
+        if scorer.rounding_reason:  # then a measurement is rounded, too: in another place of a row otherwise
             others.append(scorer.score_padded(rollout, rows))
         return [_differences(exact, other, numbers) for other in others]
 

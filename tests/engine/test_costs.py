@@ -48,7 +48,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (PaddingCheck, "why_it_matters"),
+        (PaddingCheck, "limit"),
         (StepRecorder, "as_seen"),
         (FoldReduction, "_send"),  # what hooks do of the backward's time
         (driver_module, "measure_entropy_change"),

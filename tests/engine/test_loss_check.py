@@ -156,7 +156,7 @@ class Terms(Seen):
 
     @property
     def found(self) -> list[str]:
-        return [step.capabilities.other_terms for step in self.steps]
+        return [step.limits.other_terms for step in self.steps]
 
 
 def test_a_term_of_one_step_is_seen_at_that_step_and_at_no_other(make_trainer: Any) -> None:

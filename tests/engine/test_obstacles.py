@@ -24,7 +24,7 @@ from two_turns import FOLDS, LOGITS, G, step_on
 from rl_training import measured_loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
-from rl_training.entropy.paired_effects import why_no_folds
+from rl_training.entropy.paired_effects import paired_effects_limit
 from rl_training.entropy.prediction import measure_entropy_change
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, plan_folds
@@ -35,7 +35,7 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Origin
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.statistics.estimate import Estimate, why_no_stderr
+from rl_training.statistics.estimate import Estimate, stderr_limit
 from rl_training.step.batch import LossSettings
 from rl_training.step.data import EntropySettings, Step
 from rl_training.step.limits import ONE_RESPONSE, Fixes
@@ -51,7 +51,7 @@ def step() -> Step:
 
 def test_products_by_folds_take_four_folds(step: Step) -> None:
     steps = [dataclasses.replace(step, fold_sizes=step.fold_sizes[:n]) for n in (3, 4)]
-    assert [why_no_folds(each, "") for each in steps] == [why_no_stderr(3), ""]
+    assert [paired_effects_limit(each, "") for each in steps] == [stderr_limit(3), ""]
 
 
 def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
@@ -64,7 +64,7 @@ def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
 
     two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), fold_sizes=2 * step.fold_sizes)
     memory = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
-    assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).why_none
+    assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).limit
 
 
 def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
@@ -78,7 +78,7 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
         )
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        why = step.capabilities(loop, learned={1} if rank == 0 else set(), mismatch="")
+        why = step.limits(loop, learned={1} if rank == 0 else set(), mismatch="")
         return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
 
     assert [each.tolist() for each in on_two_ranks(found)] == [[False, False, True]] * 2
@@ -139,7 +139,7 @@ def test_an_optimizer_of_another_library_is_told_from_torchs_of_the_same_name() 
     model = load_tiny()[0]
     view = view_optimizer(Shard(model, AdamW(model.parameters()), None))
     assert view.states is None
-    assert view.reason.startswith(
+    assert view.limit.startswith(
         "the step of bitsandbytes' AdamW has no formula here, only torch's AdamW, Adam and SGD have"
     )
 

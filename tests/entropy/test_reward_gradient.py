@@ -91,7 +91,7 @@ def test_the_gradient_of_the_reward_is_that_of_rewards_whatever_the_loss_makes_o
     if kind == "longer":
         trainer.add_callback(Longer(trainer))
     for step in found_by(trainer):
-        assert step.found.why_no_factor.startswith(reason)
+        assert step.found.factor_limit.startswith(reason)
         assert (step.found.factor is None) == bool(reason)
         assert float(step.by_hand.norm()) > 1e-2
         assert float((step.gradient - step.by_hand).norm() / step.by_hand.norm()) < 1e-3
@@ -139,8 +139,8 @@ def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward(
             rewards=rewards[rank], prompt_index=prompts[rank], completion_mask=ones, sampling_logps=None, on_policy=True
         )
         batch = SimpleNamespace(rollout=rollout, scores=Scores(ones, ones, ones))
-        capabilities = SimpleNamespace(other_terms=OTHER_TERMS)
-        step: Any = SimpleNamespace(batch=batch, ranks=Ranks(2, reduce, rank), capabilities=capabilities)
+        limits = SimpleNamespace(other_terms=OTHER_TERMS)
+        step: Any = SimpleNamespace(batch=batch, ranks=Ranks(2, reduce, rank), limits=limits)
         found = reward_gradient(step).weights
         assert found is not None
         return found.logps.flatten()

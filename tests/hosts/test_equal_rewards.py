@@ -11,7 +11,7 @@ import pytest
 import torch
 from trainers import FEW
 
-from rl_training.hosts.equal_rewards import why_nothing_is_learned
+from rl_training.hosts.equal_rewards import equal_rewards_warning
 from rl_training.parallel.ranks import Ranks, all_ranks
 from rl_training.policy.rollout import Rollout, as_rollout
 
@@ -29,7 +29,7 @@ def responses(rewards: list[float] | None, *, advantage: float = 0.0, cut_off: i
 
 
 def why(*parts: Rollout, ranks: Ranks | None = None) -> str:
-    return why_nothing_is_learned(parts, ranks or all_ranks(), "raise the limit")
+    return equal_rewards_warning(parts, ranks or all_ranks(), "raise the limit")
 
 
 def test_equal_rewards_are_told_with_their_number_and_value() -> None:

@@ -592,7 +592,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
         )
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = StepRecorder(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
-        why = step.capabilities(loop, set(), mismatch="")
+        why = step.limits(loop, set(), mismatch="")
         reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {own.whole_prompts}") for reason in reasons)
         assert why.another_loss == own.dr_grpo

@@ -247,14 +247,14 @@ def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
 
 def test_what_is_missing_is_reported() -> None:
     bare = LossInputs(known().weights, known().scores, known().advantages, known().prompt_index, MICROBATCHES, 1.0)
-    reasons = {name: intervention(name).why_unavailable(bare) for name in INTERVENTIONS}
+    reasons = {name: intervention(name).unavailable_reason(bare) for name in INTERVENTIONS}
     assert [name for name, reason in reasons.items() if not reason] == ["bonus", "lr", "max_grad_norm"]
     assert "by more than advantages" in reasons["psr"]
     assert "loss is not Dr-GRPO's" in reasons["std_norm"]
     assert "not divided by Dr-GRPO's constant" in reasons["kl"]
     assert known().settings is not None
     with_kl = dataclasses.replace(known(), settings=dataclasses.replace(known().settings, differs=frozenset({"beta"})))
-    refused = [name for name in INTERVENTIONS if intervention(name).why_unavailable(with_kl)]
+    refused = [name for name in INTERVENTIONS if intervention(name).unavailable_reason(with_kl)]
     assert set(INTERVENTIONS) - set(refused) == {"bonus", "lr", "max_grad_norm", "kl", "kl_cov"}
     said = {
         "std_norm": "rewards",
@@ -265,7 +265,7 @@ def test_what_is_missing_is_reported() -> None:
     }
     dr_grpo = dataclasses.replace(bare, settings=known().settings)
     for name, words in said.items():
-        assert words in intervention(name).why_unavailable(dr_grpo)
+        assert words in intervention(name).unavailable_reason(dr_grpo)
 
 
 def test_a_token_whose_chance_the_sampler_does_not_know_is_not_corrected() -> None:
@@ -326,7 +326,7 @@ def test_what_would_undo_another_one_is_trained_with_first_or_not_at_all(later: 
 def test_what_a_weight_on_advantages_can_be_changed_with_others_can_too(name: str) -> None:
     """A training with it still has weights on advantages; that of a KL term has not."""
     settings = dataclasses.replace(known().settings, differs=frozenset({intervention(name).differs}))  # type: ignore[type-var]
-    assert intervention("psr").why_unavailable(dataclasses.replace(known(), settings=settings)) == ""
+    assert intervention("psr").unavailable_reason(dataclasses.replace(known(), settings=settings)) == ""
     assert intervention("kl").differs == "beta"
 
 

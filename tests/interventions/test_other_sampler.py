@@ -18,7 +18,7 @@ from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
-from rl_training.step.limits import Capabilities
+from rl_training.step.limits import Limits
 from rl_training.tasks.models import load_tiny
 
 SAMPLER = [[x + 0.5 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] for i, row in enumerate(LOGITS)]
@@ -39,7 +39,7 @@ def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_s
     scores = Scores(logps.detach(), entropies.detach(), mask)
     nothing = LossWeights(torch.zeros_like(scores.logps), None)
     batch = SimpleNamespace(rollout=rollout, scores=scores, loss_weights=nothing)
-    step: Any = SimpleNamespace(batch=batch, ranks=all_ranks(), capabilities=Capabilities())
+    step: Any = SimpleNamespace(batch=batch, ranks=all_ranks(), limits=Limits())
     weights = reward_gradient(step).weights
     assert weights is not None
     chance = [

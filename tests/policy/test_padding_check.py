@@ -38,9 +38,9 @@ def sampled(sequences: int = SEQUENCES, tokens: int = TOKENS) -> Rollout:
 class Said:
     """A policy that says these log-probabilities of all rows: 0 without padding, and with it what is given."""
 
-    def __init__(self, padded: Tensor, mask: Tensor | None = None, why_not_fp32: str = "") -> None:
+    def __init__(self, padded: Tensor, mask: Tensor | None = None, rounding_reason: str = "") -> None:
         self.padded, self.mask = padded, torch.ones_like(padded) if mask is None else mask
-        self.scorer = SimpleNamespace(score=self.score, score_padded=self.score_padded, why_not_fp32=why_not_fp32)
+        self.scorer = SimpleNamespace(score=self.score, score_padded=self.score_padded, rounding_reason=rounding_reason)
         self.asked: list[list[int]] = []
         self.model = nn.Module()
 
@@ -59,7 +59,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = alone, rollout: Rollout | None = None) -> str:
-    return PaddingCheck().why_it_matters(rollout or sampled(), policy, reduce)
+    return PaddingCheck().limit(rollout or sampled(), policy, reduce)
 
 
 def test_one_token_that_is_far_off_is_no_reason() -> None:
@@ -78,7 +78,7 @@ def test_the_mean_decides_and_weights_below_fp32_have_more_of_it(
 ) -> None:
     padded = torch.full((SEQUENCES, TOKENS), difference)
     padded[::2] *= -1  # of the absolute difference
-    assert bool(answer(Said(padded, why_not_fp32=rounded))) == matters
+    assert bool(answer(Said(padded, rounding_reason=rounded))) == matters
 
 
 def test_what_stands_behind_the_end_of_a_response_does_not_count() -> None:
@@ -111,7 +111,7 @@ def test_it_looks_again_at_measured_steps_1_10_and_100_at_the_rows_with_the_most
     policy, check, asked_at = Said(torch.zeros(4, 3)), PaddingCheck(), []
     rollout = sampled(sequences=9)
     for step in range(1, 102):
-        assert check.why_it_matters(rollout, policy, alone) == ""  # type: ignore[arg-type]
+        assert check.limit(rollout, policy, alone) == ""  # type: ignore[arg-type]
         if len(policy.asked) > len(asked_at):
             asked_at.append(step)
     assert asked_at == [1, 10, 100]
@@ -122,7 +122,7 @@ def test_what_it_has_found_it_keeps() -> None:
     policy, check = Said(torch.ones(4, 3)), PaddingCheck()
     rollout = sampled()
     for _ in range(12):
-        assert check.why_it_matters(rollout, policy, alone) == PADDING_MATTERS  # type: ignore[arg-type]
+        assert check.limit(rollout, policy, alone) == PADDING_MATTERS  # type: ignore[arg-type]
     assert len(policy.asked) == 1
 
 

@@ -187,11 +187,11 @@ def test_four_bit_weights_are_scored_as_the_model_scores() -> None:
             model.set_submodule(name, quantised)
     model = with_adapter(model.to("cpu"), target_modules=["q_proj", "v_proj"]).train()
     scorer = Scorer(model, TEMPERATURE, chunk_logits=2 * 3 * 64)
-    assert scorer.verify() == "" == scorer.why_not_fp32
+    assert scorer.verify() == "" == scorer.rounding_reason
     measurement(scorer, sampled())  # no layer may repack its weights
     assert_like_plain(model, scorer, sampled(), tolerance=1e-5)
     next(m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)).compute_dtype = torch.bfloat16
-    assert "computes in bfloat16" in scorer.why_not_fp32
+    assert "computes in bfloat16" in scorer.rounding_reason
 
 
 def test_types_of_tokens_go_with_the_tokens_and_counts_stay_behind() -> None:
@@ -439,13 +439,13 @@ def test_an_attention_that_refuses_fp32_is_not_asked_in_a_measurement(adapter: b
 
 
 def test_why_a_measurement_is_no_fp32_one_names_the_weights() -> None:
-    assert Scorer(model_of("untied")).why_not_fp32 == ""
+    assert Scorer(model_of("untied")).rounding_reason == ""
     half = with_adapter(model_of("untied").bfloat16(), target_modules=["q_proj"])
-    assert "embed_tokens.weight is bfloat16" in Scorer(half).why_not_fp32  # adapters are fp32
+    assert "embed_tokens.weight is bfloat16" in Scorer(half).rounding_reason  # adapters are fp32
     for name, param in half.named_parameters():
         if "layers.1" in name and "lora_B" in name:
             param.data = param.data.bfloat16()
-    assert re.search(r"layers\.1.*lora_B", Scorer(half).why_not_fp32)  # what is trained comes first
+    assert re.search(r"layers\.1.*lora_B", Scorer(half).rounding_reason)  # what is trained comes first
 
 
 def test_a_small_entropy_of_large_logits_does_not_cancel() -> None:

@@ -83,8 +83,8 @@ def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
 
 def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -> None:
     step, probe = answers.steps[-1], CovariancePredictorProbe()
-    spread = dataclasses.replace(step.capabilities, split_prompts="spread")
-    probe.prepare(dataclasses.replace(step, capabilities=spread))
+    spread = dataclasses.replace(step.limits, split_prompts="spread")
+    probe.prepare(dataclasses.replace(step, limits=spread))
     for name, found in probe.results().items():
         assert found.value == answers.all[-1][name].value
         assert math.isnan(found.stderr)

@@ -167,7 +167,7 @@ def test_prompts_spread_over_steps_have_no_share_and_say_the_fix(make_trainer) -
     with attach(trainer, probes=[probe]):
         trainer.train()
     for answer, step in zip(probe.all, probe.steps, strict=True):
-        assert step.capabilities.split_prompts
+        assert step.limits.split_prompts
         assert math.isnan(answer["ess/zero_advantage_prompts"].value)
         assert "whole_prompts=True" in answer["ess/zero_advantage_prompts"].reason
         advantages = step.batch.rollout.advantages.tolist()

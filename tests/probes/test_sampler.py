@@ -22,7 +22,7 @@ from rl_training.policy.scores import Scores
 from rl_training.probes.sampler import CUT, METRICS, SamplerProbe
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.batch import Batch, Correction, LossSettings
-from rl_training.step.limits import Capabilities
+from rl_training.step.limits import Limits
 from rl_training.tasks.models import load_tiny
 
 G, PROMPTS, T = 4, 5, 6
@@ -31,8 +31,8 @@ G, PROMPTS, T = 4, 5, 6
 class StepOnly:
     """The part of a step that the probe reads."""
 
-    def __init__(self, batch: Batch, ranks: Ranks, capabilities: Capabilities) -> None:
-        self.batch, self.ranks, self.capabilities = batch, ranks, capabilities
+    def __init__(self, batch: Batch, ranks: Ranks, limits: Limits) -> None:
+        self.batch, self.ranks, self.limits = batch, ranks, limits
 
 
 def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tensor, correction: Any = None) -> Batch:
@@ -45,9 +45,9 @@ def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tenso
     )  # fmt: skip
 
 
-def answers(batch: Batch, ranks: Ranks = ALONE, capabilities: Capabilities | None = None) -> dict[str, Estimate]:
+def answers(batch: Batch, ranks: Ranks = ALONE, limits: Limits | None = None) -> dict[str, Estimate]:
     probe = SamplerProbe()
-    probe.prepare(StepOnly(batch, ranks, capabilities or Capabilities()))  # type: ignore[arg-type]
+    probe.prepare(StepOnly(batch, ranks, limits or Limits()))  # type: ignore[arg-type]
     return probe.results()
 
 
@@ -114,7 +114,7 @@ def test_prompts_on_another_process_count_as_those_here() -> None:
 
 def test_parts_of_prompts_on_other_processes_give_values_and_no_error() -> None:
     batch = random_batch()
-    whole, parts = answers(batch), answers(batch, capabilities=Capabilities(split_prompts="spread"))
+    whole, parts = answers(batch), answers(batch, limits=Limits(split_prompts="spread"))
     assert {each.value for each in whole.values()} == {each.value for each in parts.values()}
     assert all(math.isnan(each.stderr) and each.reason == "spread" for each in parts.values())
 
@@ -122,7 +122,7 @@ def test_parts_of_prompts_on_other_processes_give_values_and_no_error() -> None:
 def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error() -> None:
     batch = random_batch()
     again = batch.scores.logps + 0.1 * torch.randn(batch.scores.logps.shape, generator=torch.Generator().manual_seed(1))
-    step: Any = StepOnly(batch, ALONE, Capabilities())
+    step: Any = StepOnly(batch, ALONE, Limits())
 
     def score(rollout: Rollout, rows: Tensor, *, graph: bool) -> Scores:
         assert not graph  # of a graph without a backward FSDP2 keeps the weights gathered

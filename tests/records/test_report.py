@@ -29,7 +29,7 @@ from rl_training.records.report.figures import _noise_scale, _predictors, _rewar
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_of
 from rl_training.records.report.opening import opening
 from rl_training.records.report.page import pictures
-from rl_training.records.report.series import read_run, why_it_ends
+from rl_training.records.report.series import ending_reason, read_run
 from rl_training.records.report.summary import step_numbers, summarize
 from rl_training.records.report.writing import MISSING, in_words, milli, normal_milli
 from rl_training.statistics.estimate import Estimate
@@ -354,7 +354,7 @@ def test_long_runs_are_drawn_and_infinite_values_are_left_out(tmp_path: Path) ->
     write_report(tmp_path)
     run = read_run(tmp_path)
     assert len(run.logged("reward")) == len(run.known("delta_h/forward")) == 200
-    assert why_it_ends(run.measured("delta_h/forward")) == "from step 201 on: not a finite number"
+    assert ending_reason(run.measured("delta_h/forward")) == "from step 201 on: not a finite number"
 
 
 def test_a_line_that_a_kill_left_unfinished_is_no_step(tmp_path: Path) -> None:

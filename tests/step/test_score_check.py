@@ -113,7 +113,7 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
     assert math.isfinite(odd["ess/advantage"].value)
     assert odd["ess/importance"].reason == odd["delta_h/forward"].reason
     # No loop has fresh responses of the policy that it trains where nobody knows which policy that is.
-    fresh = [step.capabilities.no_fresh_responses for step in seen.steps]
+    fresh = [step.limits.no_fresh_responses for step in seen.steps]
     assert [reason == odd["delta_h/forward"].reason for reason in fresh] == [False, True, False]
 
 
@@ -152,7 +152,7 @@ def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch, roun
 def test_all_processes_say_the_same_where_one_is_off() -> None:
     nothing, mask = torch.zeros(ROWS, 4, dtype=torch.float64), torch.ones(ROWS, 4)
     own = Scores(nothing, nothing, mask)
-    scorer = SimpleNamespace(why_training_rounds="", why_not_fp32="", temperature=1.0, score=lambda *_, **__: own)
+    scorer = SimpleNamespace(training_rounding="", rounding_reason="", temperature=1.0, score=lambda *_, **__: own)
     policy: Any = SimpleNamespace(
         scorer=scorer, model=torch.nn.Module(), measuring=contextlib.nullcontext, in_batches=lambda rows, size: [rows]
     )
@@ -165,7 +165,7 @@ def test_all_processes_say_the_same_where_one_is_off() -> None:
         )
         check = ScoreCheck(batch, policy)
         check.look(torch.arange(ROWS))
-        why = check.why_not(reduce)
+        why = check.limit(reduce)
         return torch.tensor([bool(why), f"are {off / 2:.2g} nats" in why])
 
     for off in (1.9 * LIMIT, 2.1 * LIMIT):
@@ -176,12 +176,12 @@ def test_all_processes_say_the_same_where_one_is_off() -> None:
 def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> None:
     """A policy that has diverged is one all the same."""
     nothing, mask = torch.zeros(1, 4, dtype=torch.float64), torch.ones(1, 4)
-    policy: Any = SimpleNamespace(scorer=SimpleNamespace(why_training_rounds="", why_not_fp32="", temperature=1.0))
+    policy: Any = SimpleNamespace(scorer=SimpleNamespace(training_rounding="", rounding_reason="", temperature=1.0))
     for bad in (math.nan, math.inf, -math.inf):
         stored = torch.tensor([[bad, 0.0, 0.0, 0.0]], dtype=torch.float64)
         check = ScoreCheck(SimpleNamespace(fold=torch.zeros(1), scores=Scores(stored, nothing, mask)), policy)
         check.add(torch.arange(1), Scores(nothing, nothing, mask))
-        assert check.why_not(torch.clone) == ""
+        assert check.limit(torch.clone) == ""
 
 
 # --- what a forward pass draws or rounds is no other policy -----------------------------------------------------------

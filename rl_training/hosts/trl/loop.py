@@ -6,7 +6,7 @@ from trl import GRPOTrainer
 
 from rl_training.engine.recorder import LoopSpec
 from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
+from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_limit, sampling_limit
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings
@@ -34,7 +34,7 @@ def loop_of(
         loss_settings=settings,
         mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if shuffled else "",
         reused=REUSED if trainer.num_iterations > 1 else "",
-        sampling_mismatch=why_sampling_mismatch(trainer),
-        no_fresh_responses=why_no_fresh_responses(trainer),
+        sampling_mismatch=sampling_limit(trainer),
+        no_fresh_responses=fresh_responses_limit(trainer),
         fixes=fixes,
     )

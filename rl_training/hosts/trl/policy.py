@@ -186,7 +186,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     """Returns a response to each prompt as TRL's own generation makes it, cut after the first end-of-sequence token."""
     pad = trainer._tokenizer.pad_token_id
     config = None if trainer.use_vllm else trainer.generation_config
-    if config is None:  # neutral, as vLLM's settings are, or nobody asks for samples: why_sampling_mismatch
+    if config is None:  # neutral, as vLLM's settings are, or nobody asks for samples: sampling_limit
         config = GenerationConfig(
             max_new_tokens=trainer.max_completion_length,
             do_sample=True,
@@ -217,7 +217,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
 
 
-def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
+def sampling_limit(trainer: GRPOTrainer) -> str:
     """Returns why a response that is sampled now is none of the policy that is scored, with the fix; "" if it is.
 
     By what generation reads, which a callback may have changed since the trainer was made.
@@ -261,7 +261,7 @@ def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str,
     return effective, where
 
 
-def why_no_fresh_responses(trainer: GRPOTrainer) -> str:
+def fresh_responses_limit(trainer: GRPOTrainer) -> str:
     """Returns why no extra responses can be sampled during training, "" if they can."""
     if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
         return (

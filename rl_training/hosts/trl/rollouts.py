@@ -21,7 +21,7 @@ from trl.trainer import grpo_trainer
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
 from rl_training.hosts.trl.patches import SHUFFLE, wrap
-from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
+from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.padding_check import LIMIT, LIMIT_ROUNDED
 from rl_training.policy.precision import has_dropout
@@ -65,11 +65,11 @@ class Rollouts:
         self._mismatch = ""  # why some of its responses are no samples of the policy that is scored
 
     def on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
-        before = why_sampling_mismatch(self._trainer)
+        before = sampling_limit(self._trainer)
         generated = original(prompts)
         if self._trainer.model.training:
             prompts, completions, tool_masks = generated[:3]
-            why = before or why_sampling_mismatch(self._trainer)
+            why = before or sampling_limit(self._trainer)
             self._generated.add(prompts, completions, tool_masks, why)
         return generated
 
@@ -107,7 +107,7 @@ class Rollouts:
         self._settle(output, facts, group, is_measured)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
         said = [response.mismatch for response in responses if response is not None]
-        self._mismatch = max(said, key=len) if said else why_sampling_mismatch(trainer)  # by settings, of its own code
+        self._mismatch = max(said, key=len) if said else sampling_limit(trainer)  # by settings, of its own code
         self._generated.begin_next(keys)
         keeps_old_logps = batches.steps_per_rollout(trainer.args) > 1 or not self._is_fresh
         if is_measured and trainer.mask_truncated_completions and keeps_old_logps and batches.OLD_LOGPS in output:
@@ -215,7 +215,7 @@ class Rollouts:
             return rollout
         there = rollout.completion_mask.bool() & ~hidden.unsqueeze(1)
         apart = (scores.logps.detach() - old_logps)[there].double().abs().mean()
-        limit = LIMIT_ROUNDED if self._policy.scorer.why_training_rounds else LIMIT
+        limit = LIMIT_ROUNDED if self._policy.scorer.training_rounding else LIMIT
         is_own = not there.any() or float(apart) <= limit or has_dropout(self._policy.model)
         if not is_own:
             return dataclasses.replace(rollout, on_policy=False)

@@ -114,7 +114,7 @@ def _weights(intervention: Intervention, inputs: LossInputs) -> LossWeights:
     """Returns the loss's weights, changed by the intervention. ValueError where it cannot change them."""
     if inputs.zero_advantage_share == 1.0 and "some_advantage" in intervention.needs:
         return inputs.weights  # there is nothing to scale
-    why = intervention.why_unavailable(inputs)
+    why = intervention.unavailable_reason(inputs)
     if why:
         raise UserError(f"intervention={intervention.name}: {why}")
     return intervention.weights(inputs)

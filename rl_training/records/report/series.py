@@ -220,7 +220,7 @@ def last_of(rows: pd.DataFrame) -> Estimate | None:
     return next(iter(to_estimates(rows.tail(1)).values()), None)
 
 
-def why_it_ends(rows: pd.DataFrame) -> str:
+def ending_reason(rows: pd.DataFrame) -> str:
     """Returns why a quantity is missing, and from which step on if not everywhere; empty if its last value is there."""
     if rows.empty:
         return NO_PROBE
@@ -235,7 +235,7 @@ def what_is_missing(quantities: Mapping[str, pd.DataFrame], values: bool = True,
     """Returns a line for each reason why quantities are not in a chart, or not to its end, or have no error bar."""
     ends: dict[str, list[str]] = {}
     for label, rows in quantities.items():
-        ends.setdefault(why_it_ends(rows), []).append(label)
+        ends.setdefault(ending_reason(rows), []).append(label)
     lines = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
     known = pd.concat([finite(rows).assign(label=label) for label, rows in quantities.items()])
     without = known[known["stderr"].isna() & (known["reason"] != "")]

@@ -125,7 +125,7 @@ def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -
         trainer.train()
     assert any("delta_h/forward" in row for row in trainer.state.log_history)
     for step in witness.steps:
-        assert not step.capabilities.mixed_prompts
+        assert not step.limits.mixed_prompts
         for rows in step.batch.microbatch_rows:
             assert sorted(step.batch.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [
                 4,

@@ -24,7 +24,7 @@ NONE: Any = None
 
 @pytest.fixture(autouse=True)
 def sampled_as_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "why_sampling_mismatch", lambda trainer: "")
+    monkeypatch.setattr(module, "sampling_limit", lambda trainer: "")
 
 
 def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int = 4) -> Rollouts:
@@ -113,8 +113,8 @@ def test_prompts_rewards_and_origins_are_those_of_the_rows_that_arrive(
     assert (found.prompt_index - 6).tolist() == prompts
     assert rollouts.responses_per_prompt == group
     assert (None if found.rewards is None else found.rewards.tolist()) == rewards
-    assert found.origin.why_no_sample.startswith(why)
-    assert bool(found.origin.why_no_sample) == bool(why)
+    assert found.origin.sample_limit.startswith(why)
+    assert bool(found.origin.sample_limit) == bool(why)
 
 
 def test_the_same_prompt_twice_in_a_rollout_is_two_as_long_as_rows_lie_where_they_were_put() -> None:
@@ -145,7 +145,7 @@ def test_what_one_process_has_put_in_is_no_fresh_sample_on_any(monkeypatch: pyte
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
         rollouts = rollouts_of(0, generations=2)
         read = begun(rollouts, ROWS, ROWS if rank == 0 else [*ROWS[:5], (3, 99)])
-        reasons.append(read.origin.why_no_sample)
+        reasons.append(read.origin.sample_limit)
         return torch.tensor([read.on_policy, read.rewards is None])
 
     ranks: dict[int, Ranks] = {}
@@ -161,7 +161,7 @@ def test_processes_whose_prompts_have_unlike_numbers_of_responses_say_so_togethe
         ranks[threading.get_ident()] = Ranks(2, reduce, rank)
         rollouts = rollouts_of(0, generations=2)
         read = begun(rollouts, ROWS, ROWS[:4] if rank == 0 else [ROWS[0], ROWS[2]])
-        return torch.tensor([rollouts.responses_per_prompt, read.origin.why_uneven == module.UNEVEN])
+        return torch.tensor([rollouts.responses_per_prompt, read.origin.groups_limit == module.UNEVEN])
 
     ranks: dict[int, Ranks] = {}
     assert [each.tolist() for each in on_two_ranks(found)] == [[2, True]] * 2
@@ -179,7 +179,7 @@ def test_log_probabilities_of_before_are_the_policy_s_own_up_to_rounding(
 ) -> None:
     """Of tokens that training has scored: the second row is hidden, the second column is no token."""
     policy: Any = SimpleNamespace(
-        scorer=SimpleNamespace(why_training_rounds=rounded),
+        scorer=SimpleNamespace(training_rounding=rounded),
         model=torch.nn.Sequential(torch.nn.Dropout(0.5 if drops_out else 0.0)),
     )
     rollouts = rollouts_of(0)

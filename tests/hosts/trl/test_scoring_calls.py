@@ -137,7 +137,7 @@ def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make
         assert 0 < silent.sum() < len(silent)
         assert not step.batch.loss_weights.logps[silent].any()
     if trainer_class is OwnLoss:
-        assert step.capabilities.other_terms
+        assert step.limits.other_terms
 
 
 @pytest.mark.parametrize("asked", [True, False])
