@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rl_training.engine.prompt_gradients import fill_rows_by_prompt, weights_mismatch
 from rl_training.engine.verifier import gradient_mismatch_reason
 from rl_training.entropy.fold_gradients import add_gradients
 from rl_training.gradients.fold_reduction import FoldReduction
@@ -104,7 +105,10 @@ class GradientRows:
 
     def complete(self, step: Step) -> tuple[Step, Tensor]:
         """Return a step with the gradients of its folds, and the square norms of these, (F,). A collective."""
-        if len(step.folds) > len(step.batch.microbatch_rows):
+        is_made_anew = not step.folds[0].passes
+        if is_made_anew:
+            self._make_anew(step)
+        elif len(step.folds) > len(step.batch.microbatch_rows):
             self.split_microbatch_gradients(step)
         mean = self.layout.vector(step.gradients.mean.values())
         squares = self.finish(step.fold_sizes, step.ranks.count, mean)
@@ -114,9 +118,21 @@ class GradientRows:
         tensors = [*self._reduction.shard.leaves.values(), *(self.rows or ())]
         is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
         squares = step.ranks.reduce(squares)
-        mismatch = gradient_mismatch_reason(squares, is_rounded)
+        mismatch = weights_mismatch(step, squares) if is_made_anew else gradient_mismatch_reason(squares, is_rounded)
         gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms, rows_limit=mismatch)
         return dataclasses.replace(step, gradients=gradients), squares[3:]
+
+    def _make_anew(self, step: Step) -> None:
+        """Replace what the hooks have caught, of microbatches, by the gradients of folds of whole prompts.
+
+        A collective.
+        """
+        num_folds = step.folds[-1].folds.stop
+        self._groups, self._passing, self._group = step.folds, None, None
+        self.rows = self.layout.zeros(num_folds, device=self._device, dtype=self._dtype)
+        if self.sq_norms is not None:
+            self.sq_norms = self.sq_norms.new_zeros(num_folds + 1, *self.sq_norms.shape[1:])
+        fill_rows_by_prompt(step, self.rows)
 
     def split_microbatch_gradients(self, step: Step) -> None:
         """Splits each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.

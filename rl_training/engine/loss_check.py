@@ -42,6 +42,8 @@ NOT_OF_THE_WEIGHTS = (
     "the loss has another term (tell it with other_terms=True), or something changes gradients on their way"
 )
 
+NO_PARTS = "so the gradient of a part of a microbatch is not known; use 8 or more microbatches of whole prompts"
+
 
 @dataclass(frozen=True)
 class MadeLoss:
@@ -115,7 +117,7 @@ class TermsCheck:
         if len(folds) <= len(batch.microbatch_rows):
             return ""
         other_terms = limits.other_terms or ("" if self.is_due else self.reason)
-        return f"{other_terms}: leave num_folds out, so that no microbatch is cut" if other_terms else ""
+        return f"{other_terms}: {NO_PARTS}" if other_terms else ""
 
     def checked(self, step: Step, squares: Tensor, asked: bool) -> Step:
         """Return the step with what the comparison says of its loss. A collective.
@@ -124,7 +126,8 @@ class TermsCheck:
         asked    a probe needs it; slices of microbatches always do
         """
         is_sliced = len(step.folds) > len(step.batch.microbatch_rows)
-        if step.gradients.rows_limit or step.limits.other_terms or not (asked or is_sliced):
+        is_made_anew = not step.folds[0].passes  # then all of the gradient has been held against its weights
+        if step.gradients.rows_limit or step.limits.other_terms or is_made_anew or not (asked or is_sliced):
             return step
         is_due, self._count = self.is_due, self._count + 1
         if is_due:

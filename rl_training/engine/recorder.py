@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.loss_check import TermsCheck
 from rl_training.engine.probe import Probe
 from rl_training.gradients.fold_reduction import FoldReduction
-from rl_training.gradients.folds import FoldGroup, folds_of_prompts, plan_prompt_folds, ranges_of
+from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.parallel.ranks import Ranks
@@ -38,6 +39,7 @@ from rl_training.step.limits import (
     Fixes,
     Limits,
 )
+from rl_training.step.needs import Need
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class LoopSpec:
     dr_grpo: bool = True  # by its settings the loss is Dr-GRPO's and nothing else's
     loss_settings: LossSettings | None = None  # when training begins; None where they are not known
     mixed_prompts: str = ""  # why all steps will have microbatches of mixed prompts
+    split_prompts: str = ""  # why all steps will have some of the responses of a prompt
     reused: str = ""  # why some will learn from responses again
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
     no_fresh_responses: str = ""  # why `policy.sample` may not be asked
@@ -222,10 +225,12 @@ class StepRecorder:
         Args:
             rollout: All microbatches of the step.
         """
-        folds, fold = self.place_in_folds(loop, rollout, mixed=bool(limits.mixed_prompts))
+        wants = any(Need.FOLD_GRADIENTS in probe.needs for probe in self.probes)
+        folds, fold, is_made_anew = choose_folds(loop, rollout, self.folds, self.num_folds, limits, wants)
         batch = self.join(rollout, fold, folds[-1].folds.stop)
         mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-        rows_limit = limits.mixed_prompts or terms.slicing_limit(self.folds, batch, limits)
+        limit = limits.mixed_prompts or terms.slicing_limit(self.folds, batch, limits)
+        rows_limit = "" if is_made_anew else limit
         ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
         return Step(
             number=self.number,
@@ -238,25 +243,6 @@ class StepRecorder:
             fold_sizes=loop.ranks.reduce(batch.sum_by_fold(ones)).cpu(),
             limits=limits,
         )
-
-    def place_in_folds(self, loop: LoopSpec, rollout: Rollout, mixed: bool) -> tuple[Sequence[FoldGroup], Tensor]:
-        """Return the folds that the step has, and which of them each sequence is in, (B,). A collective if mixed.
-
-        Args:
-            rollout: All microbatches of the step.
-            mixed: The folds of microbatches do not hold whole prompts. Then those of other folds do.
-        """
-        rank, index = loop.ranks.number, rollout.prompt_index
-        if mixed:
-            num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
-            fewest = int(-loop.ranks.max(-num_prompts))
-            folds: Sequence[FoldGroup] = plan_prompt_folds(fewest, loop.ranks.count, self.num_folds)
-            return folds, folds_of_prompts(index, folds, rank)
-        fold = torch.empty_like(index)
-        for group in self.folds:
-            for rows in group.passes:
-                fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[rank]]
-        return self.folds, fold
 
     def join_scores(self, rollout: Rollout) -> Scores:
         """Return the scores of the whole step, (B, T) each, padded to the width of its rollout."""

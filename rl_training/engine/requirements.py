@@ -17,7 +17,7 @@ from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import LoopSpec, StepShape
 from rl_training.engine.timing import SHARED
 from rl_training.errors import UserError
-from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds
+from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard, dtype_name
@@ -88,11 +88,29 @@ class Requirements:
         of_ranks, ranks = sizes_of_ranks or [sizes], shape.num_ranks
         group = responses_per_prompt or shape.responses_per_prompt
         try:
-            return plan_folds(sizes, group, ranks, self.num_folds, of_ranks)
+            return plan_folds(sizes, group, ranks, self.num_folds, of_ranks, self.may_pass_again)
         except ValueError:
             if group == shape.responses_per_prompt and all([*own] == shape.sizes for own in of_ranks):
                 raise
-        return plan_folds(sizes, group, ranks, None, of_ranks)
+        return plan_folds(sizes, group, ranks, None, of_ranks, self.may_pass_again)
+
+    def folds_and_passes(self, loop: LoopSpec) -> tuple[int, float]:
+        """Return how many folds a whole step has, and which share of its own passes they take once more."""
+        shape = loop.shape
+        groups = self.folds(shape, shape.sizes)
+        count, prompts = groups[-1].folds.stop, sum(shape.sizes) // shape.responses_per_prompt
+        is_few = count < MIN_FOLDS_STEP and self.num_folds is None
+        if self.may_pass_again and not loop.split_prompts and (loop.mixed_prompts or is_few) and prompts:
+            anew = plan_prompt_folds(prompts, shape.num_ranks, self.num_folds)[-1].folds.stop
+            if anew >= MIN_FOLDS_STEP:
+                return anew, 1.0
+        slices = max(1, len(groups) // shape.microbatches)
+        return count, (slices - 1) / slices
+
+    @property
+    def may_pass_again(self) -> bool:
+        """Whether gradients of folds are worth further passes: for a prediction, not for the noise scale alone."""
+        return Need.FOLD_GRADIENTS in self.needs
 
     def folds_of_step(self, loop: LoopSpec, sizes: Sequence[int] | None, responses_per_prompt: int) -> list[FoldGroup]:
         """Returns the folds of a step. A collective where it has sizes of its own.
@@ -128,20 +146,27 @@ def _agreed(wanted: Mapping[str, Any], what: str) -> Any:
 def announcement(loop: LoopSpec, requirements: Requirements) -> tuple[str, list[str]]:
     """Returns what will be measured, in a sentence, and what will not and which setting would change that."""
     shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
-    count = requirements.folds(shape, shape.sizes)[-1].folds.stop
+    count, again = requirements.folds_and_passes(loop)
     vectors, size = requirements.num_vectors(count), layout.num_bytes / 1e6
-    opening = f"{loop.opening}. " if loop.opening else ""
     plan = (
-        f"{opening}{'P' if opening else 'p'}robes measure {_pluralize(count, 'fold')} of whole prompts a step, from "
+        f"probes measure {_pluralize(count, 'fold')} of whole prompts a step, from "
         f"{_pluralize(shape.microbatches, 'microbatch')} of {shape.microbatch_size} sequences on "
         f"{'each of ' * (shape.num_ranks > 1)}{_pluralize(shape.num_ranks, 'process')}, and keep {vectors} vectors of "
         f"{size:.3g} MB on this one"
     )
+    if again:
+        plan += f"; these folds take {again:.0%} of a step's forward and backward passes once more"
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    missing = _fold_warnings(loop, requirements, count)
-    if loop.mixed_prompts:
-        missing = [f"no prediction, and no noise scale: {loop.mixed_prompts}"]
+    warnings = _fold_warnings(loop, requirements, count)
+    if loop.split_prompts:
+        warnings = [f"no prediction, and no noise scale: {loop.split_prompts}"]
+    elif loop.mixed_prompts and not again:
+        warnings = [f"no prediction, and no noise scale: {loop.mixed_prompts}"]
+    # What is missing most stands in the first line, before all that is measured.
+    sentences = [sentence for sentence in (loop.opening, *warnings[:1], plan) if sentence]
+    plan = ". ".join(sentences[:1] + [sentence[0].upper() + sentence[1:] for sentence in sentences[1:]])
+    missing = warnings[1:]
     missing += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
     if Need.ENTROPY_GRADIENT in needs:
         missing += _of_optimizer(loop.shard)

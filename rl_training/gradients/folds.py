@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
+from rl_training.statistics.estimate import MIN_FOLDS_STEP
 
 DEFAULT_NUM_FOLDS = 8  # folds for an error bar that is known well enough
 
@@ -66,17 +67,19 @@ def plan_folds(
     num_ranks: int = 1,
     num_folds: int | None = None,
     sizes_of_ranks: Sequence[Sequence[int]] | None = None,
+    cut: bool = False,
 ) -> list[FoldGroup]:
     """Return the folds of a step, sets of whole prompts of all processes; as many groups and passes on each process.
 
     sizes           sequences of each microbatch of this process, whose prompts lie one after another
     num_folds       over all processes; None: at least DEFAULT_NUM_FOLDS, where that takes no pass beyond the loop's own
     sizes_of_ranks  `sizes` of every process; None where they are the same
+    cut             with num_folds=None: cut microbatches in slices where whole ones are too few for an error bar
 
     A unit is the fewest microbatches in a row that end with a prompt, on every process. A fold is one or several units
     of all processes; where there are too few units, one of each group of processes. Beyond that, microbatches are cut
-    into slices of whole prompts, each a pass of its own, where `num_folds` asks for it. ValueError, naming a number
-    that would do, where it asks for what is impossible.
+    into slices of whole prompts, each a pass of its own, where `num_folds` or `cut` asks for it. ValueError, naming a
+    number that would do, where `num_folds` asks for what is impossible.
 
     >>> [(group.folds, group.passes) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
     [(range(0, 1), (range(0, 4), range(4, 8))), (range(1, 2), (range(8, 12), range(12, 16)))]
@@ -92,10 +95,12 @@ def plan_folds(
             begin = number + 1
     prompts = min(map(min, of_ranks)) // responses_per_prompt
     parts, slices = _parts_and_slices(len(units), len(sizes), prompts, num_ranks, num_folds)
+    if cut and num_folds is None and len(units) == len(sizes):
+        slices = _slices_for_an_error_bar(parts * len(units), len(units) * num_ranks, prompts)
     if slices > 1:
-        cut = [piece for microbatch in rows for piece in _slices(microbatch, slices, responses_per_prompt)]
+        pieces = [piece for microbatch in rows for piece in _slices(microbatch, slices, responses_per_prompt)]
         own = tuple(range(num_ranks))
-        return [FoldGroup(_after(number, num_ranks), own, (piece,)) for number, piece in enumerate(cut)]
+        return [FoldGroup(_after(number, num_ranks), own, (piece,)) for number, piece in enumerate(pieces)]
     if parts > 1:
         part_of_rank = tuple(rank * parts // num_ranks for rank in range(num_ranks))
         return [FoldGroup(_after(number, parts), part_of_rank, unit) for number, unit in enumerate(units)]
@@ -136,6 +141,22 @@ def _parts_and_slices(
             + (f"use num_folds={fitting}" if fitting > 1 else "leave num_folds out, and put more prompts into a step")
         )
     return possible[num_folds]
+
+
+def _slices_for_an_error_bar(folds: int, microbatches: int, prompts: int) -> int:
+    """Return into how many slices each microbatch is cut, so that a step has folds enough for an error bar.
+
+    Args:
+        folds: That there are without slices.
+        microbatches: Of all processes.
+        prompts: Of each microbatch.
+
+    Returns:
+        The fewest for DEFAULT_NUM_FOLDS folds; 1 where none are needed, or where even single prompts are too few.
+    """
+    if folds >= MIN_FOLDS_STEP or prompts * microbatches < MIN_FOLDS_STEP:
+        return 1
+    return min(prompts, -(-DEFAULT_NUM_FOLDS // microbatches))
 
 
 def response_index(prompt_index: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class Fixes:
     dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" where they do not, or nobody knows
     # With {size} of a microbatch, {count} of them to a step of a process, and {sequences} of a step of all.
     batch: str = "measured_loop(microbatch_size={size}, microbatches={count})"
+    steps: str = "measured_loop(microbatches={count})"  # the same for larger steps of the same microbatches
     num_folds: str = "{probe}(num_folds={folds})"  # {name} is the probe's, {probe} its class
 
     def more_folds(self, group: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
@@ -74,9 +75,11 @@ class Fixes:
             advice.append(f"{option}, whose folds cost a further pass each")
         if advice:
             return ", or ".join(advice)
-        part = math.gcd(size, group)
-        larger = batch(part, -(-DEFAULT_NUM_FOLDS // num_ranks) * group // part)
-        return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {prompts}: {larger}"
+        whole = group // math.gcd(size, group)  # microbatches that end with a prompt
+        times = -(-DEFAULT_NUM_FOLDS * group // (size * whole * num_ranks))
+        larger = self.steps.format(count=whole * times, sequences=size * whole * times * num_ranks)
+        cost = f"{whole * times / count:g} times as many responses a step"
+        return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {prompts}: {larger} ({cost})"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trainers import graded
 from trl import GRPOTrainer
 
 from rl_training import Rollout, attach, measured_loop
-from rl_training.engine.recorder import StepRecorder
+from rl_training.engine.fold_placement import place_in_folds
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import take_rows
 from rl_training.tasks.models import load_tiny
@@ -132,7 +132,7 @@ def test_processes_with_unlike_numbers_of_spread_prompts_share_folds_of_which_no
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         loop: Any = SimpleNamespace(ranks=Ranks(2, reduce, rank))
         rollout: Any = SimpleNamespace(prompt_index=prompts[rank])
-        folds, fold = StepRecorder(1, [], num_folds=num_folds).place_in_folds(loop, rollout, mixed=True)
+        folds, fold = place_in_folds(loop, rollout, [], num_folds, mixed=True)
         found[rank] = fold.tolist()
         return torch.tensor(folds[-1].folds.stop)
 

@@ -84,14 +84,20 @@ def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
     if is_typed:
         words = [f"trainer.{name}={_as_typed(value)}" for name, value in others.items()]
         words += ["intervention=null"] * ("intervention" in settings.differs)
-        typed = "batch.microbatch_size={size} batch.sequences_per_step={sequences}", "probes.{name}.num_folds={folds}"
-        return Fixes(WHOLE_PROMPTS, f"set {' '.join(words)}" if words else "", *typed)
+        return Fixes(
+            WHOLE_PROMPTS,
+            f"set {' '.join(words)}" if words else "",
+            batch="batch.microbatch_size={size} batch.sequences_per_step={sequences}",
+            steps="batch.sequences_per_step={sequences}",
+            num_folds="probes.{name}.num_folds={folds}",
+        )
     words = [f"{name}={value!r}" for name, value in others.items()]
     words += ["no intervention"] * ("intervention" in settings.differs)
     return Fixes(
         WHOLE_PROMPTS,
         f"set {', '.join(words)}" if words else "",
-        "per_device_train_batch_size={size}, gradient_accumulation_steps={count}",
+        batch="per_device_train_batch_size={size}, gradient_accumulation_steps={count} in GRPOConfig",
+        steps="gradient_accumulation_steps={count} in GRPOConfig",
     )
 
 

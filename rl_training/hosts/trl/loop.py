@@ -10,7 +10,7 @@ from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_limit, s
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings
-from rl_training.step.limits import MIXED_PROMPTS, REUSED
+from rl_training.step.limits import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS
 
 
 def loop_of(
@@ -24,7 +24,9 @@ def loop_of(
         is_typed: What is advised is typed on a command line.
     """
     fixes = batches.fixes(settings, is_typed=is_typed)
-    shuffled = not whole_prompts and trainer.args.steps_per_generation > 1
+    args = trainer.args
+    is_shuffled = not whole_prompts and args.steps_per_generation > 1
+    is_split = is_shuffled and args.gradient_accumulation_steps % args.steps_per_generation > 0
     return LoopSpec(
         shape=batches.shape_of(trainer),
         shard=shard_of(trainer),
@@ -32,7 +34,8 @@ def loop_of(
         ranks=all_ranks(),
         dr_grpo=settings.is_dr_grpo,
         loss_settings=settings,
-        mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if shuffled else "",
+        mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if is_shuffled else "",
+        split_prompts=f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if is_split else "",
         reused=REUSED if trainer.num_iterations > 1 else "",
         sampling_mismatch=sampling_limit(trainer),
         no_fresh_responses=fresh_responses_limit(trainer),

@@ -1,0 +1,48 @@
+"""Gradients of folds whose prompts lie in several microbatches, made anew by passes over whole prompts.
+
+Where no microbatch ends with a prompt, or too few do, hooks cannot tell the gradients of the folds apart. The loss's
+weights on log-probabilities and entropies say what each response adds, so a further forward pass and backward gives
+
+    g_k = 1/n_k Σ_{i in fold k} Σ_t c_it ∂log π(t_it) + d_it ∂h_it
+
+It costs as much as training's own passes over the responses that have a weight: with an advantage of 0 none has.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from rl_training.engine.loss_check import LIMIT, LIMIT_ROUNDED, NOT_OF_THE_WEIGHTS, ROUNDING
+from rl_training.entropy.fold_gradients import add_gradients, passes_in_lockstep
+from rl_training.parallel.vectors import Vector, copy
+from rl_training.policy.precision import has_dropout
+from rl_training.step.data import Step
+
+
+def fill_rows_by_prompt(step: Step, rows: Vector) -> None:
+    """Fill the rows of all folds, (F, n) of each bucket, on the scale of what the leaves see. A collective."""
+    batch = step.batch
+    has_weight = batch.loss_weights.stacked().flatten(2).any(dim=2).any(dim=0)
+    shares = has_weight.new_ones(len(has_weight), 1, dtype=batch.loss_weights.logps.dtype)
+    for group, passes in passes_in_lockstep(step, has_weight):
+        total = step.gradients.layout.zeros(len(group.folds))
+        for numbers in passes:
+            add_gradients(step, [total], numbers, [batch.loss_weights], shares)
+        copy([part[group.folds.start : group.folds.stop] for part in rows], total)
+
+
+def weights_mismatch(step: Step, sums: Tensor) -> str:
+    """Return why the step's gradient is not the one that its loss's weights give, "" if it is.
+
+    Args:
+        sums: Over all processes, as `FoldRecorder.finish` returns them.
+    """
+    if has_dropout(step.policy.model):  # the passes draw other masks
+        return ""
+    _, off, norm, *norms = sums.sqrt().tolist()
+    limit = LIMIT_ROUNDED if step.policy.scorer.training_rounding else LIMIT
+    if not math.isfinite(off) or off <= limit * norm + ROUNDING * sum(norms):
+        return ""
+    return NOT_OF_THE_WEIGHTS.format(distance=off / norm if norm else math.inf)
