@@ -128,7 +128,9 @@ class StepDriver:
                 step.sizes = sizes or self._loop.shape.sizes
                 step.num_folds = self._requirements.num_folds
                 step.responses_per_prompt = responses_per_prompt or self._loop.shape.responses_per_prompt
-                step.folds = self._requirements.folds_of_step(self._loop, sizes, step.responses_per_prompt)
+                step.folds = self._requirements.folds_of_step(
+                    self._loop, sizes, step.responses_per_prompt, self._terms.allows_parts
+                )
                 if self._rows is not None:
                     self._rows.make_room(step.folds, needs_of(step.probes), is_sliced=len(step.folds) > len(step.sizes))
 

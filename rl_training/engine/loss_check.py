@@ -102,6 +102,7 @@ class TermsCheck:
     def __init__(self) -> None:
         self._count = 0
         self.reason = ""  # what the latest comparison has said
+        self.allows_parts = True  # no term is known that would hide the gradient of a part of a microbatch
 
     @property
     def is_due(self) -> bool:
@@ -117,6 +118,7 @@ class TermsCheck:
         if len(folds) <= len(batch.microbatch_rows):
             return ""
         other_terms = limits.other_terms or ("" if self.is_due else self.reason)
+        self.allows_parts &= not other_terms
         return f"{other_terms}: {NO_PARTS}" if other_terms else ""
 
     def checked(self, step: Step, squares: Tensor, asked: bool) -> Step:

@@ -74,25 +74,27 @@ class Requirements:
         sizes: Sequence[int],
         sizes_of_ranks: Sequence[Sequence[int]] | None = None,
         responses_per_prompt: int | None = None,
+        may_cut: bool = True,
     ) -> list[FoldGroup]:
         """Returns the folds of a step.
 
         sizes                 sequences of each microbatch of this step on this process
         sizes_of_ranks        on every process; None where they are the same
         responses_per_prompt  in this step; None: as in the shape
+        may_cut               microbatches may be cut into several folds where nobody has asked for it
 
         ValueError, naming a number that would do, where the number that the probes ask for is impossible in a whole
         step. The last step of an epoch may be short, and where tokens are counted, steps differ in size: such a step
         has the default number where that one is impossible.
         """
         of_ranks, ranks = sizes_of_ranks or [sizes], shape.num_ranks
-        group = responses_per_prompt or shape.responses_per_prompt
+        group, cut = responses_per_prompt or shape.responses_per_prompt, may_cut and self.may_pass_again
         try:
-            return plan_folds(sizes, group, ranks, self.num_folds, of_ranks, self.may_pass_again)
+            return plan_folds(sizes, group, ranks, self.num_folds, of_ranks, cut)
         except ValueError:
             if group == shape.responses_per_prompt and all([*own] == shape.sizes for own in of_ranks):
                 raise
-        return plan_folds(sizes, group, ranks, None, of_ranks, self.may_pass_again)
+        return plan_folds(sizes, group, ranks, None, of_ranks, cut)
 
     def folds_and_passes(self, loop: LoopSpec) -> tuple[int, float]:
         """Return how many folds a whole step has, and which share of its own passes they take once more."""
@@ -112,16 +114,20 @@ class Requirements:
         """Whether gradients of folds are worth further passes: for a prediction, not for the noise scale alone."""
         return Need.FOLD_GRADIENTS in self.needs
 
-    def folds_of_step(self, loop: LoopSpec, sizes: Sequence[int] | None, responses_per_prompt: int) -> list[FoldGroup]:
-        """Returns the folds of a step. A collective where it has sizes of its own.
+    def folds_of_step(
+        self, loop: LoopSpec, sizes: Sequence[int] | None, responses_per_prompt: int, may_cut: bool
+    ) -> list[FoldGroup]:
+        """Return the folds of a step. A collective where it has sizes of its own.
 
-        sizes  sequences of each of its microbatches on this process; None: as in the loop's shape
+        Args:
+            sizes: Sequences of each of its microbatches on this process; None: as in the loop's shape.
+            may_cut: Microbatches may be cut into several folds where nobody has asked for it.
         """
         if sizes is None:
-            return self.folds(loop.shape, loop.shape.sizes, None, responses_per_prompt)
+            return self.folds(loop.shape, loop.shape.sizes, None, responses_per_prompt, may_cut)
         own = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
         # Other processes may have others, whose prompts end elsewhere.
-        return self.folds(loop.shape, sizes, loop.ranks.gather(own).long().tolist(), responses_per_prompt)
+        return self.folds(loop.shape, sizes, loop.ranks.gather(own).long().tolist(), responses_per_prompt, may_cut)
 
     def num_vectors(self, num_folds: int) -> int:
         """Returns how many fp32 vectors of a process's entries a measured step holds on the device."""

@@ -75,10 +75,12 @@ class Fixes:
             advice.append(f"{option}, whose folds cost a further pass each")
         if advice:
             return ", or ".join(advice)
-        whole = group // math.gcd(size, group)  # microbatches that end with a prompt
-        times = -(-DEFAULT_NUM_FOLDS * group // (size * whole * num_ranks))
-        larger = self.steps.format(count=whole * times, sequences=size * whole * times * num_ranks)
-        cost = f"{whole * times / count:g} times as many responses a step"
+        part = math.gcd(size, group)
+        more = -(-DEFAULT_NUM_FOLDS // num_ranks) * group // part
+        larger = batch(part, more)
+        if part == size:
+            larger = self.steps.format(count=more, sequences=size * more * num_ranks)
+        cost = f"{part * more / own:g} times as many responses a step"
         return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {prompts}: {larger} ({cost})"
 
 

@@ -76,7 +76,7 @@ def test_a_term_that_a_loop_does_not_tell_keeps_slices_of_microbatches_from_bein
         assert math.isfinite(plain[name].value)
         assert math.isnan(other[name].value)
         assert NUMBERS in other[name].reason
-        assert other[name].reason.endswith("leave num_folds out, so that no microbatch is cut")
+        assert other[name].reason.endswith("use 8 or more microbatches of whole prompts")
 
 
 def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:

@@ -166,7 +166,7 @@ def test_a_parameter_that_the_loss_does_not_reach_does_not_hide_adams_metric_of_
 SAID: dict[tuple[int, int], tuple[str, str]] = {
     (8, 1): (
         "1 fold of whole prompts a step, from 1 microbatch of 8",
-        r"no prediction.* steps of at least 8 prompts, .* 1: measured_loop\(microbatch_size=8, microbatches=8\)$",
+        r"no prediction.* steps of at least 8 prompts, .* 1: measured_loop\(microbatches=8\) \(8 times as many resp",
     ),
     (4, 16): ("8 folds of whole prompts a step, from 16 microbatches of 4", ""),
     (16, 4): (
@@ -175,17 +175,12 @@ SAID: dict[tuple[int, int], tuple[str, str]] = {
     ),
     (2, 32): ("8 folds of whole prompts a step, from 32 microbatches of 2", ""),
     (64, 1): (
-        "1 fold of whole prompts",
-        r"no prediction.*\(microbatch_size=8, microbatches=8\), or SimpleEntropyProbe\(num_folds=8\)",
+        "8 folds of whole prompts .*; these folds take 88% of a step's forward and backward",
+        "",
     ),
-    (24, 3): (
-        "3 folds of whole prompts",
-        r"no error bars, no interventions .*\(microbatch_size=8, microbatches=9\), .*num_folds=9\)",
-    ),
-    (12, 6): (
-        "3 folds of whole prompts",
-        r"no error bars, no .*: 3 folds are too few; use smaller .*\(microbatch_size=8, microbatches=9\)$",
-    ),
+    (24, 3): ("9 folds of whole prompts .*; these folds take 67% of", ""),
+    (12, 6): ("9 folds of whole prompts .*; these folds take 100% of", ""),
+    (12, 2): ("3 folds|1 fold", r"no prediction: .*microbatches=6\)"),
 }
 
 
@@ -201,21 +196,21 @@ def test_what_a_batch_will_measure_and_what_would_change_that_is_said_when_train
         model, torch.optim.AdamW(model.parameters()), probes, responses_per_prompt=8, microbatch_size=size,
         microbatches=count, dr_grpo=True,
     ):  # fmt: skip
-        first, *others = caplog.messages  # at the level that is shown without any setting
-    assert re.match(f"probes measure {plan}", first)
-    assert [bool(re.match(missing, line)) for line in others] == [True] * bool(missing)
+        (line,) = caplog.messages  # at the level that is shown without any setting
+    assert re.search(f"robes measure {plan}", line)
+    assert re.match(missing or "probes measure", line)
 
 
 PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)
 # By host: what is typed of a microbatch and of folds, with an example of each.
 TYPED = {
-    "loop": (Fixes(), r"microbatch_size=(\d+), microbatches=(\d+)", r"SimpleEntropyProbe\(num_folds=(\d+)\)"),
+    "loop": (Fixes(), r"\((?:microbatch_size=(\d+), )?microbatches=(\d+)", r"SimpleEntropyProbe\(num_folds=(\d+)\)"),
     "attach": (
-        batches.fixes(PLAIN_LOSS), r"per_device_train_batch_size=(\d+), gradient_accumulation_steps=(\d+)",
+        batches.fixes(PLAIN_LOSS), r"(?:per_device_train_batch_size=(\d+), )?gradient_accumulation_steps=(\d+) in GRPO",
         r"SimpleEntropyProbe\(num_folds=(\d+)\)",
     ),
     "train": (
-        batches.fixes(PLAIN_LOSS, is_typed=True), r"batch\.microbatch_size=(\d+) batch\.sequences_per_step=(\d+)",
+        batches.fixes(PLAIN_LOSS, is_typed=True), r"(?:batch\.microbatch_size=(\d+) )?batch\.sequences_per_step=(\d+)",
         r"probes\.simple\.num_folds=(\d+)",
     ),
 }  # fmt: skip
@@ -233,7 +228,7 @@ def test_advice_names_what_is_typed_and_whoever_follows_it_has_enough_folds(host
         asked, cut = re.search(of_batch, said), re.search(of_folds, said)
         assert asked or cut, said
         if asked:
-            new, other = map(int, asked.groups())
+            new, other = int(asked[1] or size), int(asked[2])
             steps = other // (new * ranks) if host == "train" else other
             assert plan_folds([new] * steps, group, ranks)[-1].folds.stop >= DEFAULT_NUM_FOLDS, said
             kinds.add("larger" if new * steps > size * count else "smaller")
@@ -252,7 +247,7 @@ def test_a_step_that_is_one_fold_says_at_each_estimate_what_to_type(make_trainer
     trainer.train()
     for name in ("delta_h/forward", "gns/trace"):
         reason = trainer.attachment.latest[name].reason
-        assert reason.endswith(": per_device_train_batch_size=4, gradient_accumulation_steps=8")
+        assert reason.endswith(": gradient_accumulation_steps=8 in GRPOConfig (8 times as many responses a step)")
 
 
 def test_no_number_of_folds_is_advised_that_predicts_nothing() -> None:
@@ -264,4 +259,4 @@ def test_a_noise_scale_that_one_fold_does_not_have_is_said_when_training_begins(
     model = load_tiny()[0]
     shape = {"responses_per_prompt": 8, "microbatch_size": 64, "microbatches": 1}
     with measured_loop(model, torch.optim.AdamW(model.parameters()), [GradientNoiseScaleProbe()], **shape):
-        assert caplog.messages[1].startswith("no noise scale: a step is one fold, and has no scatter; use smaller")
+        assert caplog.messages[0].startswith("no noise scale: a step is one fold, and has no scatter; use smaller")

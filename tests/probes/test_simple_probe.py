@@ -343,7 +343,7 @@ def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> 
     assert repr(said[0]) == repr(said[1])
 
 
-def test_one_microbatch_has_no_forward_and_says_how_to_get_one(make_trainer) -> None:
+def test_a_step_of_two_prompts_has_no_forward_and_says_how_to_get_one(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], gradient_accumulation_steps=1, max_completion_length=8, max_steps=1).train()
     assert "steps of at least 8 prompts" in probe.all[0]["delta_h/forward"].reason

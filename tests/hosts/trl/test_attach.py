@@ -149,7 +149,12 @@ def test_prompts_that_span_microbatches_are_measured_as_those_that_do_not(make_t
 @pytest.mark.parametrize(
     ("settings", "trainer_class", "said"),
     [
-        ({}, GRPOTrainer, "no prediction, and no noise scale: the microbatches mix prompts.*whole_prompts=True"),
+        (
+            {"steps_per_generation": 4},
+            GRPOTrainer,
+            ".* No prediction, and no noise scale: the responses of a prompt are "
+            "spread over several optimizer steps, or processes: .*whole_prompts=True",
+        ),
         ({"num_iterations": 2}, DrGRPOTrainer, "no prediction at some steps: an earlier step has trained on these"),
     ],
 )
