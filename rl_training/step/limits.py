@@ -80,7 +80,7 @@ class Fixes:
         larger = batch(part, more)
         if part == size:
             larger = self.steps.format(count=more, sequences=size * more * num_ranks)
-        cost = f"{part * more / own:g} times as many responses a step"
+        cost = f"{part * more / own:.3g} times as many responses a step"
         return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {prompts}: {larger} ({cost})"
 
 

@@ -180,7 +180,7 @@ SAID: dict[tuple[int, int], tuple[str, str]] = {
     ),
     (24, 3): ("9 folds of whole prompts .*; these folds take 67% of", ""),
     (12, 6): ("9 folds of whole prompts .*; these folds take 100% of", ""),
-    (12, 2): ("3 folds|1 fold", r"no prediction: .*microbatches=6\)"),
+    (12, 2): ("1 fold of whole prompts", r"no prediction: .*\(microbatch_size=4, microbatches=16\) \(2.67 times"),
 }
 
 
