@@ -13,6 +13,9 @@ Memory: the peak of a step with the probes minus that of the same step without, 
 fp32 vector over the trainable parameters. Network: what a process hands to collectives in a measured step, in two
 processes on the CPU with as many layers, each narrow; it does not depend on the width. DDP's own gradient is apart.
 
+`--target-kl-share 2e-3` prints what bounding each step costs instead: a step's time over what is left of it without the
+bound's, since a run that is bounded every second step would be another run.
+
 `--grow` prints how the time of `simple` grows with the trainable parameters, the tokens and the folds instead.
 """
 
@@ -125,6 +128,23 @@ def ratios(workload: Workload, probes: str, steps: int) -> tuple[list[float], li
     return pairs[0], pairs[1], 1.0 - sum(timer.training[without]) / sum(timer.whole[without])
 
 
+def bound_ratios(workload: Workload, steps: int) -> list[list[float]]:
+    """Returns the ratios of each step with its bound to the same step without, (training, whole step)."""
+    trainer = make_trainer(workload, [], max_steps=steps)
+    timer, spent = StepTimer(trainer), []
+
+    def timed(method: Callable[..., Any], *args: Any) -> None:
+        spent.append(seconds_of(lambda: method(*args)))
+
+    driver = trainer.attachment.driver
+    for name in ("gradients_ready", "stepped"):  # once each in a step, with nothing in them but the bound
+        setattr(driver, name, functools.partial(timed, getattr(driver, name)))
+    trainer.train()
+    own = [first + second for first, second in zip(spent[::2], spent[1::2], strict=True)]
+    whole_and_part = [zip(seconds, own, strict=True) for seconds in (timer.training, timer.whole)]
+    return [[total / (total - part) for total, part in each] for each in whole_and_part]
+
+
 class PeakMeter(TrainerCallback):
     """The peak of allocated bytes in the last step of a training, from the end of its generation on."""
 
@@ -235,6 +255,13 @@ def print_costs(workload: Workload, sets: tuple[str, ...], steps: int) -> None:
     print(f"\n{len(training)} pairs each; generation takes {share:.0%} of a step without probes.")
 
 
+def print_bound(workload: Workload, steps: int) -> None:
+    training, whole = bound_ratios(workload, steps)
+    print("| steps | forward + backward + optimizer | whole step |\n|---|---|---|")
+    for name, some in (("1 to 10", slice(10)), (f"11 to {steps}", slice(10, None))):  # the first look for the factor
+        print(f"| {name} | {quartiles(training[some])} | {quartiles(whole[some])} |")
+
+
 def print_growth(workload: Workload, steps: int) -> None:
     """Prints how the cost of `simple` grows when one number of the workload is halved and doubled."""
     print("| what | forward + backward + optimizer | whole step |")
@@ -252,7 +279,7 @@ def main() -> None:
     for field in dataclasses.fields(Workload):
         if field.name != "shape":
             flag = "--" + field.name.replace("_", "-")
-            kind: dict[str, Any] = {"action": "store_true"} if field.default is False else {"type": int}
+            kind: dict[str, Any] = {"action": "store_true"} if field.default is False else {"type": type(field.default)}
             parser.add_argument(flag, default=field.default, **kind)
     parser.add_argument("--sets", nargs="+", default=SETS, help="of probes, joined by +")
     parser.add_argument("--steps", type=int, default=60)
@@ -260,7 +287,9 @@ def main() -> None:
     options = vars(parser.parse_args())
     sets, steps, grow = tuple(options.pop("sets")), options.pop("steps"), options.pop("grow")
     workload = Workload(**options)
-    if grow:
+    if workload.target_kl_share:
+        print_bound(workload, steps)
+    elif grow:
         print_growth(workload, steps)
     else:
         print_costs(workload, sets, steps)

@@ -41,6 +41,7 @@ class Workload:
     prompts        of a step, each with `responses`
     folds          microbatches of a step
     given          responses are not sampled but random tokens, all of full length: a step without its generation
+    target_kl_share  bounds each step; 0 does not
     """
 
     shape: str = "default_task"
@@ -53,6 +54,7 @@ class Workload:
     checkpointing: bool = False
     bf16: bool = False
     given: bool = False
+    target_kl_share: float = 0.0
 
 
 def model_config(shape: str) -> PretrainedConfig:
@@ -100,6 +102,7 @@ def make_trainer(
             gradient_checkpointing=workload.checkpointing,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             bf16=workload.bf16,
+            target_kl_share=workload.target_kl_share or None,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
