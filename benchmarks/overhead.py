@@ -129,7 +129,7 @@ def ratios(workload: Workload, probes: str, steps: int) -> tuple[list[float], li
 
 
 def bound_ratios(workload: Workload, steps: int) -> list[list[float]]:
-    """Returns the ratios of each step with its bound to the same step without, (training, whole step)."""
+    """Return the ratios of each step with its bound to the same step without, (training, whole step)."""
     trainer = make_trainer(workload, [], max_steps=steps)
     timer, spent = StepTimer(trainer), []
 

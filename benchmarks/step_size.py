@@ -100,7 +100,7 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """Returns all runs in the order in which they are made; one without steps comes first in each setting."""
+    """Return all runs in the order in which they are made; one without steps comes first in each setting."""
     untrained = [Job(name, "untrained", 0.0, 0) for name in SETTINGS]
     first = [
         Job(name, rule, rate, 0)
@@ -153,7 +153,7 @@ def task_of(make: Callable[[], Task]) -> Task:
 
 
 def model_folder(name: str, output: Path) -> Path:
-    """Returns the folder of a setting's first model, which is made where it is not there."""
+    """Return the folder of a setting's first model, which is made where it is not there."""
     folder = TINY_PATH if name == "tiny" else output / "models" / name
     if (folder / "config.json").is_file():
         return folder
@@ -176,7 +176,7 @@ def model_folder(name: str, output: Path) -> Path:
 
 
 def trainer_of(setting: Setting, task: Task, job: Job, folder: Path, scratch: str) -> DrGRPOTrainer:
-    """Returns the trainer of a run, in one microbatch."""
+    """Return the trainer of a run, in one microbatch."""
     probe = MeasuredStepProbe()
     optimizer = {"sgd": {"optim": "sgd"}}.get(setting.optimizer, {})
     trainer = default_trainer(
@@ -197,7 +197,7 @@ def trainer_of(setting: Setting, task: Task, job: Job, folder: Path, scratch: st
 
 
 def evaluate(setting: Setting, task: Task, model: Any, tokenizer: Any, first: Any) -> dict[str, Any]:
-    """Returns the measures of a model on held-out prompts, and ten responses."""
+    """Return the measures of a model on held-out prompts, and ten responses."""
     policy = CheckpointPolicy(model.eval(), tokenizer, None, 1.0, setting.tokens)
     [responses] = list(generate_responses(policy, task, batches_of(range(HELD_OUT), RESPONSES, False, 10**6), 0, {}))
     rewards = torch.tensor([response.reward for response in responses]).view(HELD_OUT, RESPONSES)
@@ -219,7 +219,7 @@ def mean_over_tokens(responses: list[Response], name: str) -> float:
 
 
 def run(job: Job, setting: Setting, output: Path) -> dict[str, Any]:
-    """Makes one run and returns its line."""
+    """Make one run and return its line."""
     start, task, folder = time.process_time(), task_of(setting.task), model_folder(setting.model, output)
     curves, problem = Curves(), ""
     with tempfile.TemporaryDirectory() as scratch:

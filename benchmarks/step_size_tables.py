@@ -19,13 +19,13 @@ COLLAPSE = 0.05  # of reward below the untrained model's
 
 
 def read_lines(output: Path) -> Lines:
-    """Returns the lines of the runs that are there."""
+    """Return the lines of the runs that are there."""
     path = output / "runs.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def chosen(lines: Lines, **values: Any) -> list[Mapping[str, Any]]:
-    """Returns the lines that have these values; of a name with a collection, one of them."""
+    """Return the lines that have these values; of a name with a collection, one of them."""
     return [
         line
         for line in lines
@@ -34,7 +34,7 @@ def chosen(lines: Lines, **values: Any) -> list[Mapping[str, Any]]:
 
 
 def by_rate(lines: Lines, measure: str) -> dict[float, float]:
-    """Returns the mean of a measure over seeds, by start rate."""
+    """Return the mean of a measure over seeds, by start rate."""
     rates = sorted({line["rate"] for line in lines})
     return {rate: statistics.fmean(line[measure] for line in chosen(lines, rate=rate)) for rate in rates}
 
@@ -44,13 +44,13 @@ def untrained(lines: Lines, setting: str) -> Mapping[str, Any]:
 
 
 def collapsed(lines: Lines, setting: str, rule: str) -> list[Mapping[str, Any]]:
-    """Returns the collapsed runs of a rule in a setting."""
+    """Return the collapsed runs of a rule in a setting."""
     least = untrained(lines, setting)["reward"] - COLLAPSE
     return [run for run in chosen(lines, setting=setting, rule=rule) if run["problem"] or run["reward"] < least]
 
 
 def pairs(lines: Lines, setting: str) -> tuple[Lines, Lines]:
-    """Returns the runs of fixed and of bounded in a setting that both rules have, by start rate and seed."""
+    """Return the runs of fixed and of bounded in a setting that both rules have, by start rate and seed."""
     runs = {
         rule: {(line["rate"], line["seed"]): line for line in chosen(lines, setting=setting, rule=rule)}
         for rule in ("fixed", "bounded")
@@ -68,7 +68,7 @@ def print_header(*names: str) -> None:
 
 
 def print_judgement(lines: Lines, settings: Sequence[str], measure: str) -> None:
-    """Prints what the bar asks for: mean and worst over start rates, and the regret to the best fixed rate."""
+    """Print what the bar asks for: mean and worst over start rates, and the regret to the best fixed rate."""
     print_header("setting", "runs", "untrained", "best fixed (at)", "fixed: mean", "worst", "collapsed",
                  "bounded: mean", "worst", "collapsed", "regret", "worst below best fixed")  # fmt: skip
     regrets, shortfalls, lost = [], [], 0
@@ -93,7 +93,7 @@ def print_judgement(lines: Lines, settings: Sequence[str], measure: str) -> None
 
 
 def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
-    """Prints mean and worst over the start rates and the seed that all rules have."""
+    """Print mean and worst over the start rates and the seed that all rules have."""
     print_header("setting", *(f"{rule}, mean / worst" for rule in RULES))
     for setting in settings:
         own = [line for line in chosen(lines, setting=setting, seed=0) if line["rule"] in RULES]
@@ -107,7 +107,7 @@ def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
 
 
 def print_ends(lines: Lines, settings: Sequence[str]) -> None:
-    """Prints entropy and distance from the first model at the end: at the best fixed rate, and bounded from any."""
+    """Print entropy and distance from the first model at the end: at the best fixed rate, and bounded from any."""
     print_header("setting", "entropy, untrained", "best fixed", "bounded", "KL to the first model, best fixed",
                  "bounded", "pass@8, best fixed", "bounded")  # fmt: skip
     for setting in settings:
@@ -123,7 +123,7 @@ def print_ends(lines: Lines, settings: Sequence[str]) -> None:
 
 
 def print_runs(lines: Lines, settings: Sequence[str]) -> None:
-    """Prints the reward and pass@8 of every start rate."""
+    """Print the reward and pass@8 of every start rate."""
     for setting in settings:
         own = [line for line in chosen(lines, setting=setting) if line["rule"] in RULES]
         rates = sorted({line["rate"] for line in own})
@@ -142,7 +142,7 @@ def print_tables(lines: Lines, settings: Sequence[str]) -> None:
 
 
 def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
-    """Draws reward at the end against the start rate, a panel for each setting, fixed and bounded."""
+    """Draw reward at the end against the start rate, a panel for each setting, fixed and bounded."""
     points, floors = [], []
     for setting in settings:
         for rule, runs in zip(("fixed rate", "bounded step"), pairs(lines, setting), strict=True):
