@@ -16,6 +16,7 @@ gc.disable()  # until all is imported: see pytest_collection_finish
 TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
 os.environ["TRACKIO_DIR"] = TRACKIO.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RL_TRAINING_STRICT", "1")  # an error in a probe fails a test
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

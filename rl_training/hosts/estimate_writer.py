@@ -122,6 +122,16 @@ class EstimateWriter:
         if why and ranks.number == 0:
             logger.warning(f"step {number}: {why}")
 
+    def write_ended(self, number: int, reason: str) -> None:
+        """Write that nothing is known of a step that would have been measured, if measuring had not ended."""
+        missing = Estimate.missing(reason)
+        for probe in self._driver.probes:
+            if probe.measures_at(number):
+                by_name = dict.fromkeys(self.names.get(probe.name) or [probe.name], missing)
+                self.latest |= by_name
+                if self.records is not None:
+                    self.records.write_estimates(number, all_ranks().count, probe.name, by_name)
+
     def _warn_of_missing(self, estimates: Mapping[str, Estimate]) -> None:
         """Warns once of each reason why numbers are missing, from its second step on: at the first, some must be."""
         missing: dict[str, list[str]] = {}

@@ -25,6 +25,7 @@ def attach(
     metrics: Literal["core", "all"] = "core",
     whole_prompts: bool | None = None,
     target_kl_share: float | None = None,
+    strict: bool | None = None,
 ) -> Attachment:
     """Measure a trainer's training, and leave records, config.yaml and a report in a folder.
 
@@ -46,6 +47,10 @@ def attach(
             trainer alone. True: training with probes is bitwise that of attach(trainer, probes=(), whole_prompts=True).
         target_kl_share: The learning rate of each step follows from its measured KL, so that it is this share of the
             policy's entropy (2e-3, say); None: the trainer's rate. This one setting changes training.
+        strict: An error in a probe ends training. Otherwise it ends measuring: training goes on bitwise, what would
+            have been measured is nan with the reason, and the traceback is in logs/probe_error.txt. None: as
+            RL_TRAINING_STRICT=1 in the environment says. With several processes, or where a step follows from what is
+            measured (target_kl_share), such an error always ends training.
 
     Returns:
         A handle with `latest`, the latest estimates, and `remove()`.
@@ -74,4 +79,5 @@ def attach(
     if metrics not in ("core", "all"):
         raise UserError(f"metrics={metrics!r}: give 'core', at most 15 numbers, or 'all'")
     place = AttachedRun(folder) if isinstance(folder, str | Path) else folder
-    return Attachment(trainer, probes_in(probes), place, Options(whole_prompts, metrics, target_kl_share))
+    options = Options(whole_prompts, metrics, target_kl_share, strict=strict)
+    return Attachment(trainer, probes_in(probes), place, options)

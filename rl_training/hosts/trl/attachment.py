@@ -1,7 +1,6 @@
 """The probes that `attach` puts on a running trl.GRPOTrainer.
 
-TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped, and
-DeepSpeed's engine.step: the engine steps before training_step returns.
+Made here: what belongs to one training, from its begin to its end. The moments of a step are in step_hooks.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
@@ -22,7 +20,6 @@ from trl import GRPOTrainer
 from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
-from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
@@ -30,14 +27,14 @@ from rl_training.hosts.trl import batches, patches
 from rl_training.hosts.trl.attached_run import AttachedRun
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
 from rl_training.hosts.trl.described import settings_of_probes, settings_of_trainer
+from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.loop import loop_of
 from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
-from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
-from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.hosts.trl.spoken import how_it_ended, opening
+from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.interventions.named import Intervention
@@ -60,6 +57,7 @@ class Options:
     target_kl_share: float | None = None
     interventions: Sequence[Intervention] = ()  # what the trainer trains with, one after another
     stays: bool = False  # attached when a training has ended
+    strict: bool | None = None
 
 
 class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
@@ -92,6 +90,13 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._log = TrainerLog(trainer, self._writer, shows_all=options.metrics == "all")
         self._loss = TrainedLoss(trainer, self._policy, options.interventions)
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
+        self._guard = Guard(
+            self.driver, self._writer, trains=bool(self._bound or self._loss.on_loss), strict=options.strict
+        )
+        self._steps = StepHooks(
+            trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, lambda: self.loss_settings,
+            is_bounded=self._bound is not None, is_kept=lambda: self._records is not None,
+        )  # fmt: skip
         self._trained = False
         stateful: list[NamedStateful] = [*self.probes, self.driver, *([self._bound] if self._bound else [])]
         self._checkpoints = CheckpointHooks(trainer, stateful, self.driver.reset)
@@ -127,13 +132,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         """Returns what wraps which method of the trainer."""
         return {
             "train": self._on_train,
-            "_generate_and_score_completions": self._on_generate,  # a rollout is there
-            "_generate": self._rollouts.on_turns,  # which tokens a tool wrote, before truncated responses are taken out
-            "_calculate_rewards": self._rollouts.on_rewards,  # which TRL does not hand on
-            "_prepare_inputs": self._rollouts.on_prepare_inputs,  # whole-prompt order of the microbatches
-            # Between the returns of these two lies the trainer's own backward.
-            "compute_loss": self._on_loss,
-            "training_step": self._on_training_step,
+            **self._steps.wrappers(),
             **self._checkpoints.wrappers(),
         }
 
@@ -180,76 +179,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._log.flush()
         if self.run is None or not self.run.has_begun:
             return
-        how = how_it_ended(self._trainer, error)
+        how = "; ".join(filter(None, (how_it_ended(self._trainer, error), self._guard.reason)))
         if line := self.run.end(how):
             logger.warning(line)
             if error is not None:
                 error.add_note(line)  # shown below the traceback
-
-    # --- the wrapped methods, in the order of a step ------------------------------------------------------------------
-
-    def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        trainer = self._trainer
-        if self.driver.open_step is None:
-            self.driver.begin(trainer.state.global_step + 1)
-        try:
-            loss = original(*args, **kwargs)
-        except BaseException:
-            self.driver.drop_backward()
-            raise
-        self.driver.finish_backward()
-        self._look_if_ready()
-        return loss
-
-    def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._look_if_ready()
-        original(*args, **kwargs)
-
-    def _look_if_ready(self) -> None:
-        """Runs the probes where all gradients are in; a step whose loss was made past compute_loss is not measured."""
-        step = self.driver.open_step
-        if not self._trainer.accelerator.sync_gradients or step is None or step.is_ready:
-            return
-        if step.rollouts:
-            self.driver.gradients_ready(self._rollouts.number)
-        else:
-            patches.warn_of_a_step_without_loss(self._trainer)
-            self.driver.skip_step()
-
-    def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
-        output = original(inputs)
-        if self._trainer.model.training:
-            self._rollouts.begin(output, is_measured=bool(self.probes or self._bound or self._loss.on_loss))
-            self._loss.begin(self._rollouts.read(output))
-        return output
-
-    def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
-        trainer, step = self._trainer, self.driver.open_step
-        if not trainer.model.training or step is None:
-            return original(model, inputs, *args, **kwargs)
-        if not step.rollouts:
-            self.driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
-        calls = ScoringCalls(inputs)
-        with contextlib.ExitStack() as undo:
-            wrap(trainer, patches.FORWARD_PASS, calls.keep, undo)
-            loss = original(model, inputs, *args, **kwargs)
-        rollout, found, seen = self._rollouts.read(inputs), calls.of(loss), None
-        is_kept = bool(step.probes or self._bound or self._records is not None)
-        if self._loss.on_loss and (found is None or not found[0].requires_grad):
-            raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
-        is_incomplete = found is None or found[1] is None
-        if is_kept and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
-            raise UserError(NO_SCORES_OF_SHARDS.format(trainer=type(trainer).__name__))
-        scores = self._policy.completed(found, rollout, is_kept)
-        rollout = self._rollouts.with_ratios(rollout, scores, batches.are_hidden(inputs))
-        loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
-        if trainer.mask_truncated_completions and is_kept:
-            with self.driver.measuring():
-                seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
-        self.driver.microbatch(rollout, scores, MadeLoss(loss, self.loss_settings), seen)
-        return loss
-
-    # --- the callbacks ------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trained and state.global_step == 0 and (self.probes or self._records is not None):
@@ -285,24 +219,32 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         loop = loop_of(trainer, self._policy, settings, whole_prompts=whole_prompts, is_typed=is_typed)
         self.driver.start(dataclasses.replace(loop, opening=opening(self.probes, self.folder)))
         if trainer.is_deepspeed_enabled:
-            wrap(trainer.model_wrapped, "step", self._on_engine_step, self._undo_engine)
+            wrap(trainer.model_wrapped, "step", self._steps.on_engine_step, self._undo_engine)
         else:
-            steps = loop.shard.optimizer.register_step_pre_hook(lambda *args: self.driver.about_to_step())
+            steps = loop.shard.optimizer.register_step_pre_hook(self._steps.about_to_step)
             self._undo_engine.callback(steps.remove)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._undo_engine.close()
-        self.driver.end()
+        with self._guard.watching():
+            self.driver.end()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.driver.stepped()
+        with self._guard.watching():
+            self.driver.stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trained = True
-        self._log.add(state.global_step, self._writer.finish(state.global_step), will_log=control.should_log)
+        self._trained, step, numbers = True, state.global_step, {}
+        with self._guard.watching():
+            numbers = {} if self._guard.reason else self._writer.finish(step)
+        with self._guard.watching():
+            if self._guard.reason:
+                self._writer.write_ended(step, self._guard.reason)
+            self._log.add(step, numbers, will_log=control.should_log)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        if "loss" in logs:
-            self._log.write(state.global_step, logs)
-        elif self._records is not None and "eval_loss" in logs:  # and not the summary at the end of training
-            self._records.write_evaluation(state.global_step, logs)
+        with self._guard.watching():
+            if "loss" in logs:
+                self._log.write(state.global_step, logs)
+            elif self._records is not None and "eval_loss" in logs:  # and not the summary at the end of training
+                self._records.write_evaluation(state.global_step, logs)

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 from rl_training.records.report.advice import advice
+from rl_training.records.report.hindrance import hindrance
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.standing_out import standing_out
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.verdict import judge
-from rl_training.records.report.writing import in_words, spoken
+from rl_training.records.report.writing import in_words, on_one_line, spoken
 from rl_training.statistics.welch import difference, is_significant
 
 
@@ -35,7 +36,9 @@ def opening(run: Run) -> Opening:
     """Return the first lines of the report of a run."""
     verdict, lines = judge(run), standing_out(run)
     further = spoken(_whether_predictions_hold(run), _bound(run))
-    return Opening(verdict.headline, verdict.evidence, advice(run, verdict, lines), further, lines)
+    hindered, headline = on_one_line(hindrance(run)), verdict.headline
+    evidence = f"{headline} {verdict.evidence}" if hindered else verdict.evidence
+    return Opening(hindered or headline, evidence, advice(run, verdict, lines), further, lines)
 
 
 def _whether_predictions_hold(run: Run) -> str:

@@ -1,0 +1,148 @@
+"""The moments of a step: what wraps the trainer's methods between its forward pass and its optimizer's step.
+
+TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped, and
+DeepSpeed's engine.step: the engine steps before training_step returns. The trainer's own calls stand outside of the
+guard, so that the user's errors pass through as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from trl import GRPOTrainer
+
+from rl_training.engine.driver import StepDriver
+from rl_training.engine.loss_check import MadeLoss
+from rl_training.errors import UserError
+from rl_training.hosts.trl import batches, patches
+from rl_training.hosts.trl.guard import Guard
+from rl_training.hosts.trl.patches import wrap
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.rollouts import Rollouts
+from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
+from rl_training.hosts.trl.sharding import has_sharded_weights
+from rl_training.hosts.trl.trained_loss import TrainedLoss
+from rl_training.step.batch import LossSettings
+
+
+class StepHooks:
+    """Tells the driver of each moment of a step.
+
+    settings    what the loss is set to now
+    is_bounded  the learning rate of each step follows from its KL
+    is_kept     somebody reads the scores of steps that no probe measures
+    """
+
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        driver: StepDriver,
+        policy: TrainerPolicy,
+        rollouts: Rollouts,
+        loss: TrainedLoss,
+        guard: Guard,
+        settings: Callable[[], LossSettings],
+        is_bounded: bool,
+        is_kept: Callable[[], bool],
+    ) -> None:
+        self._trainer, self._driver, self._policy = trainer, driver, policy
+        self._rollouts, self._loss, self._guard = rollouts, loss, guard
+        self._settings, self._is_bounded, self._is_kept = settings, is_bounded, is_kept
+
+    def wrappers(self) -> dict[str, Callable[..., Any]]:
+        """Return what wraps which method of the trainer."""
+        return {
+            "_generate_and_score_completions": self._on_generate,  # a rollout is there
+            "_generate": self._rollouts.on_turns,  # which tokens a tool wrote, before truncated responses are taken out
+            "_calculate_rewards": self._rollouts.on_rewards,  # which TRL does not hand on
+            "_prepare_inputs": self._rollouts.on_prepare_inputs,  # whole-prompt order of the microbatches
+            # Between the returns of these two lies the trainer's own backward.
+            "compute_loss": self._on_loss,
+            "training_step": self._on_training_step,
+        }
+
+    def on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Take DeepSpeed's step."""
+        self._look_if_ready()
+        original(*args, **kwargs)
+
+    def about_to_step(self, *args: Any) -> None:
+        """Take the moment right before the optimizer's step."""
+        with self._guard.watching():
+            self._driver.about_to_step()
+
+    def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self._guard.step = self._trainer.state.global_step + 1
+        if not self._guard.reason and self._driver.open_step is None:
+            with self._guard.watching():
+                self._driver.begin(self._guard.step)
+        try:
+            loss = original(*args, **kwargs)
+        except BaseException:
+            self._driver.drop_backward()
+            raise
+        if not self._guard.reason:
+            with self._guard.watching():
+                self._driver.finish_backward()
+            self._look_if_ready()
+        return loss
+
+    def _look_if_ready(self) -> None:
+        """Run the probes where all gradients are in; a step whose loss was made past compute_loss is not measured."""
+        step = self._driver.open_step
+        if not self._trainer.accelerator.sync_gradients or step is None or step.is_ready:
+            return
+        with self._guard.watching():
+            if step.rollouts:
+                self._driver.gradients_ready(self._rollouts.number)
+            else:
+                patches.warn_of_a_step_without_loss(self._trainer)
+                self._driver.skip_step()
+
+    def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
+        output = original(inputs)
+        if self._trainer.model.training and not self._guard.reason:
+            with self._guard.watching():
+                is_measured = bool(self._driver.probes or self._is_bounded or self._loss.on_loss)
+                self._rollouts.begin(output, is_measured=is_measured)
+                self._loss.begin(self._rollouts.read(output))
+        return output
+
+    def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
+        trainer, step = self._trainer, self._driver.open_step
+        if not trainer.model.training or step is None:
+            return original(model, inputs, *args, **kwargs)
+        if not step.rollouts:
+            with self._guard.watching():
+                self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
+        calls = ScoringCalls(inputs)
+        with contextlib.ExitStack() as undo:
+            wrap(trainer, patches.FORWARD_PASS, calls.keep, undo)
+            loss = original(model, inputs, *args, **kwargs)
+        if not self._guard.reason:
+            with self._guard.watching():
+                return self._take_microbatch(inputs, calls, loss)
+        return loss
+
+    def _take_microbatch(self, inputs: dict, calls: ScoringCalls, loss: Tensor) -> Tensor:
+        """Hand a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
+        trainer, step = self._trainer, self._driver.open_step
+        assert step is not None
+        rollout, found, seen = self._rollouts.read(inputs), calls.of(loss), None
+        is_kept = bool(step.probes or self._is_bounded or self._is_kept())
+        if self._loss.on_loss and (found is None or not found[0].requires_grad):
+            raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
+        is_incomplete = found is None or found[1] is None
+        if is_kept and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
+            raise UserError(NO_SCORES_OF_SHARDS.format(trainer=type(trainer).__name__))
+        scores = self._policy.completed(found, rollout, is_kept)
+        rollout = self._rollouts.with_ratios(rollout, scores, batches.are_hidden(inputs))
+        loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
+        if trainer.mask_truncated_completions and is_kept:
+            with self._driver.measuring():
+                seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
+        self._driver.microbatch(rollout, scores, MadeLoss(loss, self._settings()), seen)
+        return loss

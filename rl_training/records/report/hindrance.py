@@ -1,0 +1,23 @@
+"""What hinders a run's predictions, which is the first thing that its report says."""
+
+from __future__ import annotations
+
+from rl_training.records.failure import read_failure
+from rl_training.records.printable import in_whole_characters
+from rl_training.records.report.series import Run, finite
+
+FORWARD = "delta_h/forward"
+
+
+def hindrance(run: Run) -> str:
+    """Return why measuring has ended before training, or why no step has a prediction with an error bar; else ""."""
+    failure = str(in_whole_characters(read_failure(run.folder)))
+    if failure:
+        return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt."
+    rows = run.measured(FORWARD)
+    if rows.empty or rows["stderr"].notna().any():
+        return ""
+    known = finite(rows)
+    reason = rows["reason"].iloc[-1] or "too few prompts in a step"
+    what = "No step has a prediction" if known.empty else "No prediction has an error bar"
+    return f"{what}: {reason}."

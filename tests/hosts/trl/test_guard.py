@@ -1,0 +1,131 @@
+"""A probe never costs a training: an error in one ends measuring, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+from trainers import FEW, differing, ending, trainer_maker
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from rl_training import Estimate, Probe, attach
+from rl_training.records.failure import FAILURE_FILE
+from rl_training.records.jsonl import read_estimates, read_metrics
+from rl_training.records.report.opening import opening
+from rl_training.records.report.series import read_run
+from rl_training.step.needs import Need
+
+PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW, "max_steps": 3}
+
+
+class Failing(Probe):
+    """Fails at step 2 in one of its hooks, in the middle of what it does."""
+
+    name = "failing"
+    needs = Need.FOLD_GRADIENTS
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook, self.number = hook, 0
+
+    def _at(self, hook: str) -> None:
+        if self.number == 2 and hook == self.hook:
+            raise KeyError("api_key=of-the-user")
+
+    def prepare(self, step: Any) -> None:
+        self.number = step.number
+        step.policy.sample(2, seed=1)
+        self._at("prepare")
+
+    def after_step(self, step: Any) -> None:
+        self._at("after_step")
+
+    def results(self) -> dict[str, Estimate]:
+        self._at("results")
+        return {"failing/number": Estimate(float(self.number))}
+
+
+@pytest.mark.parametrize("hook", ["prepare", "after_step", "results"])
+def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
+    make_trainer, tmp_path: Path, caplog, hook: str
+) -> None:
+    with attach(make_trainer(**PLAIN), probes=()) as bare:
+        expected = ending(bare._trainer)
+    with attach(make_trainer(**PLAIN), tmp_path / "run", [Failing(hook), "simple"], strict=False) as attached:
+        assert differing(ending(attached._trainer), expected) == []
+        assert not any(p._backward_hooks for p in attached._trainer.model.parameters())
+    logs = tmp_path / "run" / "logs"
+    why = "measuring ended at step 2 by an error (probe failing, KeyError: 'api_key=***'), and training went on"
+    text = (logs / FAILURE_FILE).read_text()
+    assert text.startswith(f"{why} without it\n")
+    assert "Traceback" in text
+    assert "of-the-user" not in text
+    rows = [row for row in read_estimates(logs) if row["name"] in ("failing/number", "delta_h/forward")]
+    assert [(row["step"], row["value"] == row["value"]) for row in rows if row["probe"] == "failing"] == [
+        (1, True), (2, False), (3, False),
+    ]  # fmt: skip
+    assert {row["reason"] for row in rows if row["step"] > 1} == {attached.latest["failing/number"].reason}
+    assert [row["step"] for row in read_metrics(logs)] == [1, 2, 3]
+    said = [line for line in caplog.messages if "measuring ended" in line]
+    assert len(said) == 2
+    assert said[1].startswith("training has finished after 3 steps; measuring ended at step 2")
+    assert said[1].endswith(str(tmp_path / "run" / "report" / "report.html"))
+    assert opening(read_run(tmp_path / "run")).headline.startswith(
+        "Measuring ended at step 2 by an error (probe failing"
+    )
+
+
+def test_an_error_in_a_probe_is_raised_where_it_is_asked_for_or_where_training_follows_from_it(make_trainer) -> None:
+    for options in ({"strict": True}, {"strict": False, "target_kl_share": 2e-3}):
+        trainer = make_trainer(**PLAIN)
+        with pytest.raises(KeyError), attach(trainer, probes=Failing("prepare"), **options):
+            trainer.train()
+
+
+def of_two(rank: int, folder: Path) -> None:
+    trainer = trainer_maker(folder / str(rank))(**PLAIN)
+    with pytest.raises(KeyError) as raised, attach(trainer, probes=Failing("results"), strict=False):
+        trainer.train()
+    assert raised.value.__notes__ == [
+        "a probe has failed on this process, and the others cannot be told, so training ends"
+    ]
+
+
+def test_of_several_processes_the_error_is_raised_and_says_why(tmp_path: Path) -> None:
+    forks.start_ranks(of_two, (tmp_path,), 2)
+
+
+class Full(TrainerCallback):
+    """Lets a folder lie in the place of a file of the records, as a disk that can be written to no more."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+
+    def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            (self.logs / "probes.jsonl").rename(self.logs / "kept.jsonl")
+            (self.logs / "probes.jsonl").mkdir()
+
+
+def test_records_that_can_be_written_no_more_cost_no_training(make_trainer, tmp_path: Path, caplog) -> None:
+    trainer = make_trainer(**PLAIN)
+    with attach(trainer, tmp_path / "run", "ess", strict=False):
+        trainer.add_callback(Full(tmp_path / "run" / "logs"))
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert [line.startswith("measuring ended") for line in caplog.messages].count(True) == 1
+    assert "measuring ended at step 2 by an error (UserError: " in caplog.messages[-1]
+
+
+def test_the_report_of_a_run_of_few_prompts_says_first_what_to_set(make_trainer, tmp_path: Path) -> None:
+    """As with the defaults of TRL, whose steps have one prompt."""
+    few = PLAIN | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(**few)
+    with attach(trainer, tmp_path / "run"):
+        trainer.train()
+    headline = opening(read_run(tmp_path / "run")).headline
+    assert headline.startswith("No step has a prediction: there is only one fold")
+    assert "gradient_accumulation_steps=8 in GRPOConfig (8 times as many responses a step)" in headline
