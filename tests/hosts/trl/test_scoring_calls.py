@@ -12,7 +12,7 @@ from trainers import FEW, differing, ending, graded
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, attach
-from rl_training.hosts.trl import attachment as attachment_module
+from rl_training.hosts.trl import step_hooks
 from rl_training.hosts.trl.scoring_calls import ScoringCalls
 from rl_training.probes import SimpleEntropyProbe
 
@@ -183,6 +183,6 @@ def test_a_loss_without_scores_is_refused_where_no_further_pass_is_possible(
 ) -> None:
     trainer = trainer_of(make_trainer, trainer_class)
     with attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True):
-        monkeypatch.setattr(attachment_module, "has_sharded_weights", lambda trainer: True)
+        monkeypatch.setattr(step_hooks, "has_sharded_weights", lambda trainer: True)
         with pytest.raises(ValueError, match=r"FSDP2 and ZeRO-3 allow no further .* build on super\(\).compute_loss"):
             trainer.train()

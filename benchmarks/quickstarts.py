@@ -1,0 +1,169 @@
+"""TRL's quickstart in 24 ways, with two lines around its training: what is said, what is measured, how it ends.
+
+    python benchmarks/quickstarts.py                  a table, in some ten minutes on two cores
+    python benchmarks/quickstarts.py --only 3 --keep DIR
+
+Each way is a script of its own, started as a user would: batch × accumulation × generations × loss × processes × order.
+It trains the model that comes with the package for three steps, with everything else as TRL has it by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STEPS = 3
+SCRIPT = """
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import attach
+from rl_training.tasks.tiny import TINY_PATH
+
+dataset = Dataset.from_dict({{"prompt": [f"{{a}}+{{b}}=?" for a in range(8) for b in range(10 - a)] * 4}})
+
+
+def reward_num_unique_chars(completions, **kwargs):
+    return [len(set(completion)) for completion in completions]
+
+
+trainer = GRPOTrainer(
+    model={model!r},
+    reward_funcs=reward_num_unique_chars,
+    args=GRPOConfig("state", {arguments}),
+    train_dataset=dataset,
+)
+with attach(trainer, "run"{options}):
+    trainer.train()
+"""
+# What no way is about: a short training on a CPU.
+COMMON: dict[str, Any] = {
+    "max_steps": STEPS, "max_completion_length": 12, "use_cpu": True, "bf16": False, "report_to": [],
+    "save_strategy": "no", "disable_tqdm": True, "ddp_find_unused_parameters": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """One quickstart: sequences of a microbatch, microbatches of a step on each process, responses to a prompt."""
+
+    batch: int
+    accumulation: int
+    generations: int = 8
+    loss: str = "dapo"  # TRL's default
+    processes: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: str = ""
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a step."""
+        return self.batch * self.accumulation * self.processes // self.generations
+
+
+WAYS = [
+    Way(8, 1),  # TRL's defaults
+    Way(8, 8),
+    Way(1, 64),
+    Way(64, 1),
+    Way(32, 2),
+    Way(16, 4),
+    Way(12, 6),  # a prompt and a half in each microbatch
+    Way(2, 32),
+    Way(8, 3),
+    Way(8, 4),
+    Way(16, 4, 4),
+    Way(8, 8, 2),
+    Way(4, 16, 16, "cispo"),
+    Way(8, 8, loss="grpo"),
+    Way(8, 8, loss="dr_grpo", settings={"scale_rewards": "none"}),
+    Way(8, 8, loss="bnpo"),
+    Way(64, 1, loss="bnpo"),
+    Way(8, 8, settings={"entropy_coef": 0.01}),
+    Way(8, 8, settings={"steps_per_generation": 16}),  # two steps learn from a generation
+    Way(8, 8, settings={"steps_per_generation": 4}),  # two generations to a step
+    Way(8, 8, settings={"num_iterations": 2}),
+    Way(8, 8, options=", whole_prompts=False"),
+    Way(8, 4, processes=2),
+    Way(32, 1, processes=2),
+]
+
+
+def script_of(way: Way, model: str) -> str:
+    """Return the text of a quickstart."""
+    settings = {
+        "per_device_train_batch_size": way.batch, "gradient_accumulation_steps": way.accumulation,
+        "num_generations": way.generations, "loss_type": way.loss, **COMMON, **way.settings,
+    }  # fmt: skip
+    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return SCRIPT.format(model=model, arguments=arguments, options=way.options)
+
+
+def run(way: Way, folder: Path) -> dict[str, Any]:
+    """Run a quickstart in a folder; return its exit code, its first line and how many steps have which prediction."""
+    from rl_training.tasks.tiny import TINY_PATH
+
+    (folder / "script.py").write_text(script_of(way, str(TINY_PATH)), encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={way.processes}"]
+    words = [sys.executable, *(launcher if way.processes > 1 else []), "script.py"]
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": root}
+    ended = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    said = ended.stderr.splitlines()
+    first = next((line for line in said if line.startswith("rl-training ")), "nothing")
+    probes = folder / "run" / "logs" / "probes.jsonl"
+    rows = [json.loads(line) for line in probes.read_text().splitlines()] if probes.is_file() else []
+    forward = [row for row in rows if row["name"] == "delta_h/forward"]
+    return {
+        "exit": ended.returncode,
+        "first": first.partition("; probes: simple, ess. ")[2] or first,
+        "bars": sum(row["stderr"] is not None for row in forward),
+        "values": sum(row["value"] is not None for row in forward),
+        "reasons": sorted({row["reason"] for row in forward if row["value"] is None}),
+        "report": (folder / "run" / "report" / "report.html").is_file(),
+        "stderr": ended.stderr,
+    }
+
+
+def named(way: Way) -> str:
+    others = ", ".join(f"{name}={value}" for name, value in way.settings.items())
+    return f"{way.loss}{', ' * bool(others)}{others}{way.options}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of ways, from 1")
+    parser.add_argument("--keep", type=Path, help="where scripts and runs are kept")
+    chosen = parser.parse_args()
+    print(
+        "| | batch × accumulation, generations | loss and settings | processes | prompts | steps with a bar | exit code | first line, after the versions |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for number, way in enumerate(WAYS, start=1):
+        if chosen.only and number not in chosen.only:
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) if chosen.keep is None else chosen.keep / f"way_{number}"
+            folder.mkdir(parents=True, exist_ok=True)
+            found = run(way, folder)
+        ended = found["exit"] if found["report"] else f"{found['exit']}, no report"
+        print(
+            f"| {number} | {way.batch} × {way.accumulation}, {way.generations} | {named(way)} | {way.processes} | "
+            f"{way.prompts} | {found['bars']} of {STEPS} | {ended} | {found['first']} |",
+            flush=True,
+        )
+        for reason in found["reasons"]:
+            print(f"  {reason}", file=sys.stderr)
+        if found["exit"]:
+            print(found["stderr"], file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
