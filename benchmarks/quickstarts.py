@@ -143,7 +143,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where scripts and runs are kept")
     chosen = parser.parse_args()
     print(
-        "| | batch × accumulation, generations | loss and settings | processes | prompts | steps with a bar | exit code | first line, after the versions |"
+        "| | batch × accumulation, generations | loss and settings | processes | prompts | steps with a bar | "
+        "exit code | first line, after the versions |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for number, way in enumerate(WAYS, start=1):

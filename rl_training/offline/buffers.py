@@ -23,8 +23,9 @@ from torch import Tensor
 
 from rl_training.entropy.fresh_sample import EvaluationBuffer
 from rl_training.errors import UserError
-from rl_training.hosts.trl import batches, policy
+from rl_training.hosts.trl import attach, batches, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, UpdateConfig
@@ -101,7 +102,13 @@ def _generate_rewarded(
     restored: RestoredTrainer, rows: list[dict[str, Any]], seed: int, filtered: bool
 ) -> dict[str, Any]:
     """Return TRL's rollout of these rows, or as many through the filter; the trainer's buffer stays as it was."""
-    trainer, buffer = restored.trainer, restored.trainer.buffer
+    trainer = restored.trainer
+    if not isinstance(trainer, DrGRPOTrainer):
+        if filtered:
+            raise UserError("update.filtered needs the filter of DrGRPOTrainer(buffer=FilteredBuffer())")
+        with attach(trainer, probes=(), whole_prompts=True):  # which adds rewards and prompts to the batch
+            return trainer._generate_and_score_completions(rows)
+    buffer = trainer.buffer
     trainer.buffer = _filter_of(restored, seed) if filtered else None
     try:
         return trainer._generate_and_score_completions(rows)
@@ -111,10 +118,12 @@ def _generate_rewarded(
 
 def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
     """Return a filter with the statistics of the trainer's buffer, if it has one, and its own random numbers."""
-    known = restored.trainer.buffer
+    trainer = restored.trainer
+    assert isinstance(trainer, DrGRPOTrainer)
+    known = trainer.buffer
     settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
     own = FilteredBuffer(**settings, seed=seed)
-    start_buffer(restored.trainer, own)
+    start_buffer(trainer, own)
     if known is not None:
         own.load_state_dict({**known.state_dict(), "generator": own.state_dict()["generator"]})
     return own
@@ -188,7 +197,7 @@ def text_of(restored: RestoredTrainer, rollout: Rollout, row: int) -> dict[str, 
 def rewards_of(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollout: Rollout) -> Tensor:
     """Return the rewards of E, (N_E,), answers to these rows."""
     completions = [tokens_of(rollout, number)[1] for number in range(rollout.num_sequences)]
-    return restored.trainer.rewards_of(list(rows), completions).cpu().float()
+    return batches.rewards_of(restored.trainer, list(rows), completions).cpu().float()
 
 
 def _rows_of_evaluation(

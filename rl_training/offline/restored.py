@@ -26,7 +26,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.hosts.trl.sharding import replicated
-from rl_training.hosts.trl.trainer import DrGRPOTrainer
+from rl_training.hosts.trl.trainer import DrGRPOTrainer, GRPOTrainer
 from rl_training.offline.checkpoint_files import format_sample, load_shards, refuse_other_weights
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import OptimizerView, view_optimizer
@@ -35,6 +35,8 @@ from rl_training.records.checkpoints import state_folder, steps_taken, what_is_w
 from rl_training.records.pickles import UnpicklingError, load_tensors
 
 T = TypeVar("T")
+# Losses that are sums over sequences, beside Dr-GRPO's: means over the tokens of each, or over all tokens of U.
+BY_TOKENS_OR_SEQUENCES = ("grpo", "dapo")
 # Of a loss that needs more than scores and advantages (update.py): the tokens of all of U, a reference, a state.
 NOT_READ = {"loss_type", "beta", "use_adaptive_entropy"}
 
@@ -43,7 +45,7 @@ NOT_READ = {"loss_type", "beta", "use_adaptive_entropy"}
 class RestoredTrainer:
     """A trainer restored at a checkpoint. Nothing here changes its parameters, optimizer or random streams."""
 
-    trainer: DrGRPOTrainer
+    trainer: GRPOTrainer
     checkpoint: Path
     step: int  # optimizer steps behind it
     parameters: Mapping[str, nn.Parameter]  # trainable only
@@ -80,7 +82,7 @@ class RestoredTrainer:
         return [each for part in parts for each in part]
 
 
-def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
+def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
     """Return the trainer, restored at the checkpoint.
 
     trainer        of the same model, adapter and optimizer; it must not have trained
@@ -116,7 +118,7 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
     return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
 
 
-def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
+def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise UserError(
             "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
@@ -127,7 +129,16 @@ def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
         raise UserError(otherwise)
     if trainer.mask_truncated_completions:
         raise UserError("the step is analysed with all its responses: set mask_truncated_completions=false")
-    trained_with = trainer.attachment.loss_settings.differs
+    own = isinstance(trainer, DrGRPOTrainer)
+    trained_with = trainer.attachment.loss_settings.differs if own else loss_settings(trainer).differs
+    if "loss_type" in trained_with and trainer.loss_type in BY_TOKENS_OR_SEQUENCES:
+        trained_with -= {"loss_type"}
+    if not own and trained_with & NOT_READ:
+        neutral = ", ".join(f"{name}={DR_GRPO[name]!r}" for name in sorted(trained_with & NOT_READ))
+        raise UserError(
+            "the step that this loss makes cannot be analysed: to analyse the one that another would make from there, "
+            f"make the trainer with {neutral}"
+        )
     if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
         neutral = " ".join(f"trainer.{name}={DR_GRPO[name]}" for name in sorted(NOT_READ)).replace("None", "null")
         raise UserError(
@@ -147,7 +158,7 @@ def _refuse_damaged(checkpoint: Path) -> None:
         )
 
 
-def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
+def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:
     folder = state_folder(checkpoint)
     if not (folder / "optimizer.pt").is_file():
         raise UserError(

@@ -26,7 +26,7 @@ from rl_training.entropy.changed_steps import rows_with_weight
 from rl_training.gradients.folds import folds_of_prompts, plan_prompt_folds
 from rl_training.gradients.loss_weights import LossWeights, gradient_of
 from rl_training.hosts.trl.patches import FORWARD_PASS, wrap
-from rl_training.hosts.trl.trainer import DrGRPOTrainer
+from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
@@ -113,19 +113,25 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
 
     Their sum over U, divided by the number of its sequences, is the gradient of the loss.
     """
-    size = math.gcd(rollout.num_sequences, restored.trainer.args.per_device_train_batch_size)
-    tables = []
+    trainer, tables = restored.trainer, []
+    size = math.gcd(rollout.num_sequences, trainer.args.per_device_train_batch_size)
+    lengths = rollout.completion_mask.sum(dim=1).double()
+    num_tokens, num_sequences = restored.reduce(torch.stack([lengths.sum(), torch.ones_like(lengths).sum()])).tolist()
+    # As many tokens as a generation would have whose sequences are all as long as those of U in the mean: where a loss
+    # is divided by them, each microbatch is divided by its share.
+    tokens = size * num_tokens / num_sequences * restored.num_ranks * trainer.args.steps_per_generation
     for rows in torch.arange(rollout.num_sequences, device=restored.device).split(size):
         own = [values[rows].requires_grad_() for values in (scores.logps, scores.entropies)]
         inputs = {name: getattr(rollout, name)[rows] for name in OF_THE_LOSS}
         inputs["importance_sampling_ratio"] = torch.ones_like(own[0])  # read where vLLM samples; U is this policy's
-        loss = _loss_of(restored.trainer, inputs, own)
+        inputs["num_items_in_batch"] = scores.logps.new_tensor(tokens)
+        loss = _loss_of(trainer, inputs, own)
         found = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
         tables.append(size * torch.stack(found))
     return LossWeights.of_stacked(torch.cat(tables, dim=1))
 
 
-def _loss_of(trainer: DrGRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
+def _loss_of(trainer: GRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
     """Return TRL's loss of a microbatch, made of these scores: log-probabilities and entropies, (B, T) each."""
     with contextlib.ExitStack() as undo:
         wrap(trainer, FORWARD_PASS, lambda *args, **kwargs: (*scores, scores[0].new_zeros(())), undo)

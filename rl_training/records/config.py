@@ -24,13 +24,15 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def write_config(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of an attached training into its folder, secrets masked, whole or not at all.
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with secrets masked, in which values of kinds that JSON does not have are text."""
+    plain = to_json(without_secrets(dict(settings)), infinite_as_text=True)
+    return dict(json.loads(json.dumps(plain, default=str)))
 
-    Values of kinds that YAML does not have are written as text.
-    """
-    plain = json.loads(json.dumps(to_json(without_secrets(dict(settings)), infinite_as_text=True), default=str))
-    text = yaml.dump(plain, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
+
+def write_config(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of an attached training into its folder, secrets masked, whole or not at all."""
+    text = yaml.dump(plain_settings(settings), Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
     write_atomically({folder / CONFIG_FILE: (FIRST_LINE + text).encode()}, MAKE_ROOM)
 
 

@@ -154,6 +154,16 @@ def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
     return totals.masked_fill(by_function.isnan().all(dim=1), math.nan)
 
 
+def rewards_of(trainer: GRPOTrainer, rows: list[dict[str, Any]], completion_ids: list[list[int]]) -> Tensor:
+    """Return the reward of a completion to each of these rows of a data set, (rows,), the same on each process."""
+    texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    prompts = [row["prompt"] for row in rows]
+    in_turns = bool(prompts) and isinstance(prompts[0], list)
+    said = [[{"role": "assistant", "content": text}] for text in texts] if in_turns else texts
+    calculate = type(trainer)._calculate_rewards  # not what is wrapped around it
+    return total_rewards(trainer, calculate(trainer, rows, prompts, said, completion_ids)[: len(rows)])
+
+
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns what a batch dictionary holds for the model beside tokens, row by row; None for text alone.
 

@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
+from trl import GRPOTrainer as GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
@@ -237,14 +238,6 @@ class DrGRPOTrainer(GRPOTrainer):
             )
         self._latest_rewards = total_rewards(self, rewards)
         return rewards
-
-    def rewards_of(self, rows: list[dict[str, Any]], completion_ids: list[list[int]]) -> Tensor:
-        """Returns the reward of a completion to each of these rows of a data set, (rows,): on each process the same."""
-        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        prompts = [row["prompt"] for row in rows]
-        in_turns = bool(prompts) and isinstance(prompts[0], list)
-        said = [[{"role": "assistant", "content": text}] for text in texts] if in_turns else texts
-        return total_rewards(self, super()._calculate_rewards(rows, prompts, said, completion_ids)[: len(rows)])
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

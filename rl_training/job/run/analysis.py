@@ -24,7 +24,9 @@ from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.results import print_table, write_log, write_result
 from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import sweep_tables
+from rl_training.records.checkpoint_states import PROBE_STATES, about
 from rl_training.records.checkpoints import checkpoints_named
+from rl_training.records.config import is_of_attached_run
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, OFFLINE
 from rl_training.records.frames import RESULT_FILE, read_analysis
 from rl_training.records.jsonl import METRICS_FILE
@@ -58,6 +60,12 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
 def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
     """Returns by checkpoint the file of its results: in RUN/offline, or in `offline` beside one that lies in no run."""
     named = values["checkpoint"]
+    for each in [named] if isinstance(named, str) else named:
+        if is_attached(Path(each)):
+            raise UserError(
+                f"{each} is of a trainer that a script has made: in Python, after `from rl_training import analyze`, "
+                "analyze(trainer, CHECKPOINT, FOLDER) with the script's own trainer"
+            )
     checkpoints = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
     name = name_of(str(values["name"]))
     folders = {}
@@ -70,6 +78,12 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
     if times > 1:
         raise UserError(f"{times} checkpoints would write their results to {folder}: analyse each run separately")
     return {checkpoint: folder / RESULT_FILE for checkpoint, folder in folders.items()}
+
+
+def is_attached(named: Path) -> bool:
+    """Return whether this is the run of a trainer that a script has made, or one of its checkpoints."""
+    is_checkpoint = named.is_dir() and (named / PROBE_STATES).is_file()
+    return is_of_attached_run(named) or (is_checkpoint and bool(about(named).get("run")))
 
 
 def _run_of(checkpoint: Path) -> Path | None:

@@ -1,0 +1,95 @@
+"""The analysis of a checkpoint of the user's own trainer: the same results and pages as `rl-training analyze` has.
+
+from rl_training import analyze
+
+trainer = GRPOTrainer(...)              # as the script makes it; it has not trained
+found = analyze(trainer, "state/checkpoint-20", "runs/my_run")
+found["deltaH1"], found["deltaH_true"]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+from rl_training.errors import UserError
+from rl_training.hosts.trl.described import settings_of_trainer
+from rl_training.hosts.trl.patches import another_trainer
+from rl_training.hosts.trl.trainer import GRPOTrainer
+from rl_training.offline import probe
+from rl_training.offline.kernel_at_checkpoint import add_kernel
+from rl_training.offline.phases import explain_out_of_memory
+from rl_training.offline.restored import restore
+from rl_training.offline.results import print_table, write_log, write_result
+from rl_training.offline.settings import Settings
+from rl_training.offline.sweep import sweep_tables
+from rl_training.records.config import plain_settings
+from rl_training.records.folder import LOGS_FOLDER, OFFLINE
+from rl_training.records.frames import RESULT_FILE
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.links import refuse_links_out
+
+
+def analyze(
+    trainer: GRPOTrainer,
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    settings: Settings | None = None,
+    name: str = "default",
+    learning_rate: float | None = None,
+) -> dict[str, float]:
+    """Measure what the next step from a checkpoint does to entropy, predicted and true. Nothing is trained.
+
+    Args:
+        trainer: As the training had it: the same model, adapter, optimizer, data and reward. It has not trained, and
+            is left with the checkpoint's weights.
+        checkpoint: A folder checkpoint-N that the trainer has written.
+        folder: That of the run, as `attach` was given it: results go to FOLDER/offline/NAME, and into its report.
+        settings: What is sampled and measured; None: as the command has it.
+        learning_rate: Of the step; None: what the checkpoint's schedule says.
+
+    Returns:
+        The numbers, in nats, by name; nan what is missing, with the reason in result.json.
+
+    Raises:
+        UserError: saying what is wrong and the fix, where checkpoint and trainer do not fit.
+    """
+    if not isinstance(trainer, GRPOTrainer):
+        raise UserError(another_trainer(trainer))
+    start, own, checkpoint = time.perf_counter(), settings or Settings(), Path(checkpoint)
+    if not checkpoint.is_dir():
+        raise UserError(f"{checkpoint} is no folder: give a checkpoint-N of the trainer's output_dir")
+    refuse_links_out(Path(folder), OFFLINE)
+    path = Path(folder) / OFFLINE / name / checkpoint.name / RESULT_FILE
+    restored = restore(trainer, checkpoint, learning_rate)
+    seconds = {"load": time.perf_counter() - start}
+    analysis = probe.analyse(restored, own)
+    if own.kernel.enabled:
+        with explain_out_of_memory("kernel"):
+            analysis.results.update(add_kernel(restored, analysis, own.kernel, path.parent / "kernel"))
+    with explain_out_of_memory("sweep"):
+        analysis.tables.update(sweep_tables(restored, analysis, own))
+    analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
+    asked = dataclasses.asdict(own) | {"name": name}
+    values = plain_settings({"offline": asked, "run": settings_of_trainer(trainer, {})})
+    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, own.log, values)
+    if restored.rank == 0:
+        write_result(path, restored, analysis, values, log)
+        print_table(analysis, restored, path)
+        _write_pages(Path(folder), path.parents[1])
+    restored.trainer.accelerator.wait_for_everyone()
+    return dict(analysis.results)
+
+
+def _write_pages(run: Path, folder: Path) -> None:
+    """Write the page of the analyses of this name, and the run's report again, where it has one."""
+    from rl_training.records.report import write_report
+    from rl_training.records.report.checkpoint_analyses import describe_analyses, write_analyses_page
+    from rl_training.records.report.series import read_run
+
+    is_logged = (run / LOGS_FOLDER / METRICS_FILE).is_file()
+    print(f" {write_analyses_page(folder, describe_analyses(folder, read_run(run) if is_logged else None))}")
+    if is_logged:
+        write_report(run)

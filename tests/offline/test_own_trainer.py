@@ -1,0 +1,100 @@
+"""A checkpoint of the user's own trainer is analysed in Python, by the objects of the user's script."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainers import graded
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import Estimate, Probe, analyze, attach
+from rl_training.job.run.analysis import result_files
+from rl_training.offline.buffers import UpdateBuffer
+from rl_training.offline.restored import restore
+from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
+from rl_training.offline.update import make_update
+from rl_training.records.frames import analysis_results
+
+SMALL = Settings(Evaluation(prompts=24), UpdateConfig(prompts=8), memory=Memory(microbatch_size=8))
+PLAIN: dict[str, Any] = {
+    "trainer_class": GRPOTrainer, "config_class": GRPOConfig, "use_cpu": True, "bf16": False, "reward": graded,
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 8,
+    "save_strategy": "steps", "save_steps": 1, "adam_epsilon": 1e-5,
+}  # fmt: skip
+
+
+class Keeps(Probe):
+    """Keeps what the second step learned from, and its gradient."""
+
+    name = "keeps"
+
+    def prepare(self, step: Any) -> None:
+        self.rollout = step.batch.rollout
+        self.gradient = torch.cat([part.flatten() for part in step.gradients.mean.values()]).clone()
+
+    def results(self) -> dict[str, Estimate]:
+        return {"keeps/step": Estimate(1.0)}
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
+def test_the_step_that_is_analysed_is_the_one_that_training_made(
+    make_trainer: Callable[..., Any], tmp_path: Path, loss: str
+) -> None:
+    """Of the responses that the second step learned from, made anew from the checkpoint of the first."""
+    keeps, trainer = Keeps(), make_trainer(**PLAIN, loss_type=loss)
+    with attach(trainer, tmp_path / "run", keeps):
+        trainer.train()
+    checkpoint = Path(trainer.args.output_dir) / "checkpoint-1"
+    restored = restore(make_trainer(**PLAIN, loss_type=loss), checkpoint)
+    _, number = keeps.rollout.prompt_index.unique(return_inverse=True)
+    buffer = UpdateBuffer(dataclasses.replace(keeps.rollout, prompt_index=number), 8, 4)
+    update = make_update(restored, buffer, SMALL.memory)
+    off = (update.gradient - keeps.gradient).norm() / keeps.gradient.norm()
+    assert float(off) < 1e-3
+
+
+def test_an_attached_runs_checkpoint_has_results_and_pages_as_those_of_the_command(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer(**PLAIN)
+    with attach(trainer, tmp_path / "run"):
+        trainer.train()
+    page = tmp_path / "run" / "report" / "report.html"
+    before = page.read_text()
+    found = analyze(
+        make_trainer(**PLAIN), Path(trainer.args.output_dir) / "checkpoint-1", tmp_path / "run", settings=SMALL
+    )
+    assert found["deltaH1_se"] > 0.0
+    assert found["deltaH_true_se"] > 0.0
+    table = analysis_results(tmp_path / "run")
+    assert table.query("kind == 'whole'")["deltaH1"].tolist() == [found["deltaH1"]]
+    assert list((tmp_path / "run" / "offline").rglob("*.html"))
+    assert page.read_text() != before  # with a section of them
+
+
+def test_a_loss_whose_step_cannot_be_analysed_is_refused_with_what_to_set(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer(**PLAIN, loss_type="bnpo")
+    with attach(trainer, probes=()):
+        trainer.train()
+    with pytest.raises(ValueError, match="make the trainer with loss_type='dr_grpo'"):
+        analyze(
+            make_trainer(**PLAIN, loss_type="bnpo"), Path(trainer.args.output_dir) / "checkpoint-1", tmp_path / "run"
+        )
+
+
+def test_the_command_says_of_an_attached_run_what_to_type_in_python(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer(**PLAIN, max_steps=1)
+    with attach(trainer, tmp_path / "run", "ess"):
+        trainer.train()
+    for named in (tmp_path / "run", Path(trainer.args.output_dir) / "checkpoint-1"):
+        with pytest.raises(ValueError, match=r"analyze\(trainer, CHECKPOINT, FOLDER\)"):
+            result_files({"checkpoint": str(named), "runs_dir": str(tmp_path), "name": "default", "output": None})
