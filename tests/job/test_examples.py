@@ -27,7 +27,7 @@ def imports_of_the_package(code: str) -> list[str]:
     return [line.module for line in lines if line.module and line.module.startswith("rl_training")]
 
 
-def test_a_script_as_in_trls_quickstart_has_a_report_by_three_lines_more(tmp_path: Path) -> None:
+def test_a_script_as_in_trls_quickstart_has_a_report_by_two_lines_more(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     rows = "\n".join(json.dumps({"prompt": f"{number}+1="}) for number in range(8))
     (tmp_path / "data" / "train.jsonl").write_text(rows, encoding="utf-8")
@@ -43,7 +43,7 @@ def test_a_script_as_in_trls_quickstart_has_a_report_by_three_lines_more(tmp_pat
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs") if "delta_h/forward" in row] == [1, 2]
     assert (tmp_path / "run" / "report" / "report.html").is_file()
     script = ROOT.joinpath("examples", "trl_script.py").read_text(encoding="utf-8")
-    assert sum(line.endswith("# probes") for line in script.splitlines()) == 3
+    assert sum(line.endswith("# probes") for line in script.splitlines()) == 2
 
 
 def test_the_readmes_lines_around_a_trainer_write_a_report_with_one_import(
@@ -54,7 +54,7 @@ def test_the_readmes_lines_around_a_trainer_write_a_report_with_one_import(
     assert imports_of_the_package(lines) == ["rl_training"]
     monkeypatch.chdir(tmp_path)
     exec(lines, {"trainer": make_trainer(GRPOTrainer, config_class=GRPOConfig, bf16=False, use_cpu=True, **FEW)})
-    assert (tmp_path / "my_run" / "report" / "report.html").is_file()
+    assert (tmp_path / "runs" / "my_run" / "report" / "report.html").is_file()
 
 
 @pytest.mark.parametrize("name", rl_training.__all__)
@@ -63,6 +63,6 @@ def test_a_public_name_is_what_its_module_calls_so(name: str) -> None:
 
 
 def test_every_probe_is_a_public_name() -> None:
-    probes = {name for name in vars(rl_training.probes) if name.endswith("Probe")}
+    probes = {name for name in vars(rl_training.probes) if name.endswith("Probe")} - {"Probe"}
     assert len(probes) == 9
     assert probes <= {*rl_training.__all__}
