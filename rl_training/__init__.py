@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rl_training.extras import of_an_extra
+from rl_training.extras import require_extra
 
 if TYPE_CHECKING:
     from rl_training.engine.probe import Probe as Probe
@@ -55,5 +55,5 @@ def __getattr__(name: str) -> Any:
     """Returns a public name, imported on first use: reading records needs neither torch nor TRL."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with of_an_extra():
+    with require_extra():
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from rl_training.errors import UserError
-from rl_training.shadowing import what_shadows
+from rl_training.shadowing import explain_shadowing
 
 LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
     "report": "pandas vl_convert jinja2 rich yaml",
@@ -23,27 +23,32 @@ LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does,
 EXTRA_OF = {library: extra for extra, libraries in LIBRARIES.items() for library in libraries.split()}
 
 
+class ExtraNotFoundError(UserError, ModuleNotFoundError):
+    """A library is not installed that an extra brings; the text says what to type."""
+
+
 def how_to_install(library: str) -> str:
-    """Returns what to type for a library of an extra; "" for any other."""
+    """Return what to type for a library of an extra, or "" for any other library."""
     extra = EXTRA_OF.get(library)
     return f"pip install 'rl-training[{extra}]'" if extra else ""
 
 
-def what_is_missing(error: BaseException) -> str:
-    """Returns the line for an import that failed because an extra is not installed; "" for any other error."""
-    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    fix = how_to_install(library)
-    return fix and f"{library} is not installed: {fix}"
-
-
 @contextlib.contextmanager
-def of_an_extra() -> Iterator[None]:
-    """A context of imports: the error of a library that is missing names the extra, that of a shadowed one the file."""
+def require_extra() -> Iterator[None]:
+    """Run imports so that a missing library's error names its extra, and a shadowed library's error the file.
+
+    Raises:
+        ExtraNotFoundError: when a library of an extra is not installed.
+        UserError: when a file of the user's was imported in the place of a package.
+    """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        if line := what_is_missing(error):
-            raise ModuleNotFoundError(line, name=getattr(error, "name", None)) from error
-        if line := what_shadows(error):
+        library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if fix := how_to_install(library):
+            raise ExtraNotFoundError(f"{library} is not installed: {fix}") from error
+        if line := explain_shadowing(error):
             raise UserError(line) from error
         raise

@@ -1,10 +1,10 @@
 """How a command ends: well, or with one line that says what was wrong and what to do about it.
 
-    exit code 2          the user's mistake, a UserError, or the library of an extra that is missing: one line
-    exit code 1          any other error: the traceback, then one line
+    exit code 2          a UserError: one line
+    exit code 1          any other error: its traceback, then one line
     exit code 130, 143   ended by SIGINT (Ctrl-C) or SIGTERM
 
---debug, or RL_TRAINING_DEBUG=1, shows the traceback of the user's mistakes too. Each process that torchrun or
+--debug, or RL_TRAINING_DEBUG=1, shows the traceback of a UserError too. Each process that torchrun or
 accelerate launch has started hands its line to the launcher, which prints that of the first to fail; beside it the main
 process prints its own. Secrets that were typed or lie in the environment are masked. The module imports nothing slow
 and no library of an extra, not even Hydra, so that --help is immediate.
@@ -27,17 +27,16 @@ from typing import NoReturn
 import rl_training.job.silence  # noqa: F401
 
 from rl_training.errors import UserError
-from rl_training.extras import what_is_missing
+from rl_training.extras import require_extra
 from rl_training.records.masking import mask_line, secrets_in
 from rl_training.records.printable import printable
-from rl_training.shadowing import what_shadows
 
 PACKAGE = Path(__file__).parents[1]
 DEBUG_VARIABLE = "RL_TRAINING_DEBUG"
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # where a launcher looks for the error of a process that it started
-# What accelerate launch and torchrun set for the processes that they start.
-LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Kinds of errors that come of mistakes in code. With others, libraries refuse a value, a file or a machine.
+CODE_MISTAKES = (TypeError, AttributeError, NameError, LookupError, AssertionError, ArithmeticError)
 
 
 class Interrupted(BaseException):
@@ -59,47 +58,52 @@ def run_command(main: Callable[[], object]) -> None:
     for signum in SIGNALS:
         signal.signal(signum, _interrupt)
     try:
-        main()
+        with require_extra():
+            main()
     except (Interrupted, KeyboardInterrupt) as error:  # the latter of a library's own handler
         stop = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         _end(secrets, 128 + stop.signum, "" if _rank() else str(stop))
+    except UserError as error:
+        shown = "".join(traceback.format_exception(error)) if debug else ""
+        _end(secrets, 2, f"error: {format_error(error)}", shown)
     except Exception as error:
-        foreseen = is_the_users(error)
-        shown = "" if foreseen and not debug else "".join(traceback.format_exception(error))
-        hint = "" if foreseen else " (unexpected: the traceback is above)"
-        _end(secrets, 2 if foreseen else 1, f"error: {in_one_line(error)}{hint}", shown)
+        shown = "".join(traceback.format_exception(error))
+        _end(secrets, 1, f"error: {format_error(error)} (unexpected: the traceback is above)", shown)
 
 
-def is_the_users(error: BaseException) -> bool:
-    """Returns whether an error is the user's mistake, a missing extra's, or that of a file in a package's place."""
-    return isinstance(error, UserError) or bool(what_is_missing(error) or what_shadows(error))
+def format_error(error: BaseException) -> str:
+    """Return an error's message and notes without line breaks; for any but a UserError with its type in front."""
+    message = "; ".join(" ".join(part.split()) for part in (str(error), *getattr(error, "__notes__", ())))
+    is_plain = isinstance(error, UserError) and message
+    return message if is_plain else f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
-def is_the_programs(error: BaseException) -> bool:
-    """Returns whether an error was raised in the package itself, and is not the user's: a mistake of the package."""
+def is_refusal(error: BaseException) -> bool:
+    """Return whether an error says that a library refuses what it was given, and is no mistake in anybody's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE) and not is_the_users(error)
-
-
-def in_one_line(error: BaseException) -> str:
-    """Returns the message of an error and its notes, without line breaks; of any but the user's, its type in front."""
-    text = what_is_missing(error) or what_shadows(error) or str(error)
-    message = "; ".join(" ".join(part.split()) for part in (text, *getattr(error, "__notes__", ())))
-    return message if is_the_users(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
+    is_raised_here = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+    return not is_raised_here and not isinstance(error, CODE_MISTAKES)
 
 
 @contextlib.contextmanager
-def libraries_refuse(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """A context that turns an error that a library raises into a UserError, unless `unless()` holds by then.
+def as_user_errors(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn a library's refusal into a UserError, before the first step, where only the settings can be at fault.
 
-    For use before the first step: nothing runs yet, so the settings are at fault. What the package itself raises stays.
+    Args:
+        unless: asked when an error comes; true when it is too late for the settings to be at fault.
+
+    Raises:
+        UserError: for what `is_refusal`. Any other error stays as it is.
     """
     try:
-        yield
+        with require_extra():
+            yield
+    except UserError:
+        raise
     except Exception as error:
-        if is_the_users(error) or is_the_programs(error) or unless():
+        if not is_refusal(error) or unless():
             raise
-        raise UserError(f"{in_one_line(error)} (--debug shows where)") from error
+        raise UserError(f"{format_error(error)} (--debug shows where)") from error
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:

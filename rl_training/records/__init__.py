@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_training.extras import of_an_extra
+from rl_training.extras import require_extra
 
 if TYPE_CHECKING:
     from rl_training.records.frames import (
@@ -27,6 +27,6 @@ def __getattr__(name: str) -> Any:
     """Returns a public name, imported on first use: writing records needs no pandas."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with of_an_extra():
+    with require_extra():
         from rl_training.records import frames
     return getattr(frames, name)

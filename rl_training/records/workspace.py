@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.errors import UserError
-from rl_training.extras import of_an_extra
+from rl_training.extras import require_extra
 
 # The core metrics of any run: logger.metrics=core, the default, shows these only; stock TRL's printed lines keep them.
 CORE = (
@@ -28,7 +28,7 @@ CORE = (
 
 def sections() -> dict[str, dict[str, dict[str, Any]]]:
     """Returns what workspace.yaml holds: the panels of each section by title, with their metrics, pattern and unit."""
-    with of_an_extra():  # attach needs CORE without it
+    with require_extra():  # attach needs CORE without it
         import yaml
 
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ def sections() -> dict[str, dict[str, dict[str, Any]]]:
 
 def build_workspace(entity: str, project: str, name: str) -> Any:
     """Returns the wandb_workspaces Workspace of workspace.yaml, not saved. ImportError without that package."""
-    with of_an_extra():
+    with require_extra():
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         workspace = build_workspace(args.entity or "your-entity", args.project, args.name)
         print(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2))
     else:
-        with of_an_extra():
+        with require_extra():
             import wandb
         if not wandb.login(prompt=False):
             raise UserError("this machine has no W&B account: wandb login, or see the view with --dry-run")

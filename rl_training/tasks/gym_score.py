@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from rl_training.errors import UserError
-from rl_training.extras import how_to_install, of_an_extra
+from rl_training.extras import how_to_install, require_extra
 from rl_training.tasks import guarded_worker
 from rl_training.tasks.expressions import value_of
 
@@ -46,7 +46,7 @@ def open_dataset(task: str, seed: int, settings: Mapping[str, Any], size: int) -
         ImportError: without the package.
         UserError: for a task or a setting that it does not know, and for a task that pays whatever is answered.
     """
-    with of_an_extra():
+    with require_extra():
         from reasoning_gym.factory import DATASETS, create_dataset
 
     if task not in DATASETS:
@@ -109,7 +109,7 @@ def _unpacked(text: str) -> Any:
 
 def load() -> Callable[[str, str, str | None], Callable[[], tuple[float, str]]]:
     """Return what prepares the score of an answer; see GuardedWorker. The check returns it, and why it failed or ""."""
-    with of_an_extra():
+    with require_extra():
         import reasoning_gym  # noqa: F401  all of it, before the guard is up: dataclasses are made by exec
     _replace_what_evaluates()
 

@@ -34,7 +34,7 @@ import rl_training.job.run.training  # noqa: F401, for the forks
 from rl_training.errors import UserError
 from rl_training.job.commands import importing
 from rl_training.job.configuration.hydra_errors import explain
-from rl_training.job.errors import Interrupted, in_one_line, libraries_refuse
+from rl_training.job.errors import Interrupted, as_user_errors, format_error
 from rl_training.job.run.folder import find_run_folder, save_config
 from rl_training.records.checkpoints import find_flaw
 from rl_training.records.folder import TRAINING_STATE
@@ -165,7 +165,7 @@ def test_an_unexpected_error_keeps_its_traceback_and_ends_with_a_line_too(tmp_pa
 def test_the_line_of_an_error_has_what_was_noted_on_it() -> None:
     error = KeyError("answer")
     error.add_note("reward function graded failed (own.py:3)")
-    assert in_one_line(error) == "KeyError: 'answer'; reward function graded failed (own.py:3)"
+    assert format_error(error) == "KeyError: 'answer'; reward function graded failed (own.py:3)"
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_the_line_of_an_error_has_what_was_noted_on_it() -> None:
 def test_a_mistake_of_the_package_is_not_told_as_the_users(tmp_path: Path, mistake: str) -> None:
     """Not where commands take what libraries raise for the user's mistakes, either."""
     script = tmp_path / "fails.py"
-    lines = ["from rl_training.job.errors import libraries_refuse, run_command", "def main():"]
-    lines += ["    with libraries_refuse():", f"        {mistake}", "run_command(main)"]
+    lines = ["from rl_training.job.errors import as_user_errors, run_command", "def main():"]
+    lines += ["    with as_user_errors():", f"        {mistake}", "run_command(main)"]
     script.write_text("\n".join(lines))
     ended = start(tmp_path / "log", script=str(script))
     assert ended.end() == 1
@@ -189,10 +189,15 @@ def test_a_mistake_of_the_package_is_not_told_as_the_users(tmp_path: Path, mista
 
 def test_what_a_library_refuses_before_the_first_step_is_the_users() -> None:
     said = r"^JSONDecodeError: Expecting value.* \(--debug shows where\)$"
-    with pytest.raises(UserError, match=said), libraries_refuse():
+    with pytest.raises(UserError, match=said), as_user_errors():
         json.loads("")
-    with pytest.raises(json.JSONDecodeError), libraries_refuse(unless=lambda: True):
+    with pytest.raises(json.JSONDecodeError), as_user_errors(unless=lambda: True):
         json.loads("")
+
+
+def test_a_mistake_in_code_is_not_the_users_before_the_first_step_either() -> None:
+    with pytest.raises(TypeError), as_user_errors():
+        json.loads(object())
 
 
 @pytest.mark.parametrize(("rank", "is_printed"), [("0", True), ("1", False)])

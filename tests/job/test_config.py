@@ -17,6 +17,8 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from rl_training.errors import UserError
+from rl_training.job.configuration import composition
 from rl_training.job.configuration.checks import accumulation_steps, check_settings
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.configuration.overrides import with_all_loggers
@@ -54,11 +56,28 @@ def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatc
     assert [p.name for p in map(instantiate, cfg.probes.values())] == list(cfg.probes)
 
 
-def test_an_error_in_ones_own_code_that_a_setting_names_is_told_with_its_kind(tmp_path, monkeypatch) -> None:
-    (tmp_path / "a_task_of_ones_own.py").write_text("def task():\n    return {}['question']\n", encoding="utf-8")
+def test_what_a_call_refuses_names_the_setting_and_a_mistake_in_ones_own_code_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "def task(lines):\n    return int(lines) or {}['question']\n"
+    (tmp_path / "a_task_of_mine.py").write_text(file, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"^data: KeyError: 'question' \(--debug shows where\)$"):
-        make("data", {"_target_": "a_task_of_ones_own.task"})
+    node = {"_target_": "a_task_of_mine.task"}
+    with pytest.raises(UserError, match=r"^data: ValueError: invalid literal for int.*: 'x' \(--debug shows where\)$"):
+        make("data", node, lines="x")
+    with pytest.raises(UserError, match=r"^data: TypeError: .* got an unexpected keyword argument 'rows'"):
+        make("data", node, lines="1", rows="1")
+    with pytest.raises(KeyError, match="question") as caught:
+        make("data", node, lines="0")
+    assert caught.value.__notes__ == ["while data was made"]
+    assert caught.traceback[-1].path == tmp_path / "a_task_of_mine.py"
+
+
+def test_a_mistake_in_the_package_while_hydra_composes_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "conf_folders", lambda: [][0])
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1"])
+    with pytest.raises(IndexError):
+        composition.run_composed("train", lambda cfg, words: None, lambda word: True)
 
 
 @pytest.mark.parametrize(

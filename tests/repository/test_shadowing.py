@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_training.shadowing import what_shadows
+from rl_training.shadowing import explain_shadowing
 
 OTHERS = {"six.py": "six", "dateutil/__init__.py": "dateutil", "random.py": "random"}
 
@@ -32,7 +32,14 @@ def test_an_error_of_a_file_of_ones_own_is_its_own(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError) as caught:
         __import__("of_mine")
-    assert what_shadows(caught.value) == ""
+    assert explain_shadowing(caught.value) == ""
+
+
+def test_an_error_that_was_raised_again_while_its_own_consequence_was_handled_is_read_once() -> None:
+    cause, consequence = KeyError("six"), ValueError("of six")
+    consequence.__cause__ = cause
+    cause.__context__ = consequence
+    assert explain_shadowing(cause) == ""
 
 
 def test_an_error_that_is_raised_in_an_installed_package_that_lies_there_itself_is_its_own(
@@ -41,6 +48,6 @@ def test_an_error_that_is_raised_in_an_installed_package_that_lies_there_itself_
     """As of the package in its own checkout, which is on the path twice."""
     checkout = str(Path(__file__).parents[2])
     monkeypatch.setattr(sys, "path", [checkout, *sys.path, checkout])
-    assert what_shadows(AttributeError("module 'rl_training' has no attribute 'x'")) == ""
+    assert explain_shadowing(AttributeError("module 'rl_training' has no attribute 'x'")) == ""
     monkeypatch.setattr(sys, "path", [str(Path(subprocess.__file__).parent), *sys.path])
-    assert what_shadows(AttributeError("module 'random' has no attribute 'x'")) == ""
+    assert explain_shadowing(AttributeError("module 'random' has no attribute 'x'")) == ""

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from transformers.utils import logging
 
 from rl_training.errors import UserError
-from rl_training.extras import what_is_missing
+from rl_training.extras import require_extra
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.config import is_of_attached_run, write_config
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, refuse_a_file
@@ -115,11 +115,12 @@ class AttachedRun:
         if not (logs / METRICS_FILE).is_file():
             return f"no step was finished, so there is no report in {self.folder}"
         try:
-            from rl_training.records.report import write_report  # here: attach alone needs no extra
+            with require_extra():
+                from rl_training.records.report import write_report  # here: attach alone needs no extra
 
-            return f"the report: {write_report(self.folder)}"
+                return f"the report: {write_report(self.folder)}"
         except Exception as error:  # whatever it is, it must not hide how training has ended
-            why = what_is_missing(error) or f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             return (
                 f"the records are in {logs}; the report could not be written ({why}): rl-training report {self.folder}"
             )

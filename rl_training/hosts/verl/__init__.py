@@ -6,9 +6,9 @@ python -m rl_training.hosts.verl ...        # in the place of python -m verl.tra
 from importlib.metadata import version
 
 from rl_training.errors import UserError
-from rl_training.extras import of_an_extra
+from rl_training.extras import require_extra
 
-with of_an_extra():
+with require_extra():
     import verl  # noqa: F401  before what comes with it, so that the extra is named
 
     if not version("verl").startswith("0.9."):  # before modules are imported that only this version has

@@ -67,7 +67,9 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
         with _settings_shown_masked():
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(job)()
     except Exception as error:
-        raise UserError(explain(error)) from error
+        if line := explain(error):
+            raise UserError(line) from error
+        raise
     if failures:
         raise failures[0]
 

@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from omegaconf.errors import OmegaConfBaseException
 
 from rl_training.errors import UserError
+from rl_training.extras import require_extra
 from rl_training.job.configuration.stored import refuse_marked
-from rl_training.job.errors import in_one_line, is_the_programs, is_the_users
+from rl_training.job.errors import format_error, is_refusal
 
 
 def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
-    """Returns what a node of the configuration describes. UserError, naming the key, when it describes nothing.
+    """Make the object that a node of the configuration describes.
 
-    What the package raises in making it, and short memory, stay as they are.
+    Args:
+        key: of the node in the configuration, for messages.
+        node: `_target_`, and arguments for it.
+        values: further arguments.
+
+    Raises:
+        UserError: naming the key, when the node describes nothing, or a library refuses it. Any other error that comes
+            while the object is made stays as it is, with a note that names the key.
     """
     refuse_marked({key: node}, key)
     try:
+        with require_extra():
+            return _instantiate(node, values)
+    except UserError:
+        raise
+    except (InstantiationException, OmegaConfBaseException, ImportError) as error:
+        raise UserError(f"{key}: {' '.join(str(error).split())}") from error
+    except Exception as error:
+        if is_refusal(error) or _is_misfit(error):
+            raise UserError(f"{key}: {format_error(error)} (--debug shows where)") from error
+        error.add_note(f"while {key} was made")
+        raise
+
+
+def _instantiate(node: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """Call Hydra's instantiate, and raise what the called function raises as it is."""
+    try:
         return instantiate(node, _convert_="all", **values)
     except InstantiationException as error:
-        cause = error.__cause__
-        if cause is None:
-            said = str(error)
-        elif is_the_users(cause) or is_the_programs(cause) or isinstance(cause, MemoryError | RuntimeError):
-            raise cause from None
-        elif isinstance(cause, ImportError):
-            said = str(cause)
-        else:
-            said = f"{in_one_line(cause)} (--debug shows where)"
-        raise UserError(f"{key}: {' '.join(said.split())}") from error
+        raised = error.__cause__ or error
+    raise raised
+
+
+def _is_misfit(error: Exception) -> bool:
+    """Return whether a call could not begin, as one with an argument that the function does not have."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, TypeError) and Path(frames[-1].filename).is_relative_to(Path(hydra.__file__).parent)

@@ -14,7 +14,7 @@ from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.configuration.checks import check_settings
 from rl_training.job.configuration.run_settings import MADE
 from rl_training.job.configuration.stored import refuse_marked
-from rl_training.job.errors import libraries_refuse
+from rl_training.job.errors import as_user_errors
 from rl_training.job.objects.make import make
 from rl_training.job.objects.trainer_checks import (
     check_fields,
@@ -37,7 +37,7 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
 
     ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
     """
-    with libraries_refuse(), explain_out_of_memory("load"), tempfile.TemporaryDirectory() as scratch:
+    with as_user_errors(), explain_out_of_memory("load"), tempfile.TemporaryDirectory() as scratch:
         # One microbatch: how training would split U does not change its mean gradient.
         cfg = cfg.copy()
         cfg.run_dir, output = scratch, f"{scratch}/{TRAINING_STATE}"

@@ -22,8 +22,10 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from rl_training.hosts.trl.batches import steps_per_rollout
-from rl_training.job.errors import LAUNCHED, SIGNALS
+from rl_training.job.errors import SIGNALS
 
+# What accelerate launch and torchrun set for the processes that they start.
+LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
 SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal
 
 

@@ -17,7 +17,7 @@ from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.checks import check_run
 from rl_training.job.configuration.run_settings import lost_place
 from rl_training.job.configuration.values import quoted
-from rl_training.job.errors import Interrupted, libraries_refuse
+from rl_training.job.errors import Interrupted, as_user_errors
 from rl_training.job.objects.dashboards import MetricsLogger, put_loggers
 from rl_training.job.objects.make import make
 from rl_training.job.objects.trainer import make_trainer
@@ -59,7 +59,7 @@ class TrainingRun:
             logger.warning(f"{self.run_dir} has taken its {taken} steps: raise trainer.max_steps to train longer")
             return
         named = timeouts_explained(self.trainer.args.ddp_timeout)
-        with self.stop.listening(), libraries_refuse(unless=lambda: self.trainer.state.global_step > taken), named:
+        with self.stop.listening(), as_user_errors(unless=lambda: self.trainer.state.global_step > taken), named:
             self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         if self.trainer.state.global_step <= taken:
             raise UserError("nothing was trained, not one step: is the training set too small for a step?")
@@ -106,7 +106,7 @@ def build_run(cfg: DictConfig) -> TrainingRun:
     Raises ValueError for whatever the user got wrong.
     """
     logging.disable_progress_bar()  # transformers' over files, in the middle of the one over steps
-    with libraries_refuse():
+    with as_user_errors():
         return _build(cfg)
 
 
