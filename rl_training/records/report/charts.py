@@ -30,7 +30,7 @@ MOST_MARKS = 20  # of a line: with more points it needs none
 MOST_POINTS = 400  # of a series: a page shows no more apart
 DIGITS = 5  # of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right")
-STYLES = ("line", "mark", "band", "faint", "text")
+STYLES = ("line", "mark", "band", "faint", "text", "drop")
 MARGIN = 0.02  # of a frame beyond 0 and 1, for the line's own width
 MAX_LABELS = 40  # of rows of cells: more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
@@ -67,7 +67,7 @@ class Series:
     line, mark   whether points are joined, and marked (by its shape)
     band         whether intervals of y are a band, else bars
     dash         of the line: lengths of strokes and gaps        faint    0 hides it, 1 is full
-    text         beside each point, which then needs no legend
+    text         beside each point, which then needs no legend; drop: pixels by which it stands lower
     """
 
     label: str
@@ -84,6 +84,7 @@ class Series:
     dash: Sequence[int] = ()
     faint: float = 1.0
     text: str = ""
+    drop: float = 0.0
 
     @classmethod
     def of_rows(cls, label: str, color: str, rows: pd.DataFrame, mark: str = "", **style: Any) -> Series:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Section, Series, draw
+from rl_training.records.report.labels import drops
 from rl_training.records.report.series import Run, last_of, to_rows
 from rl_training.records.report.verdict import entropy_now, is_falling
 from rl_training.records.report.writing import MILLI, MISSING, in_words, milli, on_one_line, spoken
@@ -32,6 +33,7 @@ CAVEAT = (
     "compare."
 )
 NO_FALL = "entropy does not fall significantly now"
+PLANE_HEIGHT = 360  # pixels, as charts.yaml has it
 PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
 
 
@@ -227,12 +229,21 @@ def plane(effects: Sequence[Effect]) -> Chart:
     low, high = min(float(np.nanmin(heights)), 0.0), max(float(np.nanmax(heights)), 0.0)
     far = float(np.nanmax(np.abs(reach)))
     room = 0.03 * (high - low) or 0.5
+    ends = low - room, high + room
+    places = {
+        str(name): (0.5 + 0.5 * MILLI * rewards["value"][name] / far if far > 0 else 0.5,
+                    (ends[1] - MILLI * entropies["value"][name]) / (ends[1] - ends[0]))
+        for name in rewards.index
+    }  # fmt: skip
+    lower = drops(places, PLANE_HEIGHT)
     series = [
         *(Series(f"price {at:g}", GREY, [-far, far], [far / at, -far / at], dash=(2, 3)) for at in PRICES),
         *(
-            Series.cloud(name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name)
+            Series.cloud(
+                name, BLUE, "circle", rewards.loc[[name]], entropies.loc[[name]], MILLI, text=name, drop=lower[name]
+            )
             for name in rewards.index
         ),
         Series.cloud("the step as it is", TEXT, "square", [0.0], [0.0]),
     ]
-    return draw("interventions", series, ends=(low - room, high + room))
+    return draw("interventions", series, ends=ends)

@@ -86,11 +86,14 @@ def jump(found: Recorded) -> Line | None:
     for place in range(2, len(reward) - AFTER + 1):
         before, after = reward.iloc[max(place - BEFORE, 0) : place], reward.iloc[place : place + AFTER]
         step = int(after.index[0])
+        moves = pd.concat([before, after]).diff().abs()
+        if moves[step] < moves.max():  # the jump is at another step nearby
+            continue
         error = noise * math.sqrt(1 / len(before) + 1 / len(after))
         change = Estimate(float(after.mean() - before.mean()), error, len(reward))
         known = made.get(step)
         if known is not None and math.isfinite(known.stderr):
-            beyond = difference(change, times(known, 1.0))
+            beyond = difference(change, known)
             between = f"What the step between changed is measured as {in_words(known, signed=True)}."
         elif _moves_little(found, step):
             beyond, between = change, "The policy hardly moved in the step between."

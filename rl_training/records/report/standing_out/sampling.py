@@ -14,6 +14,7 @@ from rl_training.records.report.writing import in_words
 MOST = 0.5  # of the responses
 FEW_STEPS = 3
 FAR = 0.8  # of the sequences: what importance weights leave of a batch that is no longer the policy's
+WHOLE = 0.97  # mean ratio of the policy to its sampler, which is 1 of one that leaves nothing out
 # What cuts a sampler's distribution, with the value at which it cuts nothing.
 CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
@@ -86,14 +87,14 @@ def _by_measurement(found: Recorded) -> Line | None:
     if kl.empty or not recent(kl).mean() > 0 or not math.isfinite(left.stderr):
         return None
     shares: pd.Series[float] = found.run.values("sampler/ess")
-    apart = f"{in_words(mean_of_recent(kl))} nats per token (KL), {steps_of(recent(kl))}"
-    if ratio.bounds()[1] < 1:
+    apart = f"{in_words(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
+    if ratio.bounds()[1] < WHOLE:
         said = f"The sampler leaves tokens out: the mean ratio of the policy to it is {in_words(ratio)}, and not 1. "
-        return Line("sampler", int(shares.index[0]), f"{said}They are {apart} apart.",
+        return Line("sampler", int(shares.index[0]), f"{said}They are {apart}.",
                     "Setting: the engine's top_p, top_k and temperature.")  # fmt: skip
     if left.bounds()[1] < FAR:
         since = first_of_trailing(shares.rolling(FEW_STEPS, min_periods=1).mean() < FAR) or int(recent(shares).index[0])
-        said = f"The policy that samples is not the one that is trained: {apart} apart; importance weights leave "
+        said = f"The policy that samples is not the one that is trained: {apart}. Importance weights leave "
         said += f"{in_words(left)} of the sequences."
         return Line("sampler", since, said, "Setting: fewer steps between two copies of the weights to the sampler.")
     return None

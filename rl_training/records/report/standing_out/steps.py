@@ -20,7 +20,12 @@ TOO_FAR = 0.1  # KL of a step, per token, over the entropy per token: fifty time
 LEFT = 0.5  # of the sequences, after importance weights: less is no estimate
 NOTABLE = 0.05  # nats of a response, below which no step is called large
 OFTEN = 0.2  # of the steps
-NOISY = 0.2  # the batch over the noise scale
+BEST = 3  # steps at which reward was best
+FAR_OFF = 4.0  # standard errors of a fall from there
+GONE = 0.5  # share of the best that is gone
+TURNED = 0.5  # share of entropy by which it changes then
+NOISY = 0.25  # the batch over the noise scale
+STILL = 0.25  # standard deviations of the reward: where it can have gained more, it need not stand still
 STEPS_OF_NOISE = 12  # that reward must have had to rise in
 
 
@@ -148,28 +153,38 @@ def _first_order_fails(found: Recorded) -> Line | None:
 
 
 def _reward_is_gone(found: Recorded) -> Line | None:
-    """Where no KL is recorded: reward has fallen from its best by half of it, for good."""
-    reward = found.reward
-    if len(found.run.values("measured/kl")) or len(reward) < 2 * MIN_STEPS or not found.run.logged("grad_norm").any():
+    """Where no KL is recorded: reward has gone and stays away, and entropy changed by half or more as it went."""
+    reward, levels = found.reward, found.run.token_entropy()
+    if len(found.run.values("measured/kl")) or len(reward) < MIN_STEPS or not found.set_up.sequences > 0:
         return None
-    best = int(reward.index[int(reward.rolling(5).mean().argmax())])
-    top, end = reward[reward.index <= best].tail(5), reward.tail(5)
+    end = reward.tail(MIN_STEPS)
+    highest = float(reward.rolling(BEST, min_periods=1).mean().max())
+    good = reward.index[(reward >= 0.5 * highest + 0.5 * end.mean()).to_numpy()]
+    if good.empty:
+        return None
+    best = int(good[-1])
+    top = reward[reward.index <= best].tail(BEST)
+    noise = 2 * float(found.spread.max()) / math.sqrt(found.set_up.sequences)
     fall = float(top.mean() - end.mean())
-    noise = 2 * float(max(top.std(), end.std(), 1e-9)) / math.sqrt(5)
-    if not (fall > 6 * noise and fall > 0.5 * float(found.spread.max())):
+    before, after = levels[levels.index <= best].tail(BEST).mean(), levels[levels.index > best].head(BEST).mean()
+    turned = before > 0 and abs(after / before - 1) > TURNED
+    if not (fall > FAR_OFF * noise and fall > GONE * float(top.mean()) and turned):
         return None
-    ends = f"{in_words(mean_of(list(top)))} ({steps_of(top)}) to {in_words(mean_of(list(end)))}"
-    said = f"Reward has fallen from {ends}, and stays there."
-    return Line("large_step", best, said, f"Setting: a lower learning_rate, or {found.set_up.bounded_step()}.")
+    said = (
+        f"Reward went from {top.mean():.3f} ({steps_of(top)}) to {in_words(mean_of(list(end)))} ({steps_of(end)}), and "
+        f"entropy from {before:.2g} to {after:.2g} in the steps after step {best}."
+    )
+    return Line("large_step", best, said, f"Setting: {found.set_up.bounded_step()}, or a lower learning_rate.")
 
 
 def follows_noise(found: Recorded) -> Line | None:
     """Say that the batch is far below the noise scale, where reward does not rise."""
     ratio = last_of(found.run.with_interval("gns/batch_ratio"))
     rate = line_through(found.reward)
-    if ratio is None or len(found.reward) < STEPS_OF_NOISE or rate.bounds()[0] > 0 or not ratio.bounds()[1] < NOISY:
+    if ratio is None or len(found.reward) < STEPS_OF_NOISE or not ratio.bounds()[1] < NOISY:
         return None
-    if found.run.logged("reward_std").tail(MIN_STEPS).max() == 0:
+    gained = rate.bounds()[1] * float(found.reward.index[-1] - found.reward.index[0])  # at most
+    if rate.bounds()[0] > 0 or gained > STILL * float(found.spread.mean()) or recent(found.spread).max() == 0:
         return None
     low, high = ratio.bounds()
     said = (

@@ -1,0 +1,173 @@
+"""Claims on "What stands out": which records make which line, with which evidence, and which near ones make none.
+
+LOGGED is a healthy step of 16 prompts × 8 responses; each case changes what its fault would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from logged_runs import log_run, noisy
+
+from rl_training import Estimate
+from rl_training.records.report import print_summary, write_report
+from rl_training.records.report.series import read_run
+from rl_training.records.report.set_up import SetUp
+from rl_training.records.report.standing_out import standing_out
+from rl_training.records.report.standing_out.line import Line
+from rl_training.records.report.trends import share_of
+
+
+def lines(folder: Path, **logged: Any) -> dict[str, Line]:
+    return {line.name: line for line in standing_out(read_run(log_run(folder, **logged)))}
+
+
+def constant(value: float, error: float = 0.0, about: int = 0) -> Callable[[int], Estimate]:
+    return lambda step: Estimate(value, error or 0.01 * abs(value), 20, about_step=step - about)
+
+
+def rising(step: int) -> float:
+    return 0.3 + 0.01 * step
+
+
+EQUAL = {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+SMALL_KL = {"measured/kl": constant(1e-10, about=1), "measured/delta_reward": constant(0.0, 0.01, about=1)}
+SCALE = {f"gns/batch_ratio{end}": constant(value) for end, value in (("", 0.05), ("_low", 0.02), ("_high", 0.1))}
+STALE = {"sampler/kl": constant(0.05), "sampler/ess": constant(0.4), "sampler/mean_ratio": constant(1.0)}
+CUT = {"sampler/kl": constant(0.05), "sampler/ess": constant(0.95), "sampler/mean_ratio": constant(0.8)}
+FAR = {"measured/kl": constant(0.1, about=1), "measured/ess": constant(0.6, about=1)}
+PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "equal rewards": ("equal", EQUAL, "Every response earns the same reward, 0: all advantages are 0."),
+    "equal rewards, and most cut off": (
+        "equal", {**EQUAL, "completions__clipped_ratio": 0.9}, "of the responses are cut off at the maximum length.",
+    ),
+    "few mixed prompts": (
+        "unmixed", {"frac_reward_zero_std": 0.96875}, "Only 3.1% (1% … 7.1%) of the prompts have",
+    ),
+    "most cut off": ("cut_off", {"completions__clipped_ratio": noisy(lambda step: 0.7, 0.05)}, "cut off at 64 tokens"),
+    "no end": ("endless", {"completions__clipped_ratio": 1.0}, "0% (0% … 0.29%) of them end by themselves"),
+    "a sampler's own temperature": (
+        "sampler", {"settings": {"generation_kwargs": {"temperature": 0.5}}}, "sampled at temperature 0.5",
+    ),
+    "a cut distribution": ("sampler", {"settings": {"top_p": 0.9}}, "sampled with top_p=0.9"),
+    "a cut distribution that nobody has set": ("sampler", {"estimates": CUT}, "The sampler leaves tokens out"),
+    "old weights": ("sampler", {"estimates": STALE}, "Importance weights leave 0.4 "),
+    "no KL": ("no_step", {"estimates": SMALL_KL}, "The learning rate is 0.0001"),
+    "rounding": ("no_step", {"estimates": {"update/surviving_share": constant(0.03)}}, "leaves 0.03 of a step"),
+    "no rate": ("no_step", {"learning_rate": 0.0}, "The learning rate is 0 (steps 31–40)"),
+    "far steps": ("large_step", {"estimates": FAR}, "of them moved the policy by more than 0.1 of its entropy"),
+    "noise": ("noise", {"estimates": SCALE, "reward": noisy(lambda step: 0.5, 0.03)}, "0.02 to 0.1 of the gradient's"),
+    "beta": ("reference", {"settings": {"beta": 5.0}}, "with beta=5 reward can gain some 0.1 in all"),
+    "bonus": (
+        "bonus", {"settings": {"entropy_coef": 0.5}, "entropy": noisy(rising, 0.01)}, "with entropy_coef=0.5",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_planted_makes_its_line_and_no_other(tmp_path: Path, planted: str) -> None:
+    name, logged, evidence = PLANTED[planted]
+    found = lines(tmp_path, **logged)
+    assert [*found] == [name]
+    assert evidence in found[name].evidence
+
+
+NEAR: dict[str, dict[str, Any]] = {
+    "two steps of equal rewards": {"reward_std": lambda step: 0.0 if step > 38 else 0.5},
+    "a tenth of mixed prompts": {"frac_reward_zero_std": 0.85},
+    "half cut off": {"completions__clipped_ratio": noisy(lambda step: 0.5, 0.05)},
+    "a temperature that both have": {"settings": {"temperature": 0.5, "generation_kwargs": {"temperature": 0.5}}},
+    "a sampler a rollout behind": {"estimates": {**STALE, "sampler/ess": constant(0.95)}},
+    "small steps that learn": {"estimates": {"measured/kl": constant(1e-4, about=1)}},
+    "a small batch that learns": {"estimates": SCALE, "reward": noisy(rising, 0.03)},
+    "a small beta": {"settings": {"beta": 0.04}},
+    "a bonus beside rising reward": {
+        "settings": {"entropy_coef": 0.5}, "entropy": noisy(rising, 0.01), "reward": noisy(rising, 0.03, 1),
+    },
+    "length and reward that rise apart": {
+        "reward": noisy(rising, 0.03), "completions__mean_length": noisy(lambda step: 20 + step, 1.0, 1),
+    },
+    "a jump that the step has made": {
+        "reward": lambda step: 0.2 if step < 20 else 0.8,
+        "estimates": {"measured/delta_reward": lambda step: Estimate(0.6 if step == 20 else 0.0, 0.02, 8)},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("near", NEAR)
+def test_what_is_only_near_a_fault_makes_no_line(tmp_path: Path, near: str) -> None:
+    assert not lines(tmp_path, **NEAR[near])
+
+
+def test_a_jump_of_reward_that_no_step_has_made_is_dated(tmp_path: Path) -> None:
+    measured = {"measured/delta_reward": constant(0.001, 0.02, about=1)}
+    found = lines(tmp_path, estimates=measured, reward=lambda step: 0.8 if step < 20 else 0.2)
+    assert found["jump"].since == 20
+    assert found["jump"].evidence.startswith(
+        "Reward jumped from 0.800 (steps 16–19) to 0.200 (steps 20–22), by -0.600 ±"
+    )
+    assert "is measured as +0.001 ± 0.042." in found["jump"].evidence
+
+
+def test_a_step_beyond_all_entropy_is_dated_by_the_step_that_made_it(tmp_path: Path) -> None:
+    """The KL that step 8 has measured is of step 7."""
+    far = {"measured/kl": lambda step: Estimate(2.0 if step == 8 else 1e-4, 1e-5, 8, about_step=step - 1)}
+    found = lines(tmp_path, estimates=far)["large_step"]
+    assert found.since == 7
+    assert found.evidence.startswith("A step is too large: step 7 moved the policy by 2.000")
+
+
+def test_a_length_that_moves_with_the_reward_stands_out(tmp_path: Path) -> None:
+    together = noisy(lambda step: 0.0, 0.03, 3)
+    found = lines(tmp_path, reward=lambda step: rising(step) + together(step),
+                  completions__mean_length=lambda step: 20 + step + 20 * together(step))  # fmt: skip
+    assert [*found] == ["length"]
+    assert "correlation 1.0" in found["length"].evidence
+
+
+def test_reward_that_is_gone_with_another_entropy_is_a_large_step_where_no_kl_is_recorded(tmp_path: Path) -> None:
+    gone = {"reward": noisy(lambda step: 0.5 if step < 5 else 0.05, 0.01)}
+    found = lines(tmp_path / "both", entropy=lambda step: 0.2 if step < 5 else 0.9, **gone)
+    assert (found["large_step"].since, [*lines(tmp_path / "reward alone", **gone)]) == (4, [])
+
+
+def test_there_are_at_most_three_lines_and_what_explains_others_comes_first(tmp_path: Path) -> None:
+    everything = {**FAR, **SCALE, **STALE}
+    found = lines(tmp_path, estimates=everything, completions__clipped_ratio=1.0, settings={"beta": 9.0}, **EQUAL)
+    assert [*found] == ["large_step", "equal", "endless"]
+
+
+def test_lines_are_in_the_page_and_in_the_terminal(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    run = read_run(log_run(tmp_path, **EQUAL))
+    (line,) = standing_out(run)
+    page = write_report(run).read_text(encoding="utf-8")
+    print_summary(run)
+    assert line.text in capsys.readouterr().out
+    assert line.evidence in page
+    assert "What stands out</h2>" in page
+
+
+def test_a_setting_is_named_as_the_trainer_in_use_takes_it(tmp_path: Path) -> None:
+    log_run(tmp_path)
+    attached = SetUp.of(read_run(tmp_path))
+    assert attached.line(beta=0.1) == "GRPOConfig(beta=0.1)"
+    assert attached.larger_batch(4) == "GRPOConfig(gradient_accumulation_steps=32)"
+    assert attached.prompts == 16
+    (tmp_path / "config.yaml").write_text("batch: {sequences_per_step: 256}\ntrainer: {num_generations: 8}\n")
+    job = SetUp.of(read_run(tmp_path))
+    assert (job.line(beta=0.1), job.larger_batch(4)) == ("trainer.beta=0.1", "batch.sequences_per_step=1024")
+    assert job.bounded_step() == "trainer.target_kl_share=0.002"
+    assert job.prompts == 32
+
+
+def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
+    """As scipy's binomial test has it."""
+    from scipy.stats import binomtest
+
+    for part, whole in ((0, 10), (3, 10), (160, 160)):
+        low, high = binomtest(part, whole).proportion_ci(method="exact")
+        assert share_of(part, whole).bounds() == pytest.approx((low, high))
