@@ -16,9 +16,9 @@ from rl_training.parallel.sharding import Shard, chunk_of, dtype_name
 
 
 def reshard(model: nn.Module) -> None:
-    """Free weights that FSDP2 keeps gathered after a forward pass without a backward: no step would reach them.
+    """Free the weights that FSDP2 keeps gathered after a forward pass without a backward.
 
-    Nothing where none are, or where the model is not FSDP2's.
+    An optimizer step would not reach the gathered copies. Does nothing for modules that FSDP2 does not shard.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -26,15 +26,20 @@ def reshard(model: nn.Module) -> None:
 
 
 class FullyShard(Shard):
-    """FSDP2 (fully_shard): DTensors, cut along their first dimension. ValueError for other ways to cut.
+    """The shard of FSDP2 (fully_shard): DTensors, cut along their first dimension.
 
-    During a forward or backward FSDP substitutes a gathered parameter, always the same object, for each DTensor: the
-    leaf of the graph.
+    During a forward or backward FSDP2 puts a gathered parameter in the place of each DTensor, always the same object:
+    it is the leaf of the graph.
     """
 
     gathers_weights = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        """Find the gathered parameters. A collective; the arguments are those of `Shard`.
+
+        Raises:
+            UserError: a parameter is not cut along its first dimension over all processes.
+        """
         super().__init__(model, optimizer, max_grad_norm)
         for name, param in self.trained.items():
             how = param.placements if isinstance(param, DTensor) else "a plain tensor"
@@ -50,7 +55,8 @@ class FullyShard(Shard):
             self.layer_rounding = f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
-        rows, entries = self.trained[name].shape[0], self.trained[name].numel()
+        rows = self.trained[name].shape[0]
+        entries = self.trained[name].numel()
         start, stop = chunk_of(rows, self.num_ranks, rank)
         return start * (entries // rows), stop * (entries // rows)
 
@@ -68,16 +74,16 @@ class FullyShard(Shard):
     def reduces_each_backward(self) -> bool:
         states: list[Any] = [m._get_fsdp_state() for m in self.model.modules() if isinstance(m, FSDPModule)]
         groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]  # of newer torch
-        # What microbatches without reduction have left is reduced with the next.
-        left = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
-        left += [leaf.grad for leaf in self.leaves.values()]
+        # Gradients of microbatches without reduction would be reduced together with the next microbatch's.
+        unreduced = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
+        unreduced += [leaf.grad for leaf in self.leaves.values()]
         exact = all(param.dtype.itemsize >= 4 for param in self.trained.values())
         reducing = bool(groups) and all(group.reduce_grads for group in groups)
-        waiting = all(state._state_ctx.is_last_backward for state in states)  # a backward, for what it reduces
-        return exact and reducing and waiting and all(gradient is None for gradient in left)
+        waiting = all(state._state_ctx.is_last_backward for state in states)  # each backward waits for its reduction
+        return exact and reducing and waiting and all(gradient is None for gradient in unreduced)
 
     def _find_leaves(self) -> dict[str, Tensor]:
-        """Return the gathered parameters, gathering one module's after another."""
+        """Return the gathered parameters by name, gathering one module at a time. A collective."""
         leaf_of: dict[Tensor, Tensor] = {}
         for module in self.model.modules():  # the root first: it sets up the others, which stay sharded meanwhile
             if isinstance(module, FSDPModule):
@@ -88,7 +94,7 @@ class FullyShard(Shard):
         return {name: leaf_of[param] for name, param in self.trained.items()}
 
     def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool) -> dict[str, Tensor]:
-        # The DTensors are not in the graph: FSDP's own backward runs, and what training has in .grad is put back.
+        # The DTensors are not in the graph, so FSDP2's own backward runs. What training has in .grad is put back.
         before = {param: param.grad for param in self.trained.values()}
         try:
             for param in before:

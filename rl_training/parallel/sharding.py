@@ -1,12 +1,13 @@
 """Which entries of the parameters a process keeps, and where autograd delivers their gradients.
 
-Everything of parameter size that probes keep is a shard: of each vector (a gradient, an entropy gradient, a step, a
-moment) a process holds the entries of the parameters that are its own, flat. Steps are elementwise, products are sums
-over entries, so both are calculated where the entries are, and scalars are summed over processes at the end. Other
-weights for a moment (`put`) are exchanged one parameter at a time.
+Everything of parameter size that probes keep is sharded: of each vector (a gradient, an entropy gradient, a step, a
+moment) a process holds its own entries of every parameter, flat. Steps are elementwise and products are sums over
+entries, so both are calculated where the entries are, and only scalars are summed over processes. Weights that are
+loaded for a moment (`load_local_weights`) are exchanged one parameter at a time.
 
-    Shard       weights, gradients and states whole on every process, one or under DDP: each keeps 1/N of each parameter
-    FullyShard  FSDP2: a process keeps what FSDP2 gives it, rows of each parameter
+    Shard       one process, or DDP: weights, gradients and states are whole on every process, and each of the N
+                processes keeps 1/N of each parameter's vectors
+    FullyShard  FSDP2: a process keeps the rows of each parameter that FSDP2 gives it
 
 DeepSpeed's are in hosts/trl/sharding.py.
 """
@@ -26,7 +27,7 @@ from rl_training.parallel.vectors import Layout
 
 
 def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
-    """Return where part `number` of a vector starts and stops, as torch.chunk cuts it; later parts may be empty.
+    """Return the start and stop of part `number` of a vector that torch.chunk cuts; the last parts may be empty.
 
     >>> [chunk_of(5, 4, number) for number in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -36,92 +37,101 @@ def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return "bfloat16" of torch.bfloat16."""
+    """Return a dtype's name without "torch.": "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def clipping_threshold(max_grad_norm: float | None) -> float:
-    """Return the norm at which gradients are clipped; inf where they are not: for None, 0 and below."""
+    """Return the norm at which gradients are clipped; inf for None and for numbers that are not positive."""
     return float(max_grad_norm) if max_grad_norm is not None and max_grad_norm > 0 else math.inf
 
 
 class Shard:
-    """This process's entries, as they lie once training has begun: here 1/N of each parameter, which is whole.
+    """This process's entries of the parameters, once training has begun: here 1/N of each whole parameter."""
 
-    model          unwrapped            optimizer  torch's own, which steps
-    max_grad_norm  the threshold at which the gradient is clipped; None, 0 and below: it is not
-    alone          this process keeps all entries, whatever others do
-    """
-
-    gathers_weights = False  # forward passes gather them: all processes run equally many
-    layer_rounding = ""  # why forward passes compute with less than the weights that are updated, "" if they do not
-    readable_optimizers: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that have formulas
+    gathers_weights = False  # forward passes gather weights, so all processes must run equally many
+    layer_rounding = (
+        ""  # the reason why forward passes compute with fewer bits than the weights have, "" if they do not
+    )
+    readable_optimizers: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # they have formulas
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, replicated: bool = False
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        """Take the model as training has it.
+
+        Args:
+            model: unwrapped.
+            optimizer: torch's own, whose `step` is called.
+            max_grad_norm: the threshold at which gradients are clipped; None or not positive: they are not.
+            replicated: keep every entry on this rank instead of a shard.
+        """
+        self.model = model
+        self.optimizer = optimizer
         self.max_grad_norm = clipping_threshold(max_grad_norm)
         self.trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        together = dist.is_initialized() and not replicated
-        self.num_ranks = dist.get_world_size() if together else 1
-        self.rank = dist.get_rank() if together else 0
-        # By name, always the same objects: the tensors that autograd delivers whole gradients to, and those that the
-        # optimizer updates, with this process's entries of a parameter or more.
+        is_sharded = dist.is_initialized() and not replicated
+        self.num_ranks = dist.get_world_size() if is_sharded else 1
+        self.rank = dist.get_rank() if is_sharded else 0
+        # By name, always the same objects: the tensors that autograd delivers whole gradients to, and the tensors that
+        # the optimizer updates, which hold at least this process's entries of a parameter.
         self.leaves: Mapping[str, Tensor] = self.trained
         self.optimized: Mapping[str, Tensor] = self.trained
 
     @property
     def supports_retain_graph(self) -> bool:
-        """Whether several backwards may go through one forward pass: compiled layers give up what they saved."""
+        """Whether one forward pass allows several backwards: compiled layers free what they saved in the first."""
         return all(module._compiled_call_impl is None for module in self.model.modules())
 
     # --- which entries ------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """How vectors of this process's entries lie in buckets."""
+        """The buckets of vectors of this process's entries."""
         return Layout(self.weights(), {name: self.width(name) for name in self.trained})
 
     def numel(self, name: str) -> int:
-        """Return the entries of a whole parameter."""
+        """Return the number of entries of a whole parameter."""
         return self.trained[name].numel()
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
-        """Return which entries of the flat parameter are kept by a process: start and stop."""
+        """Return the start and stop of a process's entries in the flat parameter."""
         return chunk_of(self.numel(name), self.num_ranks, rank)
 
     @functools.cached_property
     def cuts(self) -> dict[str, list[tuple[int, int]]]:
-        """The cuts of each parameter, by process."""
+        """The start and stop of every process's entries, by parameter."""
         return {name: [self.cut(name, rank) for rank in range(self.num_ranks)] for name in self.trained}
 
     def width(self, name: str) -> int:
-        """Return the most entries of a parameter that any process keeps."""
+        """Return the largest number of a parameter's entries that any process keeps."""
         return max(stop - start for start, stop in self.cuts[name])
 
     def local(self, name: str, value: Tensor) -> Tensor:
-        """Return this process's entries of a tensor that the model holds: a parameter or its gradient, (n,)."""
+        """Return this process's entries, (n,), of a tensor that the model holds: a parameter or its gradient."""
         start, stop = self.cuts[name][self.rank]
         return value.detach().reshape(-1)[start:stop]
 
     def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
-        """Return this process's entries of a tensor that the optimizer holds: of `optimized`, or of a moment, (n,)."""
+        """Return this process's entries, (n,), of a tensor of the optimizer: one of `optimized`, or a moment."""
         return self.local(name, value)
 
     # --- what the loop holds ------------------------------------------------------------------------------------------
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """Return the hyperparameters of each parameter's group; none for one that is not in the optimizer."""
+        """Return each parameter's optimizer group, by name. Parameters that are not in the optimizer are left out."""
         groups = {param: group for group in self.optimizer.param_groups for param in group["params"]}
         return {name: groups[param] for name, param in self.trained.items() if param in groups}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights that the optimizer updates, by name, (n,) each."""
+        """Return this process's entries of the weights that the optimizer updates, by name, (n,) each."""
         return {name: self.local_of_optimizer(name, value) for name, value in self.optimized.items()}
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradient, the mean over processes, not clipped, (n,); None for a parameter that got none."""
+        """Return this process's entries of the gradient, by name, (n,) each; None for a parameter that got none.
+
+        The gradient is the mean over processes, before clipping.
+        """
         return {
             name: None if param.grad is None else self.local(name, param.grad) for name, param in self.trained.items()
         }
@@ -129,17 +139,17 @@ class Shard:
     # --- other weights for a moment -----------------------------------------------------------------------------------
 
     def copy_local_weights(self) -> dict[str, Tensor]:
-        """Return this process's entries of the weights that forward passes compute with, by name: copies."""
+        """Copy this process's entries of the weights that forward passes compute with, by name."""
         return {name: self.local(name, param).clone() for name, param in self.trained.items()}
 
     def load_local_weights(self, entries: Mapping[str, Tensor]) -> None:
-        """Write entries, laid out as those of `held`, into these weights, a parameter at a time. A collective."""
+        """Write what `copy_local_weights` returned, or the like, into the weights. A collective per parameter."""
         for name, param in self.trained.items():
-            own = whole = entries[name]
+            local = whole = entries[name]
             if self.num_ranks > 1:  # an all-gather of parts of unlike sizes
-                whole = own.new_empty(self.numel(name))
+                whole = local.new_empty(self.numel(name))
                 sizes = [stop - start for start, stop in self.cuts[name]]
-                dist.all_to_all_single(whole, own.repeat(self.num_ranks), sizes, [len(own)] * self.num_ranks)
+                dist.all_to_all_single(whole, local.repeat(self.num_ranks), sizes, [len(local)] * self.num_ranks)
             param.data.copy_(whole.view_as(param))
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -150,10 +160,17 @@ class Shard:
         return False
 
     def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool) -> dict[str, Tensor]:
-        """Run a backward that hooks see, and returns what it leaves of the gradients, by name.
+        """Run a backward that leaf hooks see. What training has accumulated in `.grad` stays as it is.
 
-        What training has accumulated stays as it is.
+        Args:
+            outputs: tensors with graph.
+            weights: the gradient of each output.
+            keep_graph: allow another backward through the same outputs.
+
+        Returns:
+            The leaves' gradients on this process by name, as hooks have left them; none where the backward of a
+            subclass does not return them.
         """
         leaves = list(self.leaves.values())
-        found = torch.autograd.grad(outputs, leaves, weights, retain_graph=keep_graph, allow_unused=True)
-        return {name: gradient for name, gradient in zip(self.leaves, found, strict=True) if gradient is not None}
+        gradients = torch.autograd.grad(outputs, leaves, weights, retain_graph=keep_graph, allow_unused=True)
+        return {name: gradient for name, gradient in zip(self.leaves, gradients, strict=True) if gradient is not None}

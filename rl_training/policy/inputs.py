@@ -1,4 +1,4 @@
-"""What a model is given to score some sequences: tokens, what goes with them, and where completions are predicted."""
+"""A model's inputs to score some sequences: tokens, what goes with them, and where completions are predicted."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from rl_training.policy.rollout import Rollout
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Some rows of a rollout as a model takes them."""
+    """Some rows of a rollout as a model takes them, W columns wide."""
 
     ids: Tensor  # (B, W)
     inputs: dict[str, Any]  # images and the like, by the names of the model's arguments
-    columns: Tensor  # (B, T), where a completion's tokens are predicted
-    targets: Tensor  # (B, T), these tokens
-    mask: Tensor  # (B, T), 1 on sampled ones
-    num_sampled: int  # of these, in host memory
+    columns: Tensor  # (B, T), the columns of `ids` at which a completion's tokens are predicted
+    targets: Tensor  # (B, T), the completion's tokens
+    mask: Tensor  # (B, T), 1 on sampled tokens
+    num_sampled: int  # sampled tokens, in host memory
 
     def sampled_tokens(self) -> Tensor:
-        """Return where the sampled tokens are among all (B T) of the completions."""
-        # Not by nonzero(), for whose size the host waits.
+        """Return the indices of the sampled tokens among all B·T tokens of the completions."""
+        # nonzero() would make the host wait for its size.
         return self.mask.flatten().argsort(descending=True, stable=True)[: self.num_sampled]
 
     def at_tokens(self, tokens: Tensor) -> Tensor:
-        """Return where these tokens are predicted, among all (B W) columns."""
+        """Return the indices among all B·W columns at which tokens, given by their indices, are predicted."""
         return tokens // self.mask.shape[1] * self.ids.shape[1] + self.columns.flatten()[tokens]
 
 
 def right_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
-    """Return these rows with the padding on their right, each sequence from the first column on."""
-    prompt_mask, mask = sequences.prompt_mask[rows], sequences.completion_mask[rows]
-    prompt_length, length = prompt_mask.sum(dim=1), sequences.token_mask[rows].sum(dim=1)
+    """Return some rows right-padded: every sequence starts in the first column."""
+    prompt_mask = sequences.prompt_mask[rows]
+    mask = sequences.completion_mask[rows]
+    prompt_length = prompt_mask.sum(dim=1)
+    length = sequences.token_mask[rows].sum(dim=1)
     padded = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
     width, longest, num_sampled = torch.stack([(prompt_length + length).max(), length.max(), mask.sum()]).tolist()
     columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
@@ -52,23 +54,24 @@ def right_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
 
 
 def left_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
-    """Return these rows with the padding on their left, by an attention mask and without positions."""
+    """Return some rows left-padded, with an attention mask and without position ids."""
     ids = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
     attention = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
-    targets, mask = sequences.completion_ids[rows], sequences.completion_mask[rows]
+    targets = sequences.completion_ids[rows]
+    mask = sequences.completion_mask[rows]
     columns = torch.arange(ids.shape[1] - targets.shape[1] - 1, ids.shape[1] - 1, device=ids.device)
     inputs = {"attention_mask": attention, **_further_inputs(sequences, rows, None)}
     return ModelInputs(ids, inputs, columns.expand_as(targets), targets, mask, int(mask.sum()))
 
 
 def _further_inputs(sequences: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
-    """Return what the model takes beside tokens, of these rows; types of tokens go with the tokens, to `columns`."""
+    """Return the model's inputs beside tokens for some rows; token types are moved to `columns` with the tokens."""
     inputs: dict[str, Any] = {}
     for name, values in (sequences.images or {}).items():
         if not isinstance(values, Tensor):
-            own = [values[row] for row in rows.tolist()]
-            if isinstance(own[0], Tensor):  # otherwise it counts what rows have, and is no input of the model
-                inputs[name] = torch.cat(own)
+            of_rows = [values[row] for row in rows.tolist()]
+            if isinstance(of_rows[0], Tensor):  # otherwise it counts a row's images, and is no input of the model
+                inputs[name] = torch.cat(of_rows)
         elif columns is not None and name.endswith("token_type_ids"):
             inputs[name] = values[rows].gather(1, columns)
         else:

@@ -1,11 +1,11 @@
-"""Log-probabilities and exact entropies behind a linear head, with gradients, and never all logits at once.
+"""Log-probabilities and exact entropies behind a linear head, with gradients, without ever holding all logits.
 
     z = c tanh(s (W x + b) / c) / τ           without a softcap: z = s (W x + b) / τ
     log p(t) = z_t − m − log S,     S = Σ_v e^(z_v − m),     m = max_v z_v
     h = −Σ_v p_v log p_v = log S + Σ_v p_v (m − z_v)           two terms ≥ 0: nothing cancels where h is small
     ∂(w log p(t) + u h) / ∂z = w (onehot_t − p) − u p ⊙ (log p + h)
 
-The forward keeps two numbers a position, the backward calculates each chunk's logits again. N positions, V tokens,
+The forward keeps two numbers per position, and the backward recomputes each chunk's logits. N positions, V tokens,
 H features. Products of half-precision factors are summed in fp32, and everything after them is computed in fp32.
 """
 
@@ -22,11 +22,22 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model does to the head's output y before the softmax, z = c tanh(s y / c) / τ."""
+    """The map from the head's output y to the logits of the softmax, z = c tanh(s y / c) / τ."""
 
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
+    scale: float = 1.0  # s
+    softcap: float | None = None  # c; None: z = s y / τ
+    temperature: float = 1.0  # τ
+
+    @classmethod
+    def from_config(cls, config: Any, temperature: float) -> LogitMap:
+        """Read the map from a model's config, in which the scale goes by many names."""
+        text = config.get_text_config()
+        factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+        scaling = getattr(text, "logits_scaling", None)
+        if scaling is not None:  # most models divide by it
+            factors.append(scaling if text.model_type == "hyperclovax" else 1 / scaling)
+        scale = next((factor for factor in factors if factor is not None), 1.0)
+        return cls(scale, getattr(text, "final_logit_softcapping", None), temperature)
 
     def __call__(self, product: Tensor) -> Tensor:
         if self.softcap is None:
@@ -40,10 +51,10 @@ class LogitMap:
 
 
 def scores_of_logits(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the targets, (...), and entropies, (...), of all logits (..., V), by autograd."""
+    """Return the targets' log-probabilities and the entropies, (...) each, from (..., V) logits, by autograd."""
     logps = z.log_softmax(dim=-1)
     p = logps.exp()
-    # A token of probability 0 adds nothing: not 0 · −inf.
+    # A token of probability 0 contributes 0, not 0 · −inf.
     entropies = -(p * logps.masked_fill(p == 0, 0.0)).sum(dim=-1)
     return logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
 
@@ -57,11 +68,16 @@ def scores_of_hidden(
     dtype: torch.dtype,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of the targets and entropies, (N,) each, in fp32, or fp64 where `dtype` is.
+    """Return the targets' log-probabilities and the entropies, (N,) each, in fp32, or in fp64 where `dtype` is fp64.
 
-    hidden, weight, bias  (N, H), (V, H), (V,): rounded to `dtype` before they are multiplied
-    targets               (N,) the tokens whose log-probabilities are asked for
-    chunk                 entries of the logits that are held at once, unless one position alone has more
+    Args:
+        hidden: (N, H), rounded to `dtype` before it is multiplied, like `weight` and `bias`.
+        weight: (V, H).
+        bias: (V,).
+        targets: (N,), the tokens whose log-probabilities are returned.
+        logit_map: from the head's output to logits.
+        dtype: of the factors of the product.
+        chunk: the number of logits to hold at once; at least one position's.
     """
     rows = max(1, chunk // len(weight))
     logps, entropies = _LinearHead.apply(  # type: ignore[no-untyped-call]
@@ -83,7 +99,9 @@ class _LinearHead(torch.autograd.Function):
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.logit_map, ctx.dtype, ctx.rows = logit_map, dtype, rows
+        ctx.logit_map = logit_map
+        ctx.dtype = dtype
+        ctx.rows = rows
         exact = torch.promote_types(dtype, torch.float32)
         logps, entropies, log_sums = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
         with torch.autocast(hidden.device.type, enabled=False):
@@ -129,7 +147,7 @@ class _LinearHead(torch.autograd.Function):
 def _by_logits(
     z: Tensor, targets: Tensor, log_sums: Tensor, entropies: Tensor, w: Tensor | None, u: Tensor | None
 ) -> Tensor:
-    """Return dz, (n, V), of w log p(t) + u h; it writes over z."""
+    """Return dz, (n, V), of w log p(t) + u h. It overwrites z."""
     logp = z.sub_(log_sums.unsqueeze(-1))
     p = logp.exp()
     if u is None:
@@ -143,9 +161,9 @@ def _by_logits(
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, dtype: torch.dtype, rows: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yields, chunk by chunk, which positions, their logits, and the two factors x and W as they are multiplied."""
+    """Yield each chunk's positions, their logits, and the factors x and W as they are multiplied."""
     exact = torch.promote_types(dtype, torch.float32)
-    # A GPU multiplies halves and sums in fp32. Elsewhere the same rounded numbers are multiplied in fp32.
+    # A GPU multiplies half-precision numbers and sums in fp32. Elsewhere the same rounded numbers are fp32 factors.
     factor = dtype if hidden.device.type == "cuda" else exact
     matrix = weight.to(dtype).to(factor)
     for start in range(0, len(hidden), rows):
@@ -156,7 +174,7 @@ def _chunks(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to the total, which sums in its own precision."""
+    """Add a @ b to `total` in place, summed in its precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

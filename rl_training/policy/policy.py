@@ -1,4 +1,4 @@
-"""What a probe may ask of the policy, whatever loop it is trained by: scores, fresh samples, other parameters."""
+"""The policy as probes see it, whatever loop trains it: scores, fresh samples, other parameters."""
 
 from __future__ import annotations
 
@@ -21,36 +21,44 @@ from rl_training.policy.scores import Scores
 
 
 class Policy(abc.ABC):
-    """The policy with its parameters at the moment of the call. Calls do not affect training.
+    """The policy with its parameters at the moment of a call. Calls do not affect training.
 
-    Everything is local to a rank, but where weights are sharded: then every pass is a collective. A host's subclass
-    implements what goes beyond the model: how the loop samples and decodes.
-
-    model       as it is trained, unwrapped
-    batch_size  rows of one forward pass without graph
+    Passes are local to a rank, unless weights are sharded: then every pass is a collective. A host's subclass adds what
+    the model does not say: how the loop samples and decodes.
     """
 
     def __init__(self, model: nn.Module, scorer: Scorer, batch_size: int) -> None:
-        self.model, self.scorer, self._batch_size = model, scorer, batch_size
-        self.has_text = True  # `decode` returns a text, and not token ids for want of a tokenizer: as all processes do
-        self.in_lockstep: Ranks | None = None  # where all processes run equally many passes
-        self.shard: Shard | None = None  # where the weights lie, once training has begun
+        """Take the model that a loop trains.
+
+        Args:
+            model: as it is trained, unwrapped.
+            scorer: of the model.
+            batch_size: rows of one forward pass without graph.
+        """
+        self.model = model
+        self.scorer = scorer
+        self._batch_size = batch_size
+        self.has_text = True  # whether `decode` returns text, alike on all processes; without a tokenizer: token ids
+        self.in_lockstep: Ranks | None = None  # set where all processes must run equally many passes
+        self.shard: Shard | None = None  # set once training has begun
 
     def score(self, rollout: Rollout, rows: Tensor) -> Scores:
-        """Return log-probabilities and entropies WITH graph of some rows, only as wide as the longest of these.
+        """Score some rows WITH graph, as wide as the longest of these rows.
 
-        In training's precision and with its dropout; inside of `measuring` in IEEE fp32 and without.
+        It runs in training's precision with training's dropout; inside `measuring`, in IEEE fp32 without dropout.
         """
         return self.scorer.score(rollout, rows)
 
     def score_rollout(
         self, rollout: Rollout, scorer: Scorer | None = None, as_training: bool = False, dropout: bool = False
     ) -> Scores:
-        """Return log-probabilities and entropies of all rows, (B, T), without graph, as a measurement.
+        """Score all rows, (B, T), without graph, as a measurement: in IEEE fp32 without dropout.
 
-        scorer       of another model than the policy's
-        as_training  in training's precision
-        dropout      and with its dropout
+        Args:
+            rollout: the sequences.
+            scorer: of another model; None: the policy's own.
+            as_training: use training's precision instead.
+            dropout: with `as_training`, use training's dropout too.
         """
         scorer = scorer or self.scorer
         context: AbstractContextManager[None] = scorer.measuring()
@@ -59,7 +67,7 @@ class Policy(abc.ABC):
         width = rollout.completion_ids.shape[1]
         rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
         with preserve_rotary_tables(self.model), context, torch.no_grad():
-            parts = [scorer.score(rollout, some, graph=False) for some in self.in_batches(rows, self._batch_size)]
+            parts = [scorer.score(rollout, batch, graph=False) for batch in self.in_batches(rows, self._batch_size)]
         parts = parts[: -(-len(rows) // self._batch_size)]
         return Scores(
             logps=pad_and_concat([part.logps for part in parts], at_least=width),
@@ -68,13 +76,13 @@ class Policy(abc.ABC):
         )
 
     def in_batches(self, rows: Tensor, size: int) -> list[Tensor]:
-        """Return rows in parts of so many; in lockstep copies of the first follow where others have more."""
+        """Split rows into batches of `size`; in lockstep, pad with the first batch to every process's number."""
         parts = list(rows.split(size))
         return parts if self.in_lockstep is None else self.in_lockstep.pad_to_equal_count(parts, parts[0])
 
     @property
     def reference(self) -> Scorer | None:
-        """The scorer of a reference model of the loop's own; None where it keeps none."""
+        """The scorer of the loop's reference model; None where the loop keeps none."""
         return None
 
     @property
@@ -83,7 +91,7 @@ class Policy(abc.ABC):
         return self.reference is not None or hasattr(self.model, "disable_adapter")
 
     def reference_logps(self, rollout: Rollout) -> Tensor | None:
-        """Return the log-probabilities of that model, (B, T), as a measurement; None where there is none."""
+        """Return the reference model's log-probabilities, (B, T), as a measurement; None without such a model."""
         if not self.has_reference:
             return None
         reference = self.reference
@@ -93,16 +101,16 @@ class Policy(abc.ABC):
             return self.score_rollout(rollout).logps
 
     def measuring(self) -> AbstractContextManager[None]:
-        """Return a context in which `score` leaves out autocast, TF32 and dropout; the backward belongs in it too."""
+        """Return a context without autocast, TF32 and dropout. Run both `score` and its backward inside it."""
         return self.scorer.measuring()
 
     def shifted(self, shift: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which parameters point to moved copies."""
-        return self.pointing_to({name: self.model.get_parameter(name).data + moved for name, moved in shift.items()})
+        """Return a context in which parameters point to copies that are moved by `shift`."""
+        return self.pointing_to({name: self.model.get_parameter(name).data + delta for name, delta in shift.items()})
 
     @contextlib.contextmanager
     def pointing_to(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which parameters point to other tensors; what they pointed to is never written to."""
+        """Let parameters point to other tensors inside the context; their own tensors are never written to."""
         parameters = {name: self.model.get_parameter(name) for name in weights}
         originals = {name: param.data for name, param in parameters.items()}
         try:
@@ -115,30 +123,34 @@ class Policy(abc.ABC):
 
     @contextlib.contextmanager
     def with_weights(self, entries: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which the trained weights are others; then they are bitwise what they were. A collective.
+        """Load other trained weights inside the context, then restore them bitwise. A collective.
 
-        entries  this process's, as `shard.copy_local_weights()` has them
+        Args:
+            entries: of this process, as `shard.copy_local_weights()` returns them.
         """
         assert self.shard is not None
-        held = self.shard.copy_local_weights()
+        originals = self.shard.copy_local_weights()
         try:
-            self._put(entries)
+            self._load(entries)
             yield
         finally:
-            self._put(held)
+            self._load(originals)
 
-    def _put(self, entries: Mapping[str, Tensor]) -> None:
+    def _load(self, entries: Mapping[str, Tensor]) -> None:
         assert self.shard is not None
         self.shard.load_local_weights(entries)
-        torch.clear_autocast_cache()  # of weights in half precision, where the loop's autocast is still on
+        torch.clear_autocast_cache()  # it holds half-precision copies of weights where the loop's autocast is on
 
     @abc.abstractmethod
     def sample(self, num_sequences: int, seed: int) -> Rollout:
-        """Return this rank's share of so many fresh responses, one each to random prompts of the training set.
+        """Sample `num_sequences` fresh responses over all ranks, one each to random prompts of the training set.
 
         The same seed gives the same prompts and the same random numbers, whatever the parameters.
+
+        Returns:
+            This rank's share.
         """
 
     @abc.abstractmethod
     def decode(self, ids: Tensor) -> str:
-        """Return the text of one sequence of tokens, special tokens left out."""
+        """Return the text of one sequence of tokens without special tokens."""

@@ -1,4 +1,4 @@
-"""How a measurement calculates: IEEE fp32 without dropout and without autocast, whatever training does."""
+"""The precision of measurements: IEEE fp32 without dropout and without autocast, whatever training does."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from rl_training.parallel.sharding import dtype_name
 
-FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # what transformers has beside them refuses fp32, or may
+FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other kinds of attention may refuse fp32
 
 
 @contextlib.contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """A context in which the model calculates as exactly as its weights allow; then everything is as it was.
+    """Let the model calculate as exactly as its weights allow inside the context, then restore everything.
 
     Run forward and backward inside it. It does not change whether a graph is built.
     """
@@ -27,7 +27,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_values(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """A context in which attributes of objects have these values; then they have their own again."""
+    """Give attributes of objects other values inside the context: (object, attribute, value) each."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     try:
         for owner, name, value in values:
@@ -39,7 +39,7 @@ def _with_values(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def ieee_fp32() -> contextlib.AbstractContextManager[None]:
-    """A context without TF32. By torch's new settings only: the old ones cannot be read once these were written."""
+    """Return a context without TF32, by torch's new settings: its old ones cannot be read once these are written."""
     backends: Any = torch.backends
     settings = [
         *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
@@ -49,7 +49,7 @@ def ieee_fp32() -> contextlib.AbstractContextManager[None]:
 
 
 def rounding_reason(model: nn.Module) -> str:
-    """Return why the model computes in less than fp32 even in a measurement, "" if it does not."""
+    """Return the reason why even a measurement computes with less than fp32, or ""."""
     rounded = [
         (not param.requires_grad, f"{name} is {dtype_name(param.dtype)}")
         for name, param in model.named_parameters()
@@ -60,7 +60,7 @@ def rounding_reason(model: nn.Module) -> str:
             rounded.append((True, f"{name} computes in {dtype_name(module.compute_dtype)}"))
     if not rounded:
         return ""
-    first = min(rounded, key=lambda pair: pair[0])[1]  # of what is trained, if there is any
+    first = min(rounded, key=lambda pair: pair[0])[1]  # of trained weights, where there are any
     return f"{first}, so the model's numbers are rounded: load its weights in float32"
 
 
@@ -69,11 +69,11 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """A context in which no module drops out. The flag `training` says more than that, so some keep it.
+    """Return a context in which no module drops out.
 
-    It switches a layer's checkpointing on: where a model knows of no dropout, layers that are checkpointed stay so. And
-    bitsandbytes' layers, which never drop out, repack their weights for good where they are evaluated on a CPU: no
-    gradient would come through them any more.
+    The flag `training` does more than switch dropout, so some modules keep it. It switches a layer's gradient
+    checkpointing on: where the model has no dropout, checkpointed layers keep the flag. bitsandbytes' layers, which
+    never drop out, repack their weights for good when they are evaluated on a CPU, and no gradient passes any more.
     """
     drops_out = _says_dropout(model)
     return _with_values([
@@ -86,7 +86,7 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether two passes over the same rows differ, because modules drop out."""
+    """Return whether two passes over the same rows differ because of dropout."""
     modules = (module for module in model.modules() if module.training)
     return _says_dropout(model) or any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules
@@ -100,7 +100,7 @@ def _says_dropout(model: nn.Module) -> bool:
 
 
 def _attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """A context in which the model's attention takes fp32, which flash attention refuses."""
+    """Return a context in which the model's attention accepts fp32, which flash attention does not."""
     configs: dict[int, Any] = {
         id(module.config): module.config for module in model.modules() if hasattr(module, "config")
     }

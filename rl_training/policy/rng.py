@@ -1,4 +1,4 @@
-"""Random streams: what a measurement draws, training does not notice."""
+"""Random streams: a measurement may draw without changing what training draws."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 @contextlib.contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
-    """A context that restores the random streams of Python, NumPy and torch when it ends: a measurement draws in it."""
-    python, numpy = random.getstate(), np.random.get_state()
+    """Restore the random streams of Python, NumPy and torch when the context ends."""
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
@@ -23,7 +24,7 @@ def preserve_rng(device: torch.device) -> Iterator[None]:
 
 
 def seed_torch(*seed: int, device: torch.device) -> None:
-    """Seed the CPU's stream and this device's, and no other device's, as torch.manual_seed would."""
+    """Seed the streams of the CPU and of `device` only; torch.manual_seed would seed every device's."""
     number = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

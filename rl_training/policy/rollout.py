@@ -1,4 +1,4 @@
-"""The sequences of a step: what was sampled from a policy, the policy's scores, and the weights in the loss.
+"""The sequences of a step: prompts, sampled completions, their rewards and advantages.
 
 Shape legend, used in every comment of this package:
     B  sequences (of a microbatch, of the whole step on this rank, or of an evaluation buffer)
@@ -27,44 +27,45 @@ from rl_training.errors import UserError
 
 @dataclass(frozen=True)
 class Origin:
-    """Why sequences are not what a rollout is taken for: the latest policy's own, the same number to each prompt."""
+    """The reasons why sequences are not the latest policy's own sample, with equally many responses per prompt."""
 
-    sample_limit: str = ""  # why they are a sample of no policy whose log-probabilities are known
-    groups_limit: str = ""  # why it is not known which of them answer one prompt, or not all prompts have as many
-    learned: bool = False  # an optimizer step has learned from some of them, in an earlier rollout
+    sample_limit: str = ""  # why they are no sample of a policy whose log-probabilities are known
+    groups_limit: str = (
+        ""  # why responses cannot be assigned to prompts, or prompts have different numbers of responses
+    )
+    learned: bool = False  # whether an optimizer step has learned from some of them, in an earlier rollout
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sequences sampled from the policy, or from a sampler whose log-probabilities are known. All is detached."""
+    """Sequences sampled from the policy, or from a sampler whose log-probabilities are known. Tensors are detached."""
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P), 1 on tokens
     completion_ids: Tensor  # (B, T)
     completion_mask: Tensor  # (B, T), 1 on sampled tokens
-    advantages: (
-        Tensor  # (B,), as the loss weighs them: 0 for a truncated response that it leaves out; of tokens the mean
-    )
+    # (B,), as the loss weighs responses: 0 for a truncated one that it leaves out; the mean where tokens differ.
+    advantages: Tensor
     rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
-    prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
-    sampling_logps: Tensor | None = None  # (B, T), the sampler's own; None: it is this very policy, or they are unknown
+    prompt_index: Tensor  # (B,), equal for responses to the same prompt, different for different prompts
+    sampling_logps: Tensor | None = None  # (B, T), the sampler's; None: the policy itself sampled, or they are unknown
     on_policy: bool = True  # no optimizer step has learned from them yet: the ratios in the loss are 1
-    environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens between these; None: there are none
-    images: Mapping[str, Any] | None = None  # what the model takes beside tokens: by name, B rows of a tensor or a list
+    environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens between sampled ones; None: no such
+    images: Mapping[str, Any] | None = None  # further inputs of the model by name: a tensor or a list of B rows each
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
-    old_logps: Tensor | None = None  # (B, T), that the loss's ratios are relative to; None: those of the sampler
-    sampling_mismatch: str | None = None  # why they are no samples of the policy that is scored; None: as the loop says
+    old_logps: Tensor | None = None  # (B, T), the denominators of the loss's ratios; None: the sampler's
+    sampling_mismatch: str | None = None  # why they are no samples of the scored policy; None: as the loop says
     origin: Origin = Origin()
-    token_advantages: Tensor | None = None  # (B, T), where they differ within a response
+    token_advantages: Tensor | None = None  # (B, T), where advantages differ within a response
 
     @property
     def advantages_of_tokens(self) -> Tensor:
-        """(B, T), or (B, 1) where all tokens of a response have the same."""
+        """(B, T), or (B, 1) where all tokens of a response have the same advantage."""
         return self.advantages.unsqueeze(1) if self.token_advantages is None else self.token_advantages
 
     @property
     def token_mask(self) -> Tensor:
-        """(B, T), 1 on the tokens of the completion, whoever wrote them."""
+        """(B, T), 1 on all tokens of the completion, sampled or written by an environment."""
         return self.completion_mask if self.environment_mask is None else self.completion_mask + self.environment_mask
 
     @property
@@ -75,7 +76,14 @@ class Rollout:
 def as_rollout(
     prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor], prompt_index: Sequence[int], pad: int
 ) -> Rollout:
-    """Return these responses, at least one, as a rollout without rewards."""
+    """Pad responses, at least one, into a rollout without rewards.
+
+    Args:
+        prompt_ids: (length,) each.
+        completion_ids: (length,) each.
+        prompt_index: equal for responses to the same prompt.
+        pad: the token id of padding.
+    """
     device = prompt_ids[0].device
     return Rollout(
         prompt_ids=pad_sequence(list(prompt_ids), True, pad, padding_side="left"),
@@ -89,7 +97,7 @@ def as_rollout(
 
 
 def join_origins(parts: Sequence[Origin]) -> Origin:
-    """Return what is to be said of several rollouts together."""
+    """Return the origin of several rollouts together: the first reason of each kind."""
     return Origin(
         next((part.sample_limit for part in parts if part.sample_limit), ""),
         next((part.groups_limit for part in parts if part.groups_limit), ""),
@@ -98,7 +106,7 @@ def join_origins(parts: Sequence[Origin]) -> Origin:
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Return the sequences of several rollouts as one, padded to one width."""
+    """Concatenate rollouts, padded to one width."""
 
     def joined(name: str, join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Any:
         values = [getattr(part, name) for part in parts]
@@ -126,21 +134,21 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def _join_token_advantages(parts: Sequence[Rollout]) -> Tensor | None:
-    """Return (B, T), None where every response has one advantage."""
+    """Concatenate advantages of tokens, (B, T); None where every response of all rollouts has one advantage."""
     if all(part.token_advantages is None for part in parts):
         return None
     return pad_and_concat([part.advantages_of_tokens.expand_as(part.completion_ids) for part in parts])
 
 
 def with_one_advantage_each(rollout: Rollout) -> Rollout:
-    """Return the rollout, whose advantages may be (B, T), with one to each response: the mean over its tokens.
+    """Reduce (B, T) advantages to one per response, the mean over its tokens.
 
-    Those of tokens are beside it where they differ within a response.
+    Advantages that differ within a response are kept as `token_advantages`.
 
     >>> ids = torch.ones(2, 2, dtype=torch.long)
-    >>> each = torch.tensor([[0.5, 0.5], [1.0, 3.0]])
-    >>> found = with_one_advantage_each(Rollout(ids, ids, ids, ids, each, None, torch.tensor([0, 0])))
-    >>> found.advantages.tolist(), found.token_advantages.tolist()
+    >>> of_tokens = torch.tensor([[0.5, 0.5], [1.0, 3.0]])
+    >>> rollout = with_one_advantage_each(Rollout(ids, ids, ids, ids, of_tokens, None, torch.tensor([0, 0])))
+    >>> rollout.advantages.tolist(), rollout.token_advantages.tolist()
     ([0.5, 2.0], [[0.5, 0.5], [1.0, 3.0]])
     """
     if rollout.advantages.ndim == 1:
@@ -155,7 +163,7 @@ def with_one_advantage_each(rollout: Rollout) -> Rollout:
 
 
 def pad_and_concat(tensors: Sequence[Tensor], on_the_left: bool = False, value: float = 0, at_least: int = 0) -> Tensor:
-    """Return the rows of these (B, T) tensors, filled up with `value` to the widest of them, or to `at_least`."""
+    """Concatenate the rows of (B, T) tensors, padded with `value` to the widest of them, and to `at_least` columns."""
     width = max(at_least, *(tensor.shape[1] for tensor in tensors))
     missing = [width - tensor.shape[1] for tensor in tensors]
     padding = [(m, 0) if on_the_left else (0, m) for m in missing]
@@ -169,7 +177,7 @@ def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
 
 
 def first_tokens(rollout: Rollout, count: int) -> Rollout:
-    """Return the sequences with so many tokens of each completion at most; with images as they are."""
+    """Cut completions to their first `count` tokens. A rollout with images is returned unchanged."""
     if rollout.images is not None:
         return rollout
     names = ("completion_ids", "completion_mask", "sampling_logps", "old_logps", "environment_mask", "token_advantages")
@@ -189,9 +197,10 @@ def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:
 
 
 def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
-    """Return the images of several rollouts. Token types cover prompts and completions, and are padded with them.
+    """Concatenate the images of several rollouts. Token types are padded like the prompts and completions they cover.
 
-    Raises ValueError where rows of different shapes would have to form one tensor.
+    Raises:
+        UserError: some rows have images and others have none, or rows of different shapes would form one tensor.
     """
     named = [part.images for part in parts if part.images is not None]
     if not named:

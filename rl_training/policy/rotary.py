@@ -1,7 +1,7 @@
-"""Rotary tables that a forward pass leaves behind, and that depend on its longest row: dynamic NTK, longrope.
+"""Rotary tables that depend on the longest row of a forward pass and outlive it: dynamic NTK, longrope.
 
-Transformers keeps them on the model until a longer row, or a short one, makes new ones. What a probe scores must not
-change what training's next forward pass finds.
+Transformers keeps them on the model until a longer row, or a short one, replaces them. A probe's forward pass must not
+change the tables of training's next one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-CHANGING = ("dynamic", "longrope")  # in the name of a kind of table
+CHANGING = ("dynamic", "longrope")  # parts of the names of such kinds of tables
 
 
 def depends_on_longest_row(model: nn.Module) -> bool:
@@ -22,8 +22,8 @@ def depends_on_longest_row(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def preserve_rotary_tables(model: nn.Module) -> Iterator[None]:
-    """A context after which the model's rotary tables are those that it began with."""
-    kept = [
+    """Restore the model's rotary tables when the context ends."""
+    saved = [
         (module, dict(module._buffers), {name: buffer.clone() for name, buffer in _tensors(module._buffers).items()},
          {name: value for name, value in vars(module).items() if isinstance(value, int | float | Tensor)})
         for module in _changing(model)
@@ -31,7 +31,7 @@ def preserve_rotary_tables(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, buffers, values, numbers in kept:
+        for module, buffers, values, numbers in saved:
             module._buffers.update(buffers)
             for name, value in values.items():
                 buffers[name].copy_(value)  # some are written in place

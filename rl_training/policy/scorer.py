@@ -1,12 +1,12 @@
 """Scores of sequences under the causal language model that wrote them: log-probabilities and exact entropies.
 
-Any of Hugging Face's: bare or with adapters, quantised, with a softcap or a scale of its logits, with images. The body
-runs as the model runs it; the head is applied in chunks, at the sampled tokens only, so that the logits of a batch,
-(B, T, V), never exist. Whether head(body(ids)) gives the model's logits is tested once, on two tokens. If not, its own
-logits are used, whole, and one warning says so.
+Any of Hugging Face's models will do: bare or with adapters, quantised, with a softcap or a scale of its logits, with
+images. The body runs as the model runs it; the head is applied in chunks, at the sampled tokens only, so that the
+logits of a batch, (B, T, V), never exist. Whether head(body(ids)) gives the model's logits is tested once, on two
+tokens. If it does not, the model's full logits are used, and one warning says so.
 
-Every sequence starts in the first column, and a batch is as wide as the longest of its rows. A causal model
-does not attend to what is right of a sequence, so there is no attention mask to build or apply.
+Every sequence starts in the first column, and a batch is as wide as the longest of its rows. A causal model does not
+attend to what is right of a sequence, so there is no attention mask to build or apply.
 """
 
 from __future__ import annotations
@@ -34,19 +34,7 @@ CHUNK_LOGITS = 2**25  # 128 MB in fp32
 
 
 class Scorer:
-    """Scores sequences with a model's parameters at the moment of the call. Training is not affected.
-
-    model         the causal language model itself, not as DDP or an engine wraps it; or PEFT's around it
-    temperature   logits are divided by it, as where the responses were sampled
-    autocast      returns the autocast context that training's forward pass runs in
-    fp32_head     training's head multiplies in fp32, outside of autocast
-    call_head     the head's module is called, for hooks on it; otherwise its weight is read where that is the same
-    chunk_logits  so many logits exist at once, unless one position alone has more
-    run_inside_forward  it runs as the model's own forward pass, whose hooks gather sharded weights; all call alike
-    whole_logits  the model's own logits are used: its head is gathered only while it is called
-
-    Raises ValueError for adapters that are tokens before the prompt (PEFT's prompt learning).
-    """
+    """Scores of sequences by a model's parameters at the moment of the call. Training is not affected."""
 
     def __init__(
         self,
@@ -60,36 +48,54 @@ class Scorer:
         run_inside_forward: bool = False,
         whole_logits: bool = False,
     ) -> None:
+        """Take the model to score with.
+
+        Args:
+            model: the causal language model itself, not as DDP or an engine wraps it; or PEFT's model around it.
+            temperature: divides the logits, as where the responses were sampled.
+            autocast: returns the autocast context of training's forward pass.
+            fp32_head: training's head multiplies in fp32, outside autocast.
+            call_head: call the head's module, for hooks on it; otherwise its weight is read where that is equivalent.
+            chunk_logits: the number of logits to hold at once; at least one position's.
+            run_inside_forward: score inside the model's forward pass, whose hooks gather sharded weights. A collective.
+            whole_logits: use the model's full logits, because its head is gathered only while it is called.
+
+        Raises:
+            UserError: the adapters are tokens before the prompt (PEFT's prompt learning).
+        """
         wrapped: Any = model
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise UserError("prompt learning puts tokens of its own before every prompt: train a LoRA adapter instead")
         self._model = model
         self._lm: Any = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-        self.temperature, self._logit_map = temperature, _logit_map(self._lm.config, temperature)
-        self._autocast, self._fp32_head, self._call_head = autocast, fp32_head, call_head
+        self.temperature = temperature
+        self._logit_map = LogitMap.from_config(self._lm.config, temperature)
+        self._autocast = autocast
+        self._fp32_head = fp32_head
+        self._call_head = call_head
         self._chunk = chunk_logits
-        self._measuring = 0
-        self._as_root = run_inside_forward
-        self.layer_rounding = ""  # why layers compute with less than the weights: known once training has begun
+        self._measuring = 0  # how many `measuring` contexts are open
+        self._inside_forward = run_inside_forward
+        self.layer_rounding = ""  # why layers compute with fewer bits than weights have; set once training has begun
         self._full_logits_reason: str | None = "its weights are sharded" if whole_logits else None
 
     @property
     def rounding_reason(self) -> str:
-        """Why a measurement is no fp32 one, "" if it is."""
+        """The reason why a measurement does not run in fp32, or ""."""
         return self.layer_rounding or rounding_reason(self._model)
 
     @property
     def training_rounding(self) -> str:
-        """Why training's own forward pass is no fp32 one, "" if it is."""
+        """The reason why training's forward pass does not run in fp32, or ""."""
         with self._autocast():
             autocast = torch.is_autocast_enabled(self._device.type)
         return self.rounding_reason or ("training's forward pass runs under autocast" if autocast else "")
 
     def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
-        """Return log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
+        """Score the completions of some rows, (B, T), with T the longest of these rows.
 
-        With autocast and dropout as training has them; inside `measuring()` with neither, and in IEEE fp32. Random
-        streams stay as they were. A graph may be used as often as wanted, by first derivatives.
+        Autocast and dropout are training's; inside `measuring()` there is neither, and arithmetic is IEEE fp32. Random
+        streams are restored. The graph allows any number of first derivatives.
         """
         with preserve_rng(self._device):
             self.verify()
@@ -100,24 +106,25 @@ class Scorer:
         return Scores(logps, entropies, batch.mask)
 
     def token_logits(self, sequences: Rollout, rows: Tensor) -> Tensor:
-        """Return the logits, over the temperature, behind each sampled token of some rows, (tokens, V), without graph.
+        """Return the logits behind each sampled token of some rows, (tokens, V), over the temperature, without graph.
 
-        All of them at once, in at least fp32: give few rows at a time.
+        They are all held at once in at least fp32, so pass few rows.
         """
         with preserve_rng(self._device), torch.no_grad():
             batch = right_padded_inputs(sequences, rows)
             at_tokens = batch.at_tokens(batch.sampled_tokens())
             if self.verify():
-                logits = self._own_logits(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
+                logits = self._full_logits(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
                 return _at_least_fp32(logits) / self.temperature
             hidden = self._hidden(batch.ids, batch.inputs).flatten(0, 1)[at_tokens]
             return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
 
     def _gathered(self, calculate: Callable[[], Any]) -> Any:
-        """Return what is calculated, with sharded weights gathered: as the model's own forward pass."""
-        if not self._as_root:
+        """Call `calculate` inside the model's forward pass where its hooks gather sharded weights."""
+        if not self._inside_forward:
             return calculate()
-        own, results = vars(self._model).get("forward"), []
+        patched = vars(self._model).get("forward")
+        results: list[Any] = []
 
         def forward() -> Any:
             results.append(calculate())
@@ -128,20 +135,20 @@ class Scorer:
             outputs = self._model()
         finally:
             del self._model.forward
-            if own is not None:
-                self._model.forward = own
+            if patched is not None:
+                self._model.forward = patched
         if torch.is_grad_enabled():
-            return outputs  # FSDP2 gathers again for the backward of what it returned
+            return outputs  # FSDP2 gathers again for the backward of these tensors
         reshard(self._model)
-        return results[0]  # which FSDP2 may round
+        return results[0]  # `outputs` may be rounded by FSDP2
 
     def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
-        """Return the scores of some rows that keep the padding on their left, (B, T), as wide as the completions.
+        """Score some rows left-padded, with an attention mask and no position ids, as trainers pass rows on.
 
-        By an attention mask and without positions, as trainers pass rows on; as a measurement, without graph.
+        It is a measurement without graph, (B, T), as wide as the rollout's completions.
         """
         batch = left_padded_inputs(sequences, rows)
-        # Half-precision layers take no fp32 but from autocast.
+        # Half-precision layers accept fp32 only from autocast.
         rounded = self._autocast() if self.rounding_reason else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
             self.verify()
@@ -150,7 +157,7 @@ class Scorer:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """A context in which scores are a measurement's, forward and backward; then the model is as it was."""
+        """Make scores inside the context a measurement: IEEE fp32, no autocast, no dropout. Run backwards in it too."""
         self._measuring += 1
         try:
             with measuring(self._model):
@@ -159,9 +166,10 @@ class Scorer:
             self._measuring -= 1
 
     def verify(self) -> str:
-        """Return why the model's own logits are used, "" if its body and head are. Tried once, then known.
+        """Return the reason why the model's full logits are used, or "" where its body and head are.
 
-        The first score calls it if nothing has. Call it before hooking modules: it makes two small forward passes.
+        The answer is cached. The first score calls it; call it before hooking modules, because it runs two small
+        forward passes.
         """
         if self._full_logits_reason is None:
             with preserve_rng(self._device), self.measuring(), torch.no_grad():
@@ -175,14 +183,14 @@ class Scorer:
         return self._full_logits_reason
 
     def _head_mismatch(self) -> str:
-        """Return why head(body(ids)), scaled as the config says, would not be the model's logits; "" if it would."""
+        """Return the reason why head(body(ids)), scaled by the config, differs from the model's logits, or ""."""
         head = self._lm.get_output_embeddings()
         if head is None:
             return "the model does not name its head (get_output_embeddings)"
         if self._lm.base_model is self._lm:
             return "the model does not name its body (base_model_prefix)"
         ids = torch.arange(2, device=self._device).unsqueeze(0)
-        # Known logits in place of the head's: what the model does to them shows, however small its own would be.
+        # Known logits replace the head's, so that what the model does to them shows, however small the head's are.
         ramp = torch.linspace(-50.0, 50.0, self._vocabulary, device=self._device)
         given: list[Tensor] = []
 
@@ -190,14 +198,14 @@ class Scorer:
             given.append(x)
             return ramp.expand(*x.shape[:-1], -1)
 
-        own = vars(head).get("forward")
+        patched = vars(head).get("forward")
         head.forward = known_logits
         try:
-            logits = self._own_logits(ids, {})
+            logits = self._full_logits(ids, {})
         finally:
             del head.forward
-            if own is not None:
-                head.forward = own
+            if patched is not None:
+                head.forward = patched
         if not given:
             return "the model's forward pass does not call its head"
         if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.rounding_reason else 1e-4):
@@ -206,14 +214,14 @@ class Scorer:
         return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
 
     def _calculate(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
-        calculate = self._by_own_logits if self._full_logits_reason else self._by_body_and_head
+        calculate = self._by_full_logits if self._full_logits_reason else self._by_body_and_head
         logps, entropies = self._gathered(lambda: calculate(batch))
         return logps, entropies
 
     def _by_body_and_head(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
         head = self._lm.get_output_embeddings()
         hidden = self._hidden(batch.ids, batch.inputs)
-        patched = "forward" in vars(head) and not self._fp32_head  # or patched to do that
+        patched = "forward" in vars(head) and not self._fp32_head  # training patches it to get an fp32 head
         if self._call_head or type(head) is not nn.Linear or patched:
             columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
             return self._by_called_head(head, hidden.gather(1, columns), batch)
@@ -229,7 +237,7 @@ class Scorer:
         return logps, entropies
 
     def _by_called_head(self, head: Any, hidden: Tensor, batch: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Call it on chunks of columns, (B, t, H): hooks on it can tell the sequences apart."""
+        """Call the head on chunks of columns, (B, t, H), so that hooks on it can tell sequences apart."""
 
         def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
@@ -248,8 +256,8 @@ class Scorer:
         logps, entropies = (torch.cat(values, dim=1) for values in zip(*parts, strict=True))
         return logps, entropies
 
-    def _by_own_logits(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
-        logits = self._own_logits(batch.ids, batch.inputs)
+    def _by_full_logits(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
+        logits = self._full_logits(batch.ids, batch.inputs)
         logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets)
 
@@ -257,8 +265,8 @@ class Scorer:
         hidden = self._lm.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
         return hidden.to(ids.device)  # the model may be spread over devices
 
-    def _own_logits(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return (B, W, V) by the forward pass of the model's class: a trainer may have patched it."""
+    def _full_logits(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Return (B, W, V) logits by the forward of the model's class: a trainer may have patched the instance's."""
         return type(self._lm).forward(self._lm, input_ids=ids, use_cache=False, **inputs).logits
 
     def _dtype_of_product(self, x: Tensor, head: nn.Linear) -> torch.dtype:
@@ -275,17 +283,6 @@ class Scorer:
     def _vocabulary(self) -> int:
         size = getattr(self._lm.get_output_embeddings(), "out_features", None)
         return size or self._lm.config.get_text_config().vocab_size
-
-
-def _logit_map(config: Any, temperature: float) -> LogitMap:
-    """Return what the model does to logits, by its config, in which the factor goes by many names."""
-    text = config.get_text_config()
-    factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
-    scaling = getattr(text, "logits_scaling", None)
-    if scaling is not None:  # most divide by it
-        factors.append(scaling if text.model_type == "hyperclovax" else 1 / scaling)
-    scale = next((factor for factor in factors if factor is not None), 1.0)
-    return LogitMap(scale, getattr(text, "final_logit_softcapping", None), temperature)
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A policy's scores of sampled tokens: all that the formulas need. B sequences, T completion tokens."""
+"""A policy's scores of sampled tokens. B sequences, T completion tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Scores:
 
     logps: Tensor  # (B, T)
     entropies: Tensor  # (B, T), exact entropy of the next-token distribution
-    mask: Tensor  # (B, T), 1 on sampled tokens; values elsewhere mean nothing
+    mask: Tensor  # (B, T), 1 on sampled tokens; scores elsewhere are undefined
 
     def exact(self) -> Scores:
-        """Return them in float64, the mask too; 0 where no token is, whatever stands there."""
+        """Return scores and mask in float64, with 0 off the mask."""
         logps, entropies = (values.double().masked_fill(self.mask == 0, 0.0) for values in (self.logps, self.entropies))
         return Scores(logps, entropies, self.mask.double())
 
     def detached(self) -> Scores:
-        """Return them without graph, in at least fp32: a sum over tokens in bf16 is off by percents.
+        """Return the scores without graph, in at least fp32: a sum over tokens in bf16 would be off by percents.
 
         >>> half = torch.ones(1, 300, dtype=torch.bfloat16)
         >>> Scores(half, half, half).detached().entropies.cumsum(dim=1)[0, -1]

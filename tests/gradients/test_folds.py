@@ -40,7 +40,7 @@ LAYOUTS = {(8, 1): (1, 2), (4, 16): (8, 8), (16, 4): (4, 8), (2, 32): (8, 8), (6
 def check_plan(
     sizes: list[int], num_ranks: int, num_folds: int | None, of_ranks: list[list[int]] | None = None
 ) -> list[FoldGroup]:
-    """Returns the plan of a process, in which every sequence is in one fold, and every fold has whole prompts."""
+    """Return the plan of a process, in which every sequence is in one fold, and every fold has whole prompts."""
     groups = plan_folds(sizes, G, num_ranks, num_folds, of_ranks)
     folds = [fold for group in groups for fold in group.folds]
     assert folds == list(range(len(folds)))
@@ -70,10 +70,10 @@ def test_folds_are_whole_prompts_and_eight_where_that_takes_no_further_pass(
 
 def test_folds_of_groups_of_processes_are_as_few_as_reach_eight() -> None:
     """Of 4 microbatches, 8 processes make 8 folds in two halves; of one, a fold each; of 8, one of all of them."""
-    halves, alone, together = (check_plan([G] * count, 8, None) for count in (4, 1, 8))
-    assert [group.fold_of_rank for group in halves] == [(0, 0, 0, 0, 1, 1, 1, 1)] * 4
-    assert [group.fold_of_rank for group in alone] == [tuple(range(8))]
-    assert [group.fold_of_rank for group in together] == [(0,) * 8] * 8
+    of_four, of_one, of_eight = (check_plan([G] * count, 8, None) for count in (4, 1, 8))
+    assert [group.fold_of_rank for group in of_four] == [(0, 0, 0, 0, 1, 1, 1, 1)] * 4
+    assert [group.fold_of_rank for group in of_one] == [tuple(range(8))]
+    assert [group.fold_of_rank for group in of_eight] == [(0,) * 8] * 8
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_a_unit_ends_where_a_prompt_ends_on_every_process() -> None:
 
 
 def check_same_groups(plans: list[list[FoldGroup]]) -> None:
-    first, *others = ([(group.folds, group.fold_of_rank, len(group.passes)) for group in groups] for groups in plans)
-    assert all(other == first for other in others)
+    first, *rest = ([(group.folds, group.fold_of_rank, len(group.passes)) for group in groups] for groups in plans)
+    assert all(plan == first for plan in rest)
 
 
 # --- leaving one out --------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def ratio_and_product(sums: Tensor) -> Tensor:
 
 
 def fold_sums(num_folds: int, seed: int) -> Tensor:
-    """Returns (num_folds, 3) sums over folds whose second column, the denominator, is far from 0."""
+    """Return (num_folds, 3) sums over folds whose second column, the denominator, is far from 0."""
     return random_folds(num_folds, 3, seed=seed) + torch.tensor([0.5, 9.0, 2.0], dtype=torch.float64)
 
 
@@ -236,14 +236,14 @@ def test_the_largest_of_a_column_is_that_of_all_ranks() -> None:
     def largest(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         return JackknifeUnits(torch.tensor([0, 1]) + 2 * rank, 4, reduce).max(rows[rank].double())
 
-    assert [found.tolist() for found in on_two_ranks(largest)] == [[-3.0, 7.0]] * 2
+    assert [maximum.tolist() for maximum in on_two_ranks(largest)] == [[-3.0, 7.0]] * 2
 
 
 # --- prompts and folds ------------------------------------------------------------------------------------------------
 
 
 def interleaved_prompts(num_prompts: int, seed: int) -> list[int]:
-    """Returns prompt labels, neither small nor sorted, of 1 to 4 responses each in random order."""
+    """Return prompt labels, neither small nor sorted, of 1 to 4 responses each in random order."""
     rng = random.Random(seed)
     labels = [label for label in rng.sample(range(1000), num_prompts) for _ in range(rng.randint(1, 4))]
     rng.shuffle(labels)
@@ -274,8 +274,8 @@ def test_folds_of_spread_prompts_keep_them_whole_and_are_filled_even_and_on_as_m
         labels = interleaved_prompts(num_prompts + rank, seed=rank)
         folds = folds_of_prompts(torch.tensor(labels), groups, rank).tolist()
         where = {label: {f for f, x in zip(folds, labels, strict=True) if x == label} for label in labels}
-        assert all(len(own) == 1 for own in where.values())
-        prompts_in_fold = [sum({f} == own for own in where.values()) for f in set(folds)]
+        assert all(len(folds_of_label) == 1 for folds_of_label in where.values())
+        prompts_in_fold = [sum({f} == folds_of_label for folds_of_label in where.values()) for f in set(folds)]
         assert max(prompts_in_fold) - min(prompts_in_fold) <= 1
         for fold in set(folds):
             ranks_of_fold[fold] += 1

@@ -49,7 +49,7 @@ class TiedModel(nn.Module):
         return self.head(self.norm(x + torch.tanh(self.mix(x))))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the mean next-token loss of these sequences."""
+        """Return the mean next-token loss of these sequences."""
         x = self.embed(tokens[:, :-1])
         logits = self.middle(x) if self.reentrant is None else checkpoint(self.middle, x, use_reentrant=self.reentrant)
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -61,10 +61,10 @@ def microbatches(count: int, seed: int = 0) -> list[Tensor]:
 
 
 def own_gradient(model: TiedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """Returns the gradient of the mean loss of one microbatch, flat by parameter, which no hook has seen."""
+    """Return the gradient of the mean loss of one microbatch, flat by parameter, which no hook has seen."""
     parameters = dict(model.named_parameters())
-    found = torch.autograd.grad(model(tokens), list(parameters.values()))
-    return {name: gradient.flatten() for name, gradient in zip(parameters, found, strict=True)}
+    gradients = torch.autograd.grad(model(tokens), list(parameters.values()))
+    return {name: gradient.flatten() for name, gradient in zip(parameters, gradients, strict=True)}
 
 
 def shard_of(model: nn.Module, kind: type[Shard] = Shard) -> Shard:
@@ -76,19 +76,19 @@ def rows_of(model: nn.Module, **options: Any) -> GradientRows:
 
 
 def folds_of(*sizes: list[int]) -> list[FoldGroup]:
-    """Returns folds of microbatches of these sizes, of one process."""
+    """Return folds of microbatches of these sizes, of one process."""
     passes = iter(ranges_of(list(itertools.chain(*sizes))))
     return [FoldGroup(range(k, k + 1), (0,), tuple(next(passes) for _ in fold)) for k, fold in enumerate(sizes)]
 
 
-def kept(rows: GradientRows) -> dict[str, Tensor]:
-    """Returns what is kept, (F, n) by parameter."""
+def rows_by_name(rows: GradientRows) -> dict[str, Tensor]:
+    """Return what is kept, (F, n) by parameter."""
     assert rows.rows is not None
     return rows.layout.by_name(rows.rows)
 
 
 def mean_of(model: nn.Module, rows: GradientRows) -> Vector:
-    """Returns the gradient that the optimizer gets."""
+    """Return the gradient that the optimizer gets."""
     return rows.layout.vector(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
 
 
@@ -130,7 +130,7 @@ def named(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
 
 
 def flat(tensors: dict[str, Tensor]) -> list[float]:
-    """Returns all entries as one list."""
+    """Return all entries as one list."""
     return [x for values in tensors.values() for x in values.double().reshape(-1).tolist()]
 
 
@@ -151,7 +151,7 @@ def test_buckets_hold_every_parameter_once_and_in_order(joined: int) -> None:
     assert {name: part.tolist() for name, part in layout.by_name(vector).items()} == {
         name: values.reshape(-1).tolist() for name, values in tensors.items()
     }
-    assert all(torch.equal(part, own) for part, own in zip(layout.split(torch.cat(vector)), vector, strict=True))
+    assert all(torch.equal(part, bucket) for part, bucket in zip(layout.split(torch.cat(vector)), vector, strict=True))
 
 
 def test_writing_to_a_parameters_part_writes_to_the_vector(joined: int) -> None:
@@ -180,17 +180,17 @@ def test_vectors_are_at_least_fp32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dots_are_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joined: int) -> None:
     """The tolerance of an inner product is relative to Σ|x||y|: what its terms, not their sum, can be rounded to."""
-    one, other = named(dtype), named(dtype, seed=1)
-    layout = Layout(one)
-    found = dot(layout.vector(one.values()), layout.vector(other.values()))
-    terms = [a * b for a, b in zip(flat(one), flat(other), strict=True)]
-    assert found.dtype == torch.float64
+    a_by_name, b_by_name = named(dtype), named(dtype, seed=1)
+    layout = Layout(a_by_name)
+    product = dot(layout.vector(a_by_name.values()), layout.vector(b_by_name.values()))
+    terms = [a * b for a, b in zip(flat(a_by_name), flat(b_by_name), strict=True)]
+    assert product.dtype == torch.float64
     tolerance = 4 * torch.finfo(dtype).eps
-    assert float(found) == pytest.approx(sum(terms), abs=tolerance * sum(map(abs, terms)))
-    total = layout.vector(one.values())
+    assert float(product) == pytest.approx(sum(terms), abs=tolerance * sum(map(abs, terms)))
+    total = layout.vector(a_by_name.values())
     total = [part.clone() for part in total]
-    add(total, layout.vector(other.values()), -2.0)
-    expected = [a - 2 * b for a, b in zip(flat(one), flat(other), strict=True)]
+    add(total, layout.vector(b_by_name.values()), -2.0)
+    expected = [a - 2 * b for a, b in zip(flat(a_by_name), flat(b_by_name), strict=True)]
     assert torch.cat(total).double().tolist() == pytest.approx(expected, rel=1e-5)
 
 
@@ -235,24 +235,24 @@ def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype
     assert {part.dtype for part in rows.rows} == {torch.promote_types(dtype, torch.float32)}
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(dtype), tokens).items():
-            got, tolerance = kept(rows)[name][k], 1e-12 if count == 3 else 0.0
+            got, tolerance = rows_by_name(rows)[name][k], 1e-12 if count == 3 else 0.0
             torch.testing.assert_close(got, gradient.to(got), rtol=tolerance, atol=0.01 * tolerance)
 
 
 def test_rows_in_bf16_are_the_rows_with_eight_significant_bits() -> None:
     exact, halved = TiedModel(torch.float32), TiedModel(torch.float32)
     rows, short = rows_of(exact), rows_of(halved, dtype=torch.bfloat16)
-    for model, own in ((exact, rows), (halved, short)):
-        train_step(model, own, microbatches(3))
+    for model, recorder in ((exact, rows), (halved, short)):
+        train_step(model, recorder, microbatches(3))
     assert {part.dtype for part in short.rows} == {torch.bfloat16}
-    for name, row in kept(rows).items():
-        torch.testing.assert_close(kept(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # two roundings
+    for name, row in rows_by_name(rows).items():
+        torch.testing.assert_close(rows_by_name(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # two roundings
 
 
 def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: GradientRows) -> None:
     train_step(model, rows, microbatches(3))
     for name, p in model.named_parameters():
-        torch.testing.assert_close(kept(rows)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(rows_by_name(rows)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
 
 
 def test_rows_are_the_same_under_gradient_checkpointing() -> None:
@@ -262,7 +262,7 @@ def test_rows_are_the_same_under_gradient_checkpointing() -> None:
     train_step(model, rows, batches)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            torch.testing.assert_close(kept(rows)[name][k], gradient, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(rows_by_name(rows)[name][k], gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_a_gradient_in_several_parts_is_noticed() -> None:
@@ -281,7 +281,7 @@ def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, ro
         assert {len(part) for part in rows.rows} == {count}
         assert rows.most_bytes == count * rows.layout.num_bytes
         for name, gradient in own_gradient(TiedModel(), batches[-1]).items():
-            assert torch.equal(kept(rows)[name][-1], gradient), name
+            assert torch.equal(rows_by_name(rows)[name][-1], gradient), name
 
 
 def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, rows: GradientRows) -> None:
@@ -294,7 +294,7 @@ def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel,
         torch.autograd.grad(model(microbatches(1, seed=8)[0]), parameters)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            assert torch.equal(kept(rows)[name][k], gradient), name
+            assert torch.equal(rows_by_name(rows)[name][k], gradient), name
 
 
 def test_a_step_that_keeps_nothing_of_gradients_sets_no_hook(model: TiedModel, rows: GradientRows) -> None:
@@ -329,11 +329,11 @@ def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
     expected = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
     assert rows.sq_norms is not None
     for number, name in enumerate(expected[0]):
-        own = torch.stack([gradients[name] for gradients in expected])
-        of_folds_and_mean = torch.cat([own, own.mean(dim=0, keepdim=True)]).square().sum(dim=1)
+        of_folds = torch.stack([gradients[name] for gradients in expected])
+        of_folds_and_mean = torch.cat([of_folds, of_folds.mean(dim=0, keepdim=True)]).square().sum(dim=1)
         torch.testing.assert_close(rows.sq_norms[:, number, 0], of_folds_and_mean)
         if keep_rows:
-            torch.testing.assert_close(kept(rows)[name], own)
+            torch.testing.assert_close(rows_by_name(rows)[name], of_folds)
 
 
 @pytest.mark.parametrize(("offload", "lies_on"), [(False, "cuda"), (True, "cpu")])
@@ -381,8 +381,8 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
     caught = GradientRows(step.gradients.reduction)
     caught.start_step([FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)])
     for rows in microbatch_rows:
-        own = torch.tensor(rows)
-        catch(caught, rows.start, (weights[own] * policy.score(rollout, own).logps).sum())
+        indices = torch.tensor(rows)
+        catch(caught, rows.start, (weights[indices] * policy.score(rollout, indices).logps).sum())
     caught.split_microbatch_gradients(step)
     caught.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1, caught.layout.zeros())
     expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
@@ -405,7 +405,7 @@ class Sliced(Shard):
 
 
 def sliced_sums(rank: int) -> dict[str, Tensor]:
-    """Returns the sums of two backwards by fold, of which one process does not reach every parameter."""
+    """Return the sums of two backwards by fold, of which one process does not reach every parameter."""
     model = TiedModel()
     shard = shard_of(model, Sliced)
     target, reduction = shard.layout.zeros(2), FoldReduction(shard)
@@ -437,17 +437,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Tenso
 @pytest.mark.parametrize("chunks", [0, 1], ids=["in one chunk", "in many chunks"])
 def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
     """A first backward of both processes is of fold 0; of the second, that of process 1 is of fold 1."""
-    own = [own_gradient(TiedModel(), tokens) for tokens in microbatches(2, seed=200)]
-    other = []
+    of_tied = [own_gradient(TiedModel(), tokens) for tokens in microbatches(2, seed=200)]
+    of_embedding = []
     for tokens in microbatches(2, seed=201):
         model = TiedModel()
         model.embed(tokens).square().sum().backward()
-        other.append(model.embed.weight.grad.flatten())
+        of_embedding.append(model.embed.weight.grad.flatten())
     parts = [sums[chunks] for sums in ranks]
     assert [part.numel() for part in parts[0].values()] != [part.numel() for part in parts[1].values()]
-    for name in own[0]:
+    for name in of_tied[0]:
         reached = name == "embed.weight"
-        second = other[1] if reached else torch.zeros_like(own[1][name])
-        expected = torch.stack([own[0][name] + own[1][name] + (other[0] if reached else 0.0), second])
+        second = of_embedding[1] if reached else torch.zeros_like(of_tied[1][name])
+        expected = torch.stack([of_tied[0][name] + of_tied[1][name] + (of_embedding[0] if reached else 0.0), second])
         found = torch.cat([part[name] for part in parts], dim=-1)  # each keeps some of the entries
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

@@ -37,30 +37,30 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[Found]]:
-    """Returns what each of so many processes has of a case."""
+    """Return what each of so many processes has of a case."""
     folder: Path = tmp_path_factory.mktemp("layouts")
     for world, cases in ((1, ONE), (2, TWO | NUMERICS), (4, FOUR)):
         bare = {f"{name}_bare": case | {"probes": False} for name, case in cases.items() if world > 1}
         forks.start_ranks(layouts.worker, (folder, cases | bare), world)
 
-    def found(name: str, world: int) -> list[Found]:
+    def load(name: str, world: int) -> list[Found]:
         return [torch.load(folder / f"{name}_{world}_{rank}.pt", weights_only=False) for rank in range(world)]
 
-    return found
+    return load
 
 
 @pytest.mark.parametrize("name", [*CASES, *NUMERICS])
 def test_training_is_bitwise_the_same_with_and_without_probes(trained, name: str) -> None:
     """Of each process: its weights, the optimizer's states and the random numbers that come next."""
     world = CASES.get(name, 2)
-    digests = [[found["digest"] for found in trained(case, world)] for case in (name, f"{name}_bare")]
+    digests = [[rank["digest"] for rank in trained(case, world)] for case in (name, f"{name}_bare")]
     assert digests[0] == digests[1]
 
 
 @every_case
 def test_all_processes_have_the_same_estimates(trained, name: str) -> None:
-    first, *others = (repr(found["estimates"]) for found in trained(name, CASES[name]))
-    assert all(other == first for other in others)
+    first, *rest = (repr(rank["estimates"]) for rank in trained(name, CASES[name]))
+    assert all(estimates == first for estimates in rest)
 
 
 @every_case
@@ -70,13 +70,13 @@ def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: s
     Slices are scored without the padding of training's forward pass, and the model's table of positions is fp32: 1e-6.
     """
     tolerance = 1e-6 if "slices" in name else 1e-10
-    single = next((other for other in ONE if other[4:] and other[4:] in name), "one")
-    (one,) = trained(single, 1)
+    single = next((case for case in ONE if case[4:] and case[4:] in name), "one")
+    (reference,) = trained(single, 1)
     same_microbatches = "microbatch" not in ONE[single] | (TWO | FOUR)[name]
-    both = [by_step_and_name(one), by_step_and_name(trained(name, CASES[name])[0])]
+    rows_of_runs = [by_step_and_name(reference), by_step_and_name(trained(name, CASES[name])[0])]
     if not same_microbatches:  # the weights of a bonus depend on the tokens of a microbatch
-        both = [{key: row for key, row in rows.items() if "bonus" not in key[1]} for rows in both]
-    off = differences(*both)
+        rows_of_runs = [{key: row for key, row in rows.items() if "bonus" not in key[1]} for rows in rows_of_runs]
+    off = differences(*rows_of_runs)
     assert len(off) > 40  # something is measured
     assert too_far(off, tolerance) == {}
 
@@ -88,8 +88,8 @@ def test_no_group_of_processes_outlives_a_training_and_none_is_made_where_nothin
     assert len(set(trained("fsdp2_numerics", 2)[0]["groups"])) == 1  # its probes send no gradients
 
 
-def by_step_and_name(found: Found) -> dict[tuple[int, str], tuple[float, float]]:
-    return {(step, name): row[:2] for step, rows in enumerate(found["estimates"]) for name, row in rows.items()}
+def by_step_and_name(trace: Found) -> dict[tuple[int, str], tuple[float, float]]:
+    return {(step, name): row[:2] for step, rows in enumerate(trace["estimates"]) for name, row in rows.items()}
 
 
 def test_where_fsdp2_reduces_each_backward_probes_send_only_gradients_of_some_processes_alone(trained) -> None:

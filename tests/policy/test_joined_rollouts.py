@@ -31,27 +31,27 @@ def joined(parts: list[Rollout], ranks: Ranks = ALONE) -> Rollout:
 
 
 def test_beside_another_policy_s_samples_the_policy_s_own_have_its_log_probabilities() -> None:
-    found = joined([FRESH, STALE])
-    assert not found.on_policy
+    rollout = joined([FRESH, STALE])
+    assert not rollout.on_policy
     for name in ("sampling_logps", "old_logps"):
-        assert torch.equal(getattr(found, name), torch.cat([OWN, OWN - 1]))
+        assert torch.equal(getattr(rollout, name), torch.cat([OWN, OWN - 1]))
 
 
 def test_fresh_samples_alone_have_no_sampler_and_an_engine_s_no_policy_of_before() -> None:
-    found = joined([FRESH, FRESH])
-    assert found.on_policy
-    assert found.sampling_logps is found.old_logps is None
-    found = joined([OF_ENGINE, OF_ENGINE])
-    assert found.on_policy
-    assert torch.equal(found.sampling_logps, torch.cat([OWN - 2, OWN - 2]))
-    assert found.old_logps is None
+    rollout = joined([FRESH, FRESH])
+    assert rollout.on_policy
+    assert rollout.sampling_logps is rollout.old_logps is None
+    rollout = joined([OF_ENGINE, OF_ENGINE])
+    assert rollout.on_policy
+    assert torch.equal(rollout.sampling_logps, torch.cat([OWN - 2, OWN - 2]))
+    assert rollout.old_logps is None
 
 
 def test_one_microbatch_of_an_unknown_policy_leaves_the_ratios_of_all_unknown() -> None:
-    found = joined([FRESH, STALE, UNKNOWN])
-    assert not found.on_policy
-    assert found.sampling_logps is found.old_logps is None
-    assert found.rewards is not None
+    rollout = joined([FRESH, STALE, UNKNOWN])
+    assert not rollout.on_policy
+    assert rollout.sampling_logps is rollout.old_logps is None
+    assert rollout.rewards is not None
 
 
 def test_one_microbatch_without_rewards_leaves_those_of_all_unknown() -> None:
@@ -59,22 +59,22 @@ def test_one_microbatch_without_rewards_leaves_those_of_all_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "expected"),
+    ("of_second_rank", "expected"),
     [
         (STALE, [0.0, 1.0, 1.0, 1.0]),
         (UNKNOWN, [0.0, 0.0, 0.0, 1.0]),
         (dataclasses.replace(FRESH, rewards=None), [1.0, 0.0, 0.0, 0.0]),
     ],
 )
-def test_what_one_process_knows_or_lacks_holds_on_all(other: Rollout, expected: list[float]) -> None:
+def test_what_one_process_knows_or_lacks_holds_on_all(of_second_rank: Rollout, expected: list[float]) -> None:
     """On-policy; with a sampler's log-probabilities, those of before, rewards. Else one would wait for the other."""
 
-    def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        one = joined([FRESH if rank == 0 else other], Ranks(2, reduce, rank))
-        known: list[Any] = [one.sampling_logps, one.old_logps, one.rewards]
-        return torch.tensor([float(one.on_policy), *(float(value is not None) for value in known)])
+    def known_on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        rollout = joined([FRESH if rank == 0 else of_second_rank], Ranks(2, reduce, rank))
+        known: list[Any] = [rollout.sampling_logps, rollout.old_logps, rollout.rewards]
+        return torch.tensor([float(rollout.on_policy), *(float(value is not None) for value in known)])
 
-    assert [each.tolist() for each in on_two_ranks(found)] == [expected] * 2
+    assert [flags.tolist() for flags in on_two_ranks(known_on_rank)] == [expected] * 2
 
 
 def test_what_is_said_of_one_microbatch_s_origin_is_said_of_the_step() -> None:

@@ -23,7 +23,7 @@ SEQUENCES, TOKENS = 4, 250
 
 
 def sampled(sequences: int = SEQUENCES, tokens: int = TOKENS) -> Rollout:
-    """Returns sequences whose prompts have 4, 8, … tokens, the first ones the most padding."""
+    """Return sequences whose prompts have 4, 8, … tokens, the first ones the most padding."""
     generator = torch.Generator().manual_seed(0)
     lengths = 4 * torch.arange(1, sequences + 1)
     prompt_mask = (torch.arange(4 * sequences) >= 4 * sequences - lengths.unsqueeze(1)).long()
@@ -54,11 +54,11 @@ class Said:
     measuring = contextlib.nullcontext
 
 
-def alone(tensor: Tensor) -> Tensor:
+def one_rank(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = alone, rollout: Rollout | None = None) -> str:
+def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = one_rank, rollout: Rollout | None = None) -> str:
     return PaddingCheck().limit(rollout or sampled(), policy, reduce)
 
 
@@ -111,7 +111,7 @@ def test_it_looks_again_at_measured_steps_1_10_and_100_at_the_rows_with_the_most
     policy, check, asked_at = Said(torch.zeros(4, 3)), PaddingCheck(), []
     rollout = sampled(sequences=9)
     for step in range(1, 102):
-        assert check.limit(rollout, policy, alone) == ""  # type: ignore[arg-type]
+        assert check.limit(rollout, policy, one_rank) == ""  # type: ignore[arg-type]
         if len(policy.asked) > len(asked_at):
             asked_at.append(step)
     assert asked_at == [1, 10, 100]
@@ -122,14 +122,14 @@ def test_what_it_has_found_it_keeps() -> None:
     policy, check = Said(torch.ones(4, 3)), PaddingCheck()
     rollout = sampled()
     for _ in range(12):
-        assert check.limit(rollout, policy, alone) == PADDING_MATTERS  # type: ignore[arg-type]
+        assert check.limit(rollout, policy, one_rank) == PADDING_MATTERS  # type: ignore[arg-type]
     assert len(policy.asked) == 1
 
 
 @pytest.mark.parametrize(("of_other", "matters"), [(0.0, False), (1.0, True)])
 def test_a_rank_whose_responses_are_empty_meets_the_other_and_says_the_same(of_other: float, matters: bool) -> None:
-    nothing = torch.zeros(SEQUENCES, TOKENS)
-    ranks = Said(nothing, mask=nothing), Said(torch.full((SEQUENCES, TOKENS), of_other))
+    zeros = torch.zeros(SEQUENCES, TOKENS)
+    ranks = Said(zeros, mask=zeros), Said(torch.full((SEQUENCES, TOKENS), of_other))
     sent: list[Tensor] = []
 
     def send(tensor: Tensor) -> Tensor:
@@ -144,5 +144,5 @@ def test_a_rank_whose_responses_are_empty_meets_the_other_and_says_the_same(of_o
 
 
 def test_empty_responses_everywhere_are_no_reason() -> None:
-    nothing = torch.zeros(SEQUENCES, TOKENS)
-    assert answer(Said(nothing, mask=nothing)) == ""
+    zeros = torch.zeros(SEQUENCES, TOKENS)
+    assert answer(Said(zeros, mask=zeros)) == ""

@@ -69,10 +69,10 @@ ROWS = torch.tensor([4, 1, 0])
 
 
 def model_of(family: str, **settings: Any) -> PreTrainedModel:
-    name, own = FAMILIES[family]
+    name, config = FAMILIES[family]
     torch.manual_seed(0)
     model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**{**SIZES, **own, **settings})
+        getattr(transformers, f"{name}Config")(**{**SIZES, **config, **settings})
     )
     for key, param in model.named_parameters():
         if key.endswith("bias"):
@@ -86,16 +86,16 @@ def with_adapter(model: PreTrainedModel, **settings: Any) -> Any:
 
 
 def plain(model: Any, sequences: Sampled, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns log-probabilities and entropies of each row's sampled tokens, from all logits of that row alone."""
+    """Return log-probabilities and entropies of each row's sampled tokens, from all logits of that row alone."""
     scores = []
     for row in rows.tolist():
         prompt, token = sequences.prompt_mask[row].bool(), sequences.token_mask[row].bool()
         ids = torch.cat([sequences.prompt_ids[row][prompt], sequences.completion_ids[row][token]])
         logits = model(input_ids=ids.unsqueeze(0)).logits[0, int(prompt.sum()) - 1 : -1]
         p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / TEMPERATURE).softmax(-1)
-        own = sequences.completion_mask[row][token].bool()
+        is_sampled = sequences.completion_mask[row][token].bool()
         at_targets = p.log().gather(-1, sequences.completion_ids[row][token].unsqueeze(-1)).squeeze(-1)
-        scores.append((at_targets[own], torch.special.entr(p).sum(-1)[own]))
+        scores.append((at_targets[is_sampled], torch.special.entr(p).sum(-1)[is_sampled]))
     return scores
 
 
@@ -126,9 +126,9 @@ def assert_like_plain(model: Any, scorer: Scorer, sequences: Sampled, tolerance:
     """Values, and the gradient of a weighted sum. The model is in float64, but for its norms, which round to fp32."""
     twin = plain(model, sequences, ROWS)
     expected = torch.cat([pair[0] for pair in twin]), torch.cat([pair[1] for pair in twin])
-    found = of_tokens(scorer.score(sequences, ROWS))
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert_close(gradients(model, found), gradients(model, expected), tolerance)
+    scores = of_tokens(scorer.score(sequences, ROWS))
+    torch.testing.assert_close(scores, expected, rtol=tolerance, atol=tolerance)
+    assert_close(gradients(model, scores), gradients(model, expected), tolerance)
 
 
 @pytest.mark.parametrize("call_head", [False, True], ids=["weight", "called"])
@@ -146,9 +146,9 @@ def test_fp32_scores_and_gradients_are_those_of_float64_to_1e_6(family: str) -> 
     exact = copy.deepcopy(model).double()
     twin = plain(exact, sampled(), ROWS)
     expected = torch.cat([pair[0] for pair in twin]), torch.cat([pair[1] for pair in twin])
-    found = of_tokens(Scorer(model, TEMPERATURE).score(sampled(), ROWS))
-    torch.testing.assert_close(found, tuple(x.float() for x in expected), rtol=1e-6, atol=2e-6)
-    assert_close(gradients(model, found), {n: g.float() for n, g in gradients(exact, expected).items()}, 2e-6)
+    scores = of_tokens(Scorer(model, TEMPERATURE).score(sampled(), ROWS))
+    torch.testing.assert_close(scores, tuple(x.float() for x in expected), rtol=1e-6, atol=2e-6)
+    assert_close(gradients(model, scores), {n: g.float() for n, g in gradients(exact, expected).items()}, 2e-6)
 
 
 @pytest.mark.parametrize(
@@ -371,10 +371,10 @@ def test_checkpointed_layers_stay_so_in_a_measurement_unless_they_could_drop_out
     calls = []
     handle = model.model.layers[0].mlp.register_forward_pre_hook(lambda *of: calls.append(of))
     with scorer.measuring():
-        found = gradients(model, of_tokens(scorer.score(sampled(), ROWS)))
+        scores = gradients(model, of_tokens(scorer.score(sampled(), ROWS)))
     handle.remove()
     assert len(calls) == (2 if dropout == 0 else 1)
-    assert_close(found, expected, 1e-6)
+    assert_close(scores, expected, 1e-6)
     assert all(module.training for module in model.modules())
 
 
@@ -492,10 +492,10 @@ def test_scores_are_those_that_training_has(make_trainer: Callable[..., Any], ha
     sequences = sampled(prompts=(6,) * 5)  # TRL pads on the left, which shifts positions and with them the rounding
     scorer = Scorer(trainer.model, TEMPERATURE, autocast=trainer.accelerator.autocast)
     theirs = of_tokens(of_trl(trainer, sequences, ROWS))
-    found = of_tokens(scorer.score(sequences, ROWS))
-    torch.testing.assert_close(found[0], theirs[0], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found[1], theirs[1], rtol=tolerance, atol=4 * tolerance)  # TRL's small ones cancel
-    assert_close(gradients(trainer.model, found), gradients(trainer.model, theirs), tolerance)
+    scores = of_tokens(scorer.score(sequences, ROWS))
+    torch.testing.assert_close(scores[0], theirs[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(scores[1], theirs[1], rtol=tolerance, atol=4 * tolerance)  # TRL's small ones cancel
+    assert_close(gradients(trainer.model, scores), gradients(trainer.model, theirs), tolerance)
 
 
 def test_a_head_that_training_keeps_in_fp32_is_multiplied_in_fp32(make_trainer: Callable[..., Any]) -> None:
