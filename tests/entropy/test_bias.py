@@ -93,7 +93,7 @@ def plain_step(name: str, gradient: list[float]) -> list[float]:
 
 
 def independent_product(name: str, groups: Groups) -> float:
-    """Returns ∂H · E[δθ], ∂H by enumeration of the responses and δθ of the mean gradient of one prompt."""
+    """Return ∂H · E[δθ], ∂H by enumeration of the responses and δθ of the mean gradient of one prompt."""
     steps = [plain_step(name, gradient) for gradient in groups.gradient.tolist()]
     mean_step = [
         math.fsum(p * x for p, x in zip(groups.probability.tolist(), column, strict=True))
@@ -158,7 +158,7 @@ def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_
     )  # backward: a batch's X, the step of the batch before it, and all at the same state
 
     def distance(values: Tensor, others: Tensor) -> float:
-        """Returns mean(values − others) in standard errors; both are of the same batches."""
+        """Return mean(values − others) in standard errors; both are of the same batches."""
         difference = values - others
         return float(difference.mean() / difference.std() * math.sqrt(len(difference)))
 

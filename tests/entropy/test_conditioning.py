@@ -23,7 +23,7 @@ def vector(values: list[float]) -> Tensor:
 
 
 def asked() -> tuple[Any, Any, Tensor]:
-    """Returns what `condition` is asked of: a trainer of two tensors, its step from the gradient G, and X̄."""
+    """Return what `condition` is asked of: a trainer of two tensors, its step from the gradient G, and X̄."""
     state = AdamWState(vector(M), vector(V), STEPS, RATE, BETAS, EPS, DECAY)
     parts = state.delta(vector(THETA), CLIP * vector(G))
     piece = SimpleNamespace(flat=slice(0, 3), state=state)
@@ -33,7 +33,7 @@ def asked() -> tuple[Any, Any, Tensor]:
 
 
 def written_out() -> dict[str, list[float]]:
-    """Returns the directions by name, from Adam's formulas, one entry at a time."""
+    """Return the directions by name, from Adam's formulas, one entry at a time."""
     g = [CLIP * value for value in G]
     m = [0.8 * old + 0.2 * new for old, new in zip(M, g, strict=True)]
     root = [math.sqrt((0.9 * old + 0.1 * new**2) / (1 - 0.9**4)) for old, new in zip(V, g, strict=True)]

@@ -29,7 +29,7 @@ class Tabular:
         self.logits = torch.tensor(table, dtype=torch.float64, requires_grad=True)
 
     def scores(self, responses: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (logps, entropies, mask), (B, MAX_LENGTH); padding is scored too, as the first token would be."""
+        """Return (logps, entropies, mask), (B, MAX_LENGTH); padding is scored too, as the first token would be."""
         padding = [[0] * (reference.MAX_LENGTH - len(r)) for r in responses]
         rows = torch.tensor([[*reference.prefix_numbers(r), *p] for r, p in zip(responses, padding, strict=True)])
         tokens = torch.tensor([[*r, *p] for r, p in zip(responses, padding, strict=True)])
@@ -40,14 +40,14 @@ class Tabular:
     def gradient(
         self, responses: list[tuple[int, ...]], of_sequence: Tensor, logp_weights: Tensor, entropy_weights: Tensor
     ) -> Tensor:
-        """Returns ∂ of Σ_i of_sequence_i Σ_k w_ik log π(t_ik) + u_ik h_ik by the logits."""
+        """Return ∂ of Σ_i of_sequence_i Σ_k w_ik log π(t_ik) + u_ik h_ik by the logits."""
         logps, entropies, _ = self.scores(responses)
         surrogate = (of_sequence * (logp_weights * logps + entropy_weights * entropies).sum(dim=1)).sum()
         return torch.autograd.grad(surrogate, self.logits)[0]
 
 
 def all_groups(table: reference.Table, group_size: int) -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
-    """Returns every possible group of responses, one prompt each: (responses, prompt_index, probability / group_size).
+    """Return every possible group of responses, one prompt each: (responses, prompt_index, probability / group_size).
 
     Summing over sequences with the last as weight is the expectation over batches of the mean over a batch.
     """
@@ -64,7 +64,7 @@ def ragged(padded: Tensor, mask: Tensor) -> list[list[float]]:
 
 
 def padded(rows: reference.Ragged, like: Tensor) -> Tensor:
-    """Returns ragged rows as a matrix shaped `like`, zero after each row's end."""
+    """Return ragged rows as a matrix shaped `like`, zero after each row's end."""
     out = torch.zeros(like.shape, dtype=torch.float64)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
@@ -79,7 +79,7 @@ def twin_weights(
 
 
 def random_batch(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (entropies, mask, prompt_index): three prompts with 2, 3 and 4 responses, interleaved, ragged.
+    """Return (entropies, mask, prompt_index): three prompts with 2, 3 and 4 responses, interleaved, ragged.
 
     One response is longer than every other: at its end it is alive alone.
     """
@@ -226,7 +226,7 @@ def test_what_has_no_weights_is_refused_with_the_choices(
 
 
 def two_prompts() -> tuple[Tensor, list[tuple[int, tuple[int, ...]]], list[float]]:
-    """Returns logits (2 prompts, prefixes, tokens), all outcomes (prompt, response) of one draw, and their chances."""
+    """Return logits (2 prompts, prefixes, tokens), all outcomes (prompt, response) of one draw, and their chances."""
     other = [[0.7 * x - 0.3 * (i % 2) for i, x in enumerate(row)] for row in reversed(TABLE)]
     logits = torch.tensor([TABLE, other], dtype=torch.float64, requires_grad=True)
     outcomes = list(itertools.product((0, 1), reference.RESPONSES))

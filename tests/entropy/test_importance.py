@@ -32,7 +32,7 @@ def moved(table: Table, size: float) -> Table:
 
 
 def population() -> list[Response]:
-    """Returns responses in exact proportion to their chances under OLD: 512 of them."""
+    """Return responses in exact proportion to their chances under OLD: 512 of them."""
     responses = []
     for response in reference.RESPONSES:
         rows = reference.prefix_numbers(response)
@@ -48,7 +48,7 @@ def draws(count: int, seed: int) -> list[Response]:
 
 
 def ragged_scores(table: Table, responses: list[Response]) -> tuple[list[list[float]], list[list[float]]]:
-    """Returns log-probabilities and entropies of each token of each response."""
+    """Return log-probabilities and entropies of each token of each response."""
     logps, entropies = [], []
     for response in responses:
         rows = [reference.log_softmax(table[number]) for number in reference.prefix_numbers(response)]
@@ -58,7 +58,7 @@ def ragged_scores(table: Table, responses: list[Response]) -> tuple[list[list[fl
 
 
 def as_scores(table: Table, responses: list[Response]) -> Scores:
-    """Returns them as padded tensors, with nan in the padding."""
+    """Return them as padded tensors, with nan in the padding."""
     lengths = torch.tensor([len(response) for response in responses])
     mask = torch.arange(reference.MAX_LENGTH) < lengths.unsqueeze(1)
 
@@ -112,7 +112,7 @@ every_estimator = pytest.mark.parametrize(("estimator", "plain"), BOTH.values(),
 
 
 def each_left_out(responses: list[Response], size: int) -> list[list[Response]]:
-    """Returns the responses without each prompt; `size` neighbours answer one."""
+    """Return the responses without each prompt; `size` neighbours answer one."""
     return [responses[:i] + responses[i + size :] for i in range(0, len(responses), size)]
 
 
@@ -235,7 +235,7 @@ def test_one_sequence_longer_than_all_others_leaves_itself_out_everywhere() -> N
 
 
 def exact_derivative() -> list[float]:
-    """Returns ∂H_tok and ∂H_seq along DIRECTION."""
+    """Return ∂H_tok and ∂H_seq along DIRECTION."""
     now = reference.exact(OLD)
     entropy, length = (
         sum(x * d for row, along in zip(table, DIRECTION, strict=True) for x, d in zip(row, along, strict=True))

@@ -18,7 +18,7 @@ BEFORE, SAMPLER = moved(OLD, 0.7), moved(OLD, -0.4)  # far away: all orders matt
 
 
 def plain_terms(response: Response, others: list[Response]) -> list[float]:
-    """Returns the terms of one response of SAMPLER's, whose prompt has these others."""
+    """Return the terms of one response of SAMPLER's, whose prompt has these others."""
     (logps, *_), (h, *h_of_others) = ragged_scores(OLD, [response, *others])
     (logps_before,), (h_before,) = ragged_scores(BEFORE, [response])
     (logps_of_sampler,), _ = ragged_scores(SAMPLER, [response])

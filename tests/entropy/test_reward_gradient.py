@@ -57,7 +57,7 @@ def joined(gradients: Any) -> Tensor:
 
 
 def found_by(trainer: Any) -> list[BothGradients]:
-    """Returns what each step has had."""
+    """Return what each step has had."""
     steps = []
 
     class Each(BothGradients):

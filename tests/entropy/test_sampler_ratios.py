@@ -20,7 +20,7 @@ SAMPLER = [[x + 0.35 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] f
 
 
 def part_of(rows: slice, width: int) -> Any:
-    """Returns what is read of a step: some of eight sequences of up to five tokens, at this width."""
+    """Return what is read of a step: some of eight sequences of up to five tokens, at this width."""
     draw = torch.Generator().manual_seed(2)
     mask = torch.arange(5) < torch.tensor([3, 1, 2, 3, 5, 4, 1, 5]).unsqueeze(1)
     logps, sampled, entropies = (torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(3))

@@ -15,7 +15,7 @@ NUM_BATCHES = 6
 
 
 def tensor(values: list[float]) -> Tensor:
-    """Returns a tensor of SHAPE whose first entry is the first value and so on."""
+    """Return a tensor of SHAPE whose first entry is the first value and so on."""
     return torch.tensor(values, dtype=torch.float64).view(SHAPE)
 
 
@@ -38,7 +38,7 @@ class PlainBatch:
         ]
 
     def terms(self) -> tuple[Quantity, Quantity, Quantity, Tensor]:
-        """Returns level, forward and backward, and the error of half a step."""
+        """Return level, forward and backward, and the error of half a step."""
         half_step = [
             0.5 * math.sqrt(f + b + 2 * c)
             for f, b, c in zip(self.forward_var, self.backward_var, self.covariance, strict=True)
@@ -61,12 +61,12 @@ def feed(total: TrapezoidSum, plain: list[PlainBatch], steps: list[int]) -> list
 
 
 def twin_sum(plain: list[PlainBatch], last: int) -> Tensor:
-    """Returns Σ_{j<last} ½(F_j + B_{j+1}), interval by interval."""
+    """Return Σ_{j<last} ½(F_j + B_{j+1}), interval by interval."""
     return tensor([sum(0.5 * (plain[j].forward[e] + plain[j + 1].backward[e]) for j in range(last)) for e in range(6)])
 
 
 def twin_variance(plain: list[PlainBatch], last: int) -> Tensor:
-    """Returns the variance of that sum as aᵀCa over all F_j and B_j, C with a 2×2 block for each batch."""
+    """Return the variance of that sum as aᵀCa over all F_j and B_j, C with a 2×2 block for each batch."""
     out = []
     for e in range(6):
         covariance = torch.zeros(2 * (last + 1), 2 * (last + 1), dtype=torch.float64)

@@ -69,7 +69,7 @@ PLAIN: dict[str, Tensor] = {}  # by their settings, what trainings without inter
 
 
 def plain_change(make_trainer: Callable[..., Any], **settings: Any) -> Tensor:
-    """Returns the change of the weights by a training without interventions, which is trained once."""
+    """Return the change of the weights by a training without interventions, which is trained once."""
     if str(settings) not in PLAIN:
         PLAIN[str(settings)] = change_by(make_trainer, **settings)
     return PLAIN[str(settings)]

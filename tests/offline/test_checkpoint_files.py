@@ -14,7 +14,7 @@ from rl_training.offline.restored import RestoredTrainer
 
 
 def write_shards(folder: Path, restored: RestoredTrainer, ranks: int, swap: bool) -> dict[str, Tensor]:
-    """Writes a checkpoint's optimizer as ZeRO does, two groups cut into a slice per rank; returns exp_avg by name."""
+    """Write a checkpoint's optimizer as ZeRO does, two groups cut into a slice per rank; returns exp_avg by name."""
     parameters, generator = restored.parameters, torch.Generator().manual_seed(0)
     groups = [[n for n in parameters if "bias" not in n and "norm" not in n]]
     groups.append([n for n in parameters if n not in groups[0]])

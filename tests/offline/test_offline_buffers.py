@@ -51,7 +51,7 @@ def test_the_filter_of_u_knows_what_trainings_buffer_knows_and_draws_with_its_ow
 
 
 def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:
-    """Returns the state of a generator of this seed that has drawn two of so many prompts."""
+    """Return the state of a generator of this seed that has drawn two of so many prompts."""
     generator = torch.Generator().manual_seed(seed)
     torch.multinomial(torch.ones(num_prompts, dtype=torch.float64), 2, generator=generator)
     return generator.get_state()

@@ -35,7 +35,7 @@ KEYS_OF_ANSWER = {
 
 
 def small(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration of a quick analysis, with logs in a folder."""
+    """Return a configuration of a quick analysis, with logs in a folder."""
     own: dict[str, Any] = {
         "batch_config": {"B_E": 16, "B_U": 8},
         "memory_config": {"microbatch_size": 8},

@@ -69,7 +69,7 @@ def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis
 
 
 def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
-    """Returns so many prompts with a response each: these sequences again and again."""
+    """Return so many prompts with a response each: these sequences again and again."""
     rows = take_rows(rollout, torch.arange(count) % rollout.num_sequences)
     return UpdateBuffer(dataclasses.replace(rows, prompt_index=torch.arange(count)), count, 1)
 

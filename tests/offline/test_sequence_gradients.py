@@ -98,7 +98,7 @@ def by_hooks(model: nn.Module, score: Callable[[], Tensor], weights: Tensor) -> 
 
 
 def room_for(parameters: Mapping[str, Tensor]) -> Tensor:
-    """Returns a matrix for a batch's rows, in which what stood before must not matter."""
+    """Return a matrix for a batch's rows, in which what stood before must not matter."""
     layout = Layout(parameters)
     return torch.full((BATCH, layout.num_entries), torch.nan, dtype=layout.dtype)
 

@@ -179,7 +179,7 @@ def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(ca
 
 
 def plain_kernels(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns K, X̃ (with M = κP) and W·δθ of E in fp64, from a backward per sequence and AdamW written out."""
+    """Return K, X̃ (with M = κP) and W·δθ of E in fp64, from a backward per sequence and AdamW written out."""
     rows, q = case.rows(), case.inputs
     ones = torch.ones_like(q.update.completion_mask, dtype=torch.float32)
 

@@ -26,7 +26,7 @@ every_hyperparameter = pytest.mark.parametrize("hyper", HYPERPARAMETERS, ids=lam
 
 
 def random_state(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (param, grad, exp_avg, exp_avg_sq) of an optimizer that has already taken some steps."""
+    """Return (param, grad, exp_avg, exp_avg_sq) of an optimizer that has already taken some steps."""
     generator = torch.Generator().manual_seed(seed)
     param, grad, exp_avg, root = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
     return param, 0.1 * grad, 0.05 * exp_avg, (0.1 * root).square()

@@ -11,7 +11,7 @@ from rl_training.optim.rounding import kept_share, rounded_update
 
 
 def nearest_bf16(value: float) -> float:
-    """Returns the bf16 number nearest to a double, the even one of two: eight significant bits."""
+    """Return the bf16 number nearest to a double, the even one of two: eight significant bits."""
     if value == 0.0:
         return 0.0
     spacing = 2.0 ** (math.frexp(value)[1] - 8)
