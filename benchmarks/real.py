@@ -59,12 +59,14 @@ def command(run: Path, words: Sequence[str]) -> None:
     began = time.time()
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{FOLDER.parent}{os.pathsep}{FOLDER}"}
     program = [sys.executable, "-m", "rl_training", "train"]
-    subprocess.run([*program, *words, f"run_dir={run}"], env=env, check=True, cwd=FOLDER)
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    facts = {"seconds": time.time() - began, "cpu_seconds": usage.ru_utime + usage.ru_stime,
-             "peak_gb": usage.ru_maxrss * 1024 / 1e9}  # fmt: skip
-    with (run / "facts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(facts) + "\n")
+    try:
+        subprocess.run([*program, *words, f"run_dir={run}"], env=env, check=True, cwd=FOLDER)
+    finally:  # a run that is stopped goes on the next time
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        facts = {"seconds": time.time() - began, "cpu_seconds": usage.ru_utime + usage.ru_stime,
+                 "peak_gb": usage.ru_maxrss * 1024 / 1e9}  # fmt: skip
+        with (run / "facts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
 
 
 def train(run: Path, steps: int) -> None:
