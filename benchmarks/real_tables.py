@@ -73,11 +73,11 @@ def coverage_rows(run: Path, samples: dict[int, Sample], said: Said) -> None:
         answers = [held(row, *truths[step]) for step, row in rows.items()]
         asked = [answer for answer in answers if answer is not None]
         total = sum(row["value"] for row in rows.values())
-        error = math.hypot(*(row["stderr"] or 0.0 for row in rows.values())) if asked else math.nan
+        bar = f" ± {1.96 * math.hypot(*(row['stderr'] for row in rows.values())):.3f}" if asked else ""
         truth, stderr = jackknife(lambda kept, rows=rows: sum(change_of_step(samples, step, kept) for step in rows))
         rms = math.sqrt(sum((row["value"] - truths[step][0]) ** 2 for step, row in rows.items()) / len(rows))
         cells = [run.name, f"`{name}`", f"{sum(asked)} of {len(asked)}" if asked else "–",
-                 f"{total:+.3f} ± {1.96 * error:.3f}", f"{truth:+.3f} ± {1.96 * stderr:.3f}", f"{rms:.4f}"]  # fmt: skip
+                 f"{total:+.3f}{bar}", f"{truth:+.3f} ± {1.96 * stderr:.3f}", f"{rms:.4f}"]  # fmt: skip
         print(f"| {' | '.join(cells)} |")
 
 
