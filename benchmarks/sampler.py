@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rl_training import DrGRPOTrainer
 from rl_training.engine.verifier import UpdateVerifier
-from rl_training.entropy.prediction import measure_entropy_change
+from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -41,7 +41,7 @@ from rl_training.probes import InterventionsProbe, SamplerProbe, SimpleEntropyPr
 from rl_training.probes.sampler import CUT
 from rl_training.statistics.calibration import interval_covers
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.data import EntropyChange, Step
+from rl_training.step.data import EntropyPrediction, Step
 from rl_training.step.needs import Need
 
 UpdateVerifier.detect_external_edits = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
@@ -107,7 +107,7 @@ class Forward(Divergence):
 
     def prepare(self, step: Step) -> None:
         super().prepare(step)
-        change, layout = step.entropy_change, step.gradients.layout
+        change, layout = step.prediction, step.gradients.layout
         if change.limit:
             return
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=None)
@@ -115,7 +115,7 @@ class Forward(Divergence):
         assert step.policy.shard is not None
         assert change.update is not None
         memory = PreviousUpdate(step.policy.shard, change.settings)
-        without = measure_entropy_change(bare, memory, Need.ENTROPY_ROWS)
+        without = predict_entropy(bare, memory, Need.ENTROPY_ROWS)
         forward = change.quantities["forward"].estimates(step.num_folds)[0]
         truth = float(dot(layout.vector(self.truth[name] for name in layout.names), change.update))
         self.rows.append((forward.value, forward.half_width(), truth))
@@ -153,7 +153,7 @@ class Corrections(InterventionsProbe):
     def prepare(self, step: Step) -> None:
         super().prepare(step)
         self.batches += 1
-        if step.entropy_change.limit:
+        if step.prediction.limit:
             return
         loss = loss_inputs(step.batch, step.ranks.reduce)  # by microbatch: some choose tokens within each
         weights = [torch.cat([each.weights(part).stacked() for part in loss], dim=1) for each in self.which]
@@ -196,7 +196,7 @@ def inner(one: Named, other: Named) -> float:
     return sum(float((one[name].double() * other[name]).sum()) for name in other)
 
 
-def product(change: EntropyChange, sizes: Tensor, direction: Any) -> float:
+def product(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
     """Returns ∂H_tok · direction, from the X of all folds."""
     assert change.rows is not None
     assert change.levels is not None

@@ -29,7 +29,7 @@ from rl_training.engine.recorder import LoopSpec, SeenPrompts, StepRecorder, Ste
 from rl_training.engine.requirements import Requirements, announcement, needs_of
 from rl_training.engine.timing import SHARED, Clock
 from rl_training.engine.verifier import UpdateVerifier, predicting, refuse_other_parameters
-from rl_training.entropy.prediction import measure_entropy_change
+from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.fsdp import reshard
@@ -193,8 +193,8 @@ class StepDriver:
         with self.measuring():
             view, asking = self._view(step), predicting(step.probes)
             if self._memory is not None and asking:
-                change = measure_entropy_change(view, self._memory, needs_of(asking))
-                view = view.with_entropy_change(change)
+                change = predict_entropy(view, self._memory, needs_of(asking))
+                view = view.with_prediction(change)
             step.view = view
             if self._guard is not None:
                 self._guard.ready(view, step.probes)

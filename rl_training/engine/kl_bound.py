@@ -32,14 +32,13 @@ import torch
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.gradients.folds import response_index
 from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.optim.updates import OptimizerPieces, clipping, compute_update
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import dots
 from rl_training.policy.policy import Policy
-from rl_training.policy.rollout import Rollout, take_rows
+from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 

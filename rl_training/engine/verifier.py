@@ -137,7 +137,7 @@ class UpdateVerifier:
 
     def ready(self, step: Step, probes: Sequence[Probe]) -> None:
         """Keeps what it takes to check the step that follows."""
-        self._probes, self._formula, change = predicting(probes), None, step.first_order
+        self._probes, self._formula, change = predicting(probes), None, step.prediction_if_any
         if self._probes and change is not None:
             self._states = [probe.state_dict() for probe in self._probes]
             self._rounded, self._limit = step.optimizer.rounded, change.limit or step.optimizer.limit

@@ -13,25 +13,12 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.weights import PrefixRatios, policy_first, surrogate_weights
-from rl_training.gradients.folds import FoldGroup, response_index
+from rl_training.gradients.folds import FoldGroup
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.vectors import Vector
-from rl_training.policy.rollout import Rollout, pad_and_concat
-from rl_training.step.batch import Batch
+from rl_training.policy.rollout import Rollout, pad_and_concat, response_index
 from rl_training.step.data import EntropySettings, Step
 from rl_training.step.score_check import ScoreCheck
-
-
-def log_ratios(batch: Batch) -> Tensor | None:
-    """Return log π − log μ of each token, (B, T) fp64, 0 off the mask; None where they are not known.
-
-    They are 0 where the policy sampled itself.
-    """
-    rollout, scores = batch.rollout, batch.scores
-    if rollout.sampling_logps is None:
-        return torch.zeros_like(rollout.completion_mask, dtype=torch.float64) if rollout.on_policy else None
-    difference = scores.logps.double() - rollout.sampling_logps.double()
-    return difference.masked_fill(scores.mask == 0, 0.0)
 
 
 def prefix_ratios(step: Step) -> PrefixRatios | None:
@@ -39,7 +26,7 @@ def prefix_ratios(step: Step) -> PrefixRatios | None:
 
     Those of the widest process in width. A collective.
     """
-    logs, mask = log_ratios(step.batch), step.batch.scores.mask
+    logs, mask = step.batch.log_ratios(), step.batch.scores.mask
     if step.batch.rollout.sampling_logps is None or logs is None:
         return None
     width = int(step.ranks.max(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.changed_steps import ChangedSteps, Direction, multiples
-from rl_training.entropy.fold_gradients import log_ratios
-from rl_training.gradients.folds import centre_by_prompt
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.updates import LeaveOneOutUpdates
+from rl_training.policy.rollout import centre_by_prompt
 from rl_training.step.data import Step
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS
 
@@ -48,7 +47,7 @@ class RewardGradient:
 def reward_gradient(step: Step) -> RewardGradient:
     """Return J, the gradient of the mean reward of a response. A collective."""
     by_response, limit = _above_the_others(step)
-    logs, no_logs = log_ratios(step.batch), NO_SAMPLING_LOGPS
+    logs, no_logs = step.batch.log_ratios(), NO_SAMPLING_LOGPS
     if not limit and float(step.ranks.reduce(by_response.new_tensor(float(logs is None)))):
         limit = no_logs
     if limit or logs is None:

@@ -21,7 +21,7 @@ def paired_effects_limit(step: Step, off_policy: str) -> str:
 
     off_policy  why not off-policy
     """
-    change, reused = step.entropy_change, step.limits.reused
+    change, reused = step.prediction, step.limits.reused
     other_policy = "" if step.batch.rollout.on_policy else off_policy
     return reused or other_policy or change.limit or change.forward_limit or stderr_limit(step.num_folds)
 
@@ -33,7 +33,7 @@ class StepByFolds:
     """
 
     def __init__(self, step: Step) -> None:
-        change = step.entropy_change
+        change = step.prediction
         steps, rows = change.steps_without, change.rows
         assert steps is not None
         assert change.levels is not None

@@ -31,10 +31,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rl_training.entropy.fold_gradients import fold_gradients, levels_of_folds, log_ratios, prefix_ratios
+from rl_training.entropy.fold_gradients import fold_gradients, levels_of_folds, prefix_ratios
 from rl_training.entropy.length_and_reward import reward_gradient, reward_products
 from rl_training.entropy.previous_update import PreviousUpdate
-from rl_training.entropy.products import PRODUCTS, FoldProducts
+from rl_training.entropy.products import FoldProducts
 from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.updates import LeaveOneOutUpdates, OptimizerPieces, clipping, compute_update, fold_means
@@ -42,25 +42,23 @@ from rl_training.parallel.vectors import Vector, add, dots
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
-from rl_training.step.data import EntropyChange, Step
+from rl_training.step.data import EntropyPrediction, Step
 from rl_training.step.limits import NO_SAMPLING_LOGPS
 from rl_training.step.needs import Need
-from rl_training.step.quantities import Quantity
+from rl_training.step.quantities import LENGTH_AND_REWARD, NO_TOKENS, PRODUCTS, Quantity
 from rl_training.step.score_check import ScoreCheck
 
 LEVELS = 3  # columns of a row before the products
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
-LENGTH_AND_REWARD = "length_and_reward"  # the two numbers of this quantity
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 TOO_FAR = (
     "the sampler is too far from this policy: the effective sample size is {ess:.2f} of the sequences, below {least}. "
     "Fewer stale steps, sampling in fp32 or shorter responses help"
 )
-NO_TOKENS = "no response of this step has a token of the policy"
 ONE_FOLD = "there is only one fold, so none can be left out: use {more_folds}"
 
 
-def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyChange:
+def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyPrediction:
     """Return what the step does to entropy to first order, as far as `needs` asks for it. A collective.
 
     The memory keeps δθ for the step after.
@@ -69,13 +67,13 @@ def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> E
     limit = _entropy_gradient_limit(step)
     if limit:
         memory.leave_out(step.number, limit)
-        return EntropyChange(settings, labels, limit)
+        return EntropyPrediction(settings, labels, limit)
     ratios = prefix_ratios(step)
     levels = levels_of_folds(step, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
         memory.leave_out(step.number, NO_TOKENS)
-        return EntropyChange(settings, labels, NO_TOKENS)
+        return EntropyPrediction(settings, labels, NO_TOKENS)
     intended, update, steps = _updates(step)
     layout, sizes = step.gradients.layout, step.fold_sizes
     products, rows = None, None
@@ -98,7 +96,7 @@ def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> E
             if rows is not None:
                 add([part[k] for part in rows], [part[number] for part in directions[0]])
         del directions  # before the next ones are made, beside weights that are gathered
-    change = EntropyChange(
+    change = EntropyPrediction(
         settings,
         labels,
         forward_limit=_forward_limit(step),
@@ -112,7 +110,7 @@ def measure_entropy_change(step: Step, memory: PreviousUpdate, needs: Need) -> E
     memory.keep(step.number, None if step.optimizer.rounded else update, step.gradients.weights)
     other_scores = check.limit(step.ranks.reduce)
     if other_scores:  # the step itself is what it is
-        return EntropyChange(settings, labels, other_scores, other_scores, intended=intended, update=update)
+        return EntropyPrediction(settings, labels, other_scores, other_scores, intended=intended, update=update)
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 
@@ -121,7 +119,7 @@ def _entropy_gradient_limit(step: Step) -> str:
 
     X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
     """
-    logs, can = log_ratios(step.batch), step.limits
+    logs, can = step.batch.log_ratios(), step.limits
     reason = can.sampling_mismatch or can.no_baseline or can.hooked
     if reason or logs is None:
         return reason or NO_SAMPLING_LOGPS
@@ -162,8 +160,8 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdat
 
 
 def _with_quantities(
-    change: EntropyChange, step: Step, memory: PreviousUpdate, levels: Tensor, products: FoldProducts
-) -> EntropyChange:
+    change: EntropyPrediction, step: Step, memory: PreviousUpdate, levels: Tensor, products: FoldProducts
+) -> EntropyPrediction:
     """Return the change with the entropy, each product and each split of forward, by name. A collective.
 
     They are nan with a reason where not available. Variances of products are averaged over a few steps, because one

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rl_training.entropy.weights import sums_after, sums_before, surrogate_weights
-from rl_training.gradients.folds import centre_by_prompt
+from rl_training.policy.rollout import centre_by_prompt
 from rl_training.policy.scores import Scores
 
 

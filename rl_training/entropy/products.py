@@ -16,9 +16,7 @@ from rl_training.entropy.attribution import Attribution
 from rl_training.optim.adamw import UpdateParts
 from rl_training.optim.updates import CAUSES, LeaveOneOutUpdates, OptimizerPiece, split_products
 from rl_training.parallel.vectors import Layout, Vector, add, dot, dots
-
-# What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
-PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
+from rl_training.step.quantities import PRODUCTS
 
 
 def pad_units(values: Tensor) -> Tensor:

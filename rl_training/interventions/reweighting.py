@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.gradients.folds import centre_by_prompt
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs
+from rl_training.policy.rollout import centre_by_prompt
 from rl_training.step.batch import Correction
 
 STD_EPSILON = 1e-4  # TRL's, beside a group's standard deviation

@@ -221,3 +221,34 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
         else:
             joined[name] = [row for value in values for row in value]
     return joined
+
+
+def response_index(prompt_index: Tensor) -> Tensor:
+    """Returns, for each sequence, how many earlier sequences answer the same prompt: 0 for a prompt's first response.
+
+    >>> response_index(torch.tensor([7, 7, 3, 7, 3]))
+    tensor([0, 1, 0, 2, 1])
+    """
+    order = prompt_index.argsort(stable=True)
+    _, sizes = prompt_index[order].unique_consecutive(return_counts=True)
+    starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes, output_size=len(order))
+    number = torch.empty_like(order)
+    number[order] = torch.arange(len(prompt_index), device=prompt_index.device) - starts
+    return number
+
+
+def centre_by_prompt(rewards: Tensor, prompt_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each reward less the mean of its prompt's, (b,), and how many rewards that mean is of, (b,).
+
+    A reward of nan is none: it is in no mean, and less it is nan.
+
+    >>> rewards = torch.tensor([1.0, 0.0, torch.nan, 5.0])
+    >>> above, sizes = centre_by_prompt(rewards, torch.tensor([3, 3, 3, 8]))
+    >>> above.tolist(), sizes.tolist()
+    ([0.5, -0.5, nan, 0.0], [2, 2, 2, 1])
+    """
+    prompts, group = prompt_index.unique(return_inverse=True)
+    known = ~rewards.isnan()
+    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards.where(known, 0.0))
+    sizes = group.new_zeros(len(prompts)).index_add_(0, group, known.long())
+    return rewards - (sums / sizes)[group], sizes[group]

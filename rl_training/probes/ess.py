@@ -20,7 +20,6 @@ import math
 import torch
 
 from rl_training.engine.probe import Probe
-from rl_training.entropy.fold_gradients import log_ratios
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
 from rl_training.step.data import Step
@@ -43,7 +42,7 @@ class EffectiveSampleSizeProbe(Probe):
     def prepare(self, step: Step) -> None:
         batch, split = step.batch, step.limits.split_prompts
         order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
-        lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), log_ratios(batch)
+        lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), batch.log_ratios()
         advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages
         if of_tokens is not None:
             advantages = of_tokens[order].abs().sum(dim=1) / lengths.clamp(min=1)

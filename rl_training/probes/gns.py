@@ -27,9 +27,9 @@ from rl_training.engine.probe import Probe
 from rl_training.entropy.attribution import KINDS, module_kind
 from rl_training.entropy.fold_gradients import gradients_of_processes
 from rl_training.entropy.length_and_reward import reward_multiple_limit
-from rl_training.gradients.folds import response_index
 from rl_training.options import check_share, check_whole
 from rl_training.parallel.vectors import dot
+from rl_training.policy.rollout import response_index
 from rl_training.statistics import noise_scale as noise
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.noise_scale import BOUNDS

@@ -76,7 +76,7 @@ class GroundTruthProbe(Probe):
         self._predicted: tuple[Replicates, JackknifeUnits] | None = None
 
     def prepare(self, step: Step) -> None:
-        no_truth, change = step.limits.no_fresh_responses, step.entropy_change
+        no_truth, change = step.limits.no_fresh_responses, step.prediction
         num_targets = 1 + change.settings.per_sequence
         prediction_limit = no_truth or change.limit or step.optimizer.limit
         self._answers = dict.fromkeys(
@@ -166,7 +166,7 @@ def predicted_change(step: Step, buffer: EvaluationBuffer, blocks: JackknifeUnit
 
     num_targets  1: per token; 2: per sequence too
     """
-    update, mask = step.entropy_change.update, buffer.scores.mask
+    update, mask = step.prediction.update, buffer.scores.mask
     assert update is not None
     weights = weights_of_buffer(buffer, TARGETS[:num_targets])
     block = blocks.number[buffer.number]

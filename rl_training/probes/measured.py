@@ -27,15 +27,13 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.probe import Probe
-from rl_training.entropy.fold_gradients import log_ratios
 from rl_training.entropy.per_decision import slopes
 from rl_training.entropy.previous_policy import differences_before
-from rl_training.entropy.previous_update import ShardedVectorState
 from rl_training.entropy.weights import sums_before
-from rl_training.gradients.folds import centre_by_prompt, response_index
 from rl_training.options import check_share, check_whole, half_by_measured_step
+from rl_training.parallel.sharded_state import ShardedVectorState
 from rl_training.parallel.vectors import Vector
-from rl_training.policy.rollout import take_rows
+from rl_training.policy.rollout import centre_by_prompt, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
@@ -123,7 +121,7 @@ class MeasuredStepProbe(Probe):
 
     def _scores_limit(self, step: Step) -> str:
         """Returns why the policy that is scored here is not the one that is trained, "" if it is. A collective."""
-        if step.first_order is not None and not step.first_order.limit:
+        if step.prediction_if_any is not None and not step.prediction_if_any.limit:
             return ""  # its entropy gradient has been held against training's scores
         check = ScoreCheck(step.batch, step.policy)
         check.look(self._rows(step))
@@ -131,7 +129,7 @@ class MeasuredStepProbe(Probe):
 
     def _measure(self, step: Step, kept: ShardedVectorState, before: Vector) -> dict[str, Estimate]:
         """Returns the estimates of the change by the steps since these weights. A collective."""
-        rollout, logs, rounding = step.batch.rollout, log_ratios(step.batch), step.policy.scorer.training_rounding
+        rollout, logs, rounding = step.batch.rollout, step.batch.log_ratios(), step.policy.scorer.training_rounding
         assert logs is not None
         rows = self._rows(step)
         score = rounded_scores_before if rounding else scores_before

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.probe import Probe
-from rl_training.entropy.fold_gradients import log_ratios
-from rl_training.gradients.folds import response_index
 from rl_training.options import check_flag
+from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.step.data import Step
@@ -60,7 +59,7 @@ class SamplerProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         batch = step.batch
-        logs, rewards, mask = log_ratios(batch), batch.rollout.rewards, batch.scores.mask
+        logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
         unknown = step.limits.sampling_mismatch if batch.rollout.sampling_logps is None else ""

@@ -26,15 +26,14 @@ from torch import Tensor
 
 from rl_training.engine.probe import Probe
 from rl_training.entropy.fold_gradients import levels_of_folds
-from rl_training.entropy.prediction import LENGTH_AND_REWARD
-from rl_training.entropy.products import PRODUCTS
 from rl_training.entropy.trapezoid import SUMS, TrapezoidSum
 from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, half_by_measured_step
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.step.data import EntropyChange, EntropySettings, Step
+from rl_training.step.data import EntropyPrediction, EntropySettings, Step
 from rl_training.step.needs import Need
+from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS
 
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 UNITS = ("token", "sequence")  # that each sum is kept in
@@ -93,7 +92,7 @@ class SimpleEntropyProbe(Probe):
         self._sum = TrapezoidSum()
 
     def prepare(self, step: Step) -> None:
-        change = step.entropy_change
+        change = step.prediction
         if change.limit:
             names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
             missing = Estimate.missing(change.limit)
@@ -105,7 +104,7 @@ class SimpleEntropyProbe(Probe):
         if self.per_sequence:
             self._answers[TRUNCATED] = truncated_share(step)
 
-    def _predicted(self, step: Step, change: EntropyChange) -> dict[str, Estimate]:
+    def _predicted(self, step: Step, change: EntropyPrediction) -> dict[str, Estimate]:
         half_step_stderr = change.half_step_stderr
         assert half_step_stderr is not None
         level, forward, backward = (change.quantities[name] for name in ("entropy", "forward", "backward"))

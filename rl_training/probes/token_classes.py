@@ -26,13 +26,13 @@ from torch import Tensor
 from rl_training.engine.probe import Probe
 from rl_training.entropy.changed_steps import Direction, GradientParts, iter_basis_gradients
 from rl_training.entropy.paired_effects import StepByFolds, paired_effects_limit
-from rl_training.entropy.prediction import NO_TOKENS
 from rl_training.optim.updates import FoldMeans
 from rl_training.options import check_num_folds
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
 from rl_training.step.data import Step
 from rl_training.step.needs import Need
+from rl_training.step.quantities import NO_TOKENS
 
 CLASSES = {  # of each kind, in the order of their numbers
     "entropy": ("lower_half", "middle", "top_fifth"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rl_training.gradients.loss_weights import LossWeights
@@ -83,6 +84,17 @@ class Batch:
     num_folds: int  # of all processes
     responses_per_prompt: int  # G
     loss_settings: LossSettings | None = None  # None where they are not known
+
+    def log_ratios(self) -> Tensor | None:
+        """Return log π − log μ of each token, (B, T) fp64, 0 off the mask; None where they are not known.
+
+        They are 0 where the policy sampled itself.
+        """
+        rollout, scores = self.rollout, self.scores
+        if rollout.sampling_logps is None:
+            return torch.zeros_like(rollout.completion_mask, dtype=torch.float64) if rollout.on_policy else None
+        difference = scores.logps.double() - rollout.sampling_logps.double()
+        return difference.masked_fill(scores.mask == 0, 0.0)
 
     def sum_by_prompt(self, values: Tensor) -> Tensor:
         """Returns the sums of (B, …) over this process's responses to each of its prompts, (prompts, …)."""

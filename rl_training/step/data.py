@@ -62,7 +62,7 @@ class EntropySettings:
 
 
 @dataclass(frozen=True)
-class EntropyChange:
+class EntropyPrediction:
     """What the step does to entropy to first order: prediction.py has the formulas.
 
     Vectors lie as the layout of the step's gradients says. Reasons are "" where the thing is there.
@@ -101,7 +101,7 @@ class Step:
     folds: Sequence[FoldGroup]
     fold_sizes: Tensor  # (F,) fp64, n_k: sequences of all processes
     limits: Limits
-    first_order: EntropyChange | None = None  # where a probe that measures the step needs it
+    prediction_if_any: EntropyPrediction | None = None  # where a probe that measures the step needs it
 
     @property
     def num_folds(self) -> int:
@@ -117,16 +117,16 @@ class Step:
         """Returns the sums of (B, …) over the sequences of each fold, (F, …), of all processes. A collective."""
         return self.ranks.reduce(self.batch.sum_by_fold(values))
 
-    def with_entropy_change(self, change: EntropyChange) -> Step:
+    def with_prediction(self, change: EntropyPrediction) -> Step:
         """Returns the step with what it does to entropy, and with what its scores have shown of the policy."""
         can, why = self.limits, change.other_scores
         if why:
             can = dataclasses.replace(can, sampling_mismatch=why, no_fresh_responses=why)
-        return dataclasses.replace(self, first_order=change, limits=can)
+        return dataclasses.replace(self, prediction_if_any=change, limits=can)
 
     @property
-    def entropy_change(self) -> EntropyChange:
-        """`first_order`; ValueError where no probe has asked for it."""
-        if self.first_order is None:
-            raise ValueError("step.entropy_change is kept only for a probe with needs = Need.ENTROPY_CHANGE")
-        return self.first_order
+    def prediction(self) -> EntropyPrediction:
+        """`prediction_if_any`; ValueError where no probe has asked for it."""
+        if self.prediction_if_any is None:
+            raise ValueError("step.prediction is kept only for a probe with needs = Need.ENTROPY_CHANGE")
+        return self.prediction_if_any

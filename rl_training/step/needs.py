@@ -11,7 +11,7 @@ class Need(enum.Flag):
     NOTHING = 0
     FOLD_GRADIENTS = 1  # a vector of this process's entries per fold: step.gradients.rows
     SQ_NORMS = 2  # two numbers per parameter, of each fold and of all: step.gradients.sq_norms
-    ENTROPY_GRADIENT = 4 | FOLD_GRADIENTS  # step.entropy_change, as far as the next two ask for more
+    ENTROPY_GRADIENT = 4 | FOLD_GRADIENTS  # step.prediction, as far as the next two ask for more
     ENTROPY_CHANGE = 8 | ENTROPY_GRADIENT  # its quantities, for which δθ of the step before is kept
     ENTROPY_ROWS = 16 | ENTROPY_GRADIENT  # its rows: one more such vector per fold
     LOSS_CHECK = 32  # now and then a fold's gradient anew: limits.other_terms does not rest on the loop's word

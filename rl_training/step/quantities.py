@@ -11,6 +11,10 @@ from torch import Tensor
 
 from rl_training.statistics.estimate import Estimate, stderr_limit
 
+# What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
+PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
+LENGTH_AND_REWARD = "length_and_reward"  # the two numbers of this quantity
+NO_TOKENS = "no response of this step has a token of the policy"
 NOT_FINITE = "the gradient or the update is not finite"
 NO_ERROR = {
     "reuse": "no error bar: the same-batch product is biased",

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_training.gradients.folds import response_index
 from rl_training.policy.policy import Policy
 from rl_training.policy.rng import preserve_rng, seed_torch
+from rl_training.policy.rollout import response_index
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch

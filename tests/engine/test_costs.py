@@ -51,7 +51,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
         (PaddingCheck, "limit"),
         (StepRecorder, "as_seen"),
         (FoldReduction, "_send"),  # what hooks do of the backward's time
-        (driver_module, "measure_entropy_change"),
+        (driver_module, "predict_entropy"),
     ],
 )
 def test_what_all_probes_share_is_the_engines_cost(make_trainer, monkeypatch, owner: Any, name: str) -> None:

@@ -25,7 +25,7 @@ from rl_training import measured_loop
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy.paired_effects import paired_effects_limit
-from rl_training.entropy.prediction import measure_entropy_change
+from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, plan_folds
 from rl_training.hosts.trl import batches
@@ -64,7 +64,7 @@ def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
 
     two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), fold_sizes=2 * step.fold_sizes)
     memory = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
-    assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).limit
+    assert "is 0.26 of the sequences" in predict_entropy(two, memory, Need.ENTROPY_ROWS).limit
 
 
 def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:

@@ -13,7 +13,6 @@ from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
 from rl_training.entropy.prediction import FORWARD, LEVELS, REUSE, sums_without
-from rl_training.entropy.products import PRODUCTS
 from rl_training.gradients.folds import (
     FoldGroup,
     folds_of_prompts,
@@ -21,9 +20,10 @@ from rl_training.gradients.folds import (
     plan_folds,
     plan_prompt_folds,
     ranges_of,
-    response_index,
 )
+from rl_training.policy.rollout import response_index
 from rl_training.statistics.jackknife import JackknifeUnits, jackknife_stderr
+from rl_training.step.quantities import PRODUCTS
 
 
 def random_folds(num_folds: int, *shape: int, seed: int = 0) -> Tensor:

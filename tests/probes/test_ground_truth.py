@@ -78,7 +78,7 @@ class Validated(TruthProbe):
         self.rollout = self._sample(step)[0]
         self.before = step.policy.score_rollout(self.rollout)
         size, sides, parameters = 1 / 16, [], dict(step.policy.model.named_parameters())
-        update = step.entropy_change.update
+        update = step.prediction.update
         along = step.gradients.layout.by_name(update) if update is not None else {}
         if step.ranks.count > 1:  # each has its part of the update
             parts: list[Any] = [None] * step.ranks.count

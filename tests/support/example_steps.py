@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.entropy.prediction import measure_entropy_change
+from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
@@ -105,4 +105,4 @@ def step_of(
     )
     if memory is None:
         return step
-    return dataclasses.replace(step, first_order=measure_entropy_change(step, memory, Need.ENTROPY_CHANGE))
+    return dataclasses.replace(step, prediction_if_any=predict_entropy(step, memory, Need.ENTROPY_CHANGE))

@@ -361,7 +361,7 @@ def broken(step: Any) -> None:
         ("results", lambda: {"witness/one": 0.5}, "results must return Estimates by name, and returned .*0"),
         ("results", dict, "returned nothing at step 1"),
         ("prepare", broken, "from the probe"),
-        ("prepare", lambda step: step.entropy_change, r"needs = Need\.ENTROPY_CHANGE"),
+        ("prepare", lambda step: step.prediction, r"needs = Need\.ENTROPY_CHANGE"),
     ],
 )
 def test_a_probe_that_is_wrong_ends_training_and_is_told_why(make_trainer, hook: str, does: Any, said: str) -> None:
@@ -390,7 +390,7 @@ def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_
 
         def prepare(self, step: Any) -> None:
             super().prepare(step)
-            assert step.entropy_change.quantities
+            assert step.prediction.quantities
 
     asked = []
     score = Policy.score
