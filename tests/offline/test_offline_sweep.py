@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -83,6 +84,27 @@ def test_a_slope_is_that_of_a_power_law_and_noise_lowers_its_fit() -> None:
     etas = np.array([0.125, 0.25, 0.5, 1.0])
     assert log_slope(etas, -3.0 * etas**1.5) == pytest.approx((1.5, 1.0))
     assert log_slope(etas, etas * np.array([1.0, 2.0, 0.5, 1.0]))[1] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [(-0.99, "the first order holds. Predicted -1.00 ± 0.20, measured -0.99 ± 0.20"), (math.nan, "is not known: ")],
+)
+def test_an_analysis_page_begins_with_its_verdict_also_where_first_order_holds_or_is_unknown(
+    run: Path, swept: pd.DataFrame, tmp_path: Path, measured: float, words: str
+) -> None:
+    content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
+    known = results_of(-1.0, measured if measured == measured else 0.0, 0.1)
+    missing = {f"{key}{se}": None for key in ("deltaH_true", "paired_error") for se in ("", "_se")}
+    content["results"] |= known if measured == measured else known | missing
+    folder = tmp_path / "name"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "checkpoint-2" / "result.json").write_text(json.dumps(content))
+    section = describe_analyses(folder, None)
+    assert section.sentences[0].startswith("Step 3: ")
+    assert words in section.sentences[0]
+    page = write_analyses_page(folder, section).read_text()
+    assert page.index(section.sentences[0]) < page.index("E are the sequences") < page.index("<table")
 
 
 def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_report(

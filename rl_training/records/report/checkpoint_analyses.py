@@ -65,7 +65,7 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
         charts.append(_evolution(whole, run))
     if contents[-1]["tables"].get("conditioning"):
         charts.append(_conditioning(contents[-1]))
-    verdicts = [sentence for content in contents if (sentence := verdict(content["step"] + 1, content["results"]))]
+    verdicts = [verdict(content["step"] + 1, content["results"]) or _holds(content) for content in contents]
     shown = results[results["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
     charts = [replace(one, name=f"offline_{name}_{one.name}", title=f"Offline {name}: {one.title}") for one in charts]
     headings = ["step", "U", *(STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
@@ -109,6 +109,25 @@ def verdict(step: int, results: Mapping[str, float]) -> str:
         f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
         f"Predicted {said}, measured {measured}, difference {off} (1e-3 nats per token, 95 %). "
         f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step."
+    )
+
+
+def _holds(analysis: Mapping[str, Any]) -> str:
+    """Return the sentence for a step at which the first order does not fail: it holds, or that is not known."""
+    step, results = analysis["step"] + 1, analysis["results"]
+    known = all(math.isfinite(results.get(f"{key}{se}", math.nan)) for key in KEYS for se in ("", "_se"))
+    if not known:
+        reasons = analysis.get("reasons") or {}
+        why = next(
+            (reasons[key] for key in reversed(KEYS) if reasons.get(key)), "prediction or truth was not asked for"
+        )
+        return f"Step {step}: whether the first order holds is not known: {why}."
+    said, measured, off = (normal_milli(results[key], results[f"{key}_se"]) for key in KEYS)
+    within = abs(results["paired_error"]) <= Z_95 * results["paired_error_se"]
+    how = "no larger than its error" if within else "less than half of the prediction"
+    return (
+        f"Step {step}: the first order holds. Predicted {said}, measured {measured} (1e-3 nats per token, 95 %); their "
+        f"difference, {off}, is {how}."
     )
 
 
