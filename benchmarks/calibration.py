@@ -50,6 +50,8 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "decay 1": {"weight_decay": 1.0},
     "clipping 0.05": {"max_grad_norm": 0.05},
     "truncation 20": {"max_completion_length": 20},
+    # All of a step in one: folds are slices of it, with passes of their own.
+    "one microbatch": {"per_device_train_batch_size": 256, "gradient_accumulation_steps": 1},
 }
 
 

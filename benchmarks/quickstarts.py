@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -125,11 +126,19 @@ def run(way: Way, folder: Path) -> dict[str, Any]:
         "exit": ended.returncode,
         "first": first.partition("; probes: simple, ess. ")[2] or first,
         "bars": sum(row["stderr"] is not None for row in forward),
-        "values": sum(row["value"] is not None for row in forward),
+        "cost": cost_in(folder / "run" / "logs" / "metrics.jsonl"),
         "reasons": sorted({row["reason"] for row in forward if row["value"] is None}),
         "report": (folder / "run" / "report" / "report.html").is_file(),
         "stderr": ended.stderr,
     }
+
+
+def cost_in(log: Path) -> str:
+    """Return the median share of a step's time that the probes took, after the first step."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    shares = [json.loads(line).get("probe_cost/fraction_of_step") for line in lines][1:]
+    known = [share for share in shares if share is not None]
+    return f"{statistics.median(known):.0%}" if known else "–"
 
 
 def named(way: Way) -> str:
@@ -144,9 +153,9 @@ def main() -> None:
     chosen = parser.parse_args()
     print(
         "| | batch × accumulation, generations | loss and settings | processes | prompts | steps with a bar | "
-        "exit code | first line, after the versions |"
+        "probes' share of a step | exit code | first line, after the versions |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for number, way in enumerate(WAYS, start=1):
         if chosen.only and number not in chosen.only:
             continue
@@ -157,7 +166,7 @@ def main() -> None:
         ended = found["exit"] if found["report"] else f"{found['exit']}, no report"
         print(
             f"| {number} | {way.batch} × {way.accumulation}, {way.generations} | {named(way)} | {way.processes} | "
-            f"{way.prompts} | {found['bars']} of {STEPS} | {ended} | {found['first']} |",
+            f"{way.prompts} | {found['bars']} of {STEPS} | {found['cost']} | {ended} | {found['first']} |",
             flush=True,
         )
         for reason in found["reasons"]:

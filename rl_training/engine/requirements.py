@@ -169,11 +169,11 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> tuple[str, list[
         warnings = [f"no prediction, and no noise scale: {loop.split_prompts}"]
     elif loop.mixed_prompts and not again:
         warnings = [f"no prediction, and no noise scale: {loop.mixed_prompts}"]
+    warnings += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
     # What is missing most stands in the first line, before all that is measured.
     sentences = [sentence for sentence in (loop.opening, *warnings[:1], plan) if sentence]
     plan = ". ".join(sentences[:1] + [sentence[0].upper() + sentence[1:] for sentence in sentences[1:]])
     missing = warnings[1:]
-    missing += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
     if Need.ENTROPY_GRADIENT in needs:
         missing += _of_optimizer(loop.shard)
     if not loop.dr_grpo and Need.LOSS_CHECK in needs:
