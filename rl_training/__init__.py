@@ -52,7 +52,7 @@ __all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name, imported on first use: reading records needs neither torch nor TRL."""
+    """Return a public name, imported on first use: reading records needs neither torch nor TRL."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with require_extra():

@@ -29,7 +29,7 @@ MEANT = {"compare": "report", "offline": "analyze"}  # by what is typed, where i
 
 
 def command(name: str) -> None:
-    """Runs a command, whose arguments are sys.argv, and ends the process as job/errors.py says."""
+    """Run a command, whose arguments are sys.argv, and ends the process as job/errors.py says."""
     _leave_out_working_folder()
     from rl_training.job.errors import run_command  # after that, since it imports
 
@@ -52,7 +52,7 @@ def _leave_out_working_folder() -> None:
 
 
 def main() -> None:
-    """Runs the command that the first argument names."""
+    """Run the command that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         sys.argv = sys.argv[1:]  # the command reads its own arguments
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _unknown(name: str) -> str:
-    """Returns a line that names the command that may have been meant."""
+    """Return a line that names the command that may have been meant."""
     _leave_out_working_folder()
     import difflib  # after that, too
 

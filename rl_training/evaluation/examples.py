@@ -15,7 +15,7 @@ import numpy as np
 def entropy_by_correctness(
     *, rewards: Sequence[float], entropies: Sequence[np.ndarray], right_reward: float = 1.0, **others: object
 ) -> dict[str, float]:
-    """Returns nats per token in the right responses to a prompt, in the wrong ones, and their difference.
+    """Return nats per token in the right responses to a prompt, in the wrong ones, and their difference.
 
     The difference compares within a prompt: it is nan for one with only right or only wrong responses.
     """
@@ -28,9 +28,10 @@ def entropy_by_correctness(
 def entropy_by_position(
     *, entropies: Sequence[np.ndarray], edges: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), **others: object
 ) -> dict[str, float]:
-    """Returns nats per token by the token's position in its response: the first, the second, 3–4, 5–8, …
+    """Return nats per token by the token's position in its response: the first, the second, 3–4, 5–8, …
 
-    edges  last position of each range, counted from 1; the last range goes on to the end
+    Args:
+        edges: last position of each range, counted from 1; the last range goes on to the end
     """
     ends = [0, *edges, max(map(len, entropies))]
     by_range = {}

@@ -42,11 +42,12 @@ def response_metrics(
     answers: bool,
     reward_range: tuple[float, float] | None = None,
 ) -> dict[str, Estimate]:
-    """Returns the built-in metrics of a checkpoint's responses; all rows have equally many.
+    """Return the built-in metrics of a checkpoint's responses; all rows have equally many.
 
-    max_k         largest k of pass@k; ValueError above the number of responses per prompt
-    answers       whether the task can read an answer from a response; without, majority and format are nan
-    reward_range  the least and the most that a response can earn; None: not known
+    Args:
+        max_k: largest k of pass@k; ValueError above the number of responses per prompt
+        answers: whether the task can read an answer from a response; without, majority and format are nan
+        reward_range: the least and the most that a response can earn; None: not known
     """
     sampled, greedy = by_row(responses)
     rewards = _table(sampled, lambda r: r.reward)
@@ -86,7 +87,7 @@ def response_metrics(
 
 
 def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], dict[int, Response]]:
-    """Returns the sampled responses of each row, and the greedy one; in the order of rows and numbers."""
+    """Return the sampled responses of each row, and the greedy one; in the order of rows and numbers."""
     ordered = sorted(responses, key=lambda r: (r.row, r.number))
     sampled: dict[int, list[Response]] = {}
     for response in ordered:
@@ -96,12 +97,13 @@ def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], di
 
 
 def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> dict[str, Estimate]:
-    """Returns `name/…` for every number that a user's metric returns, averaged over the prompts that have it.
+    """Return `name/…` for every number that a user's metric returns, averaged over the prompts that have it.
 
     It is called once per prompt, by keyword: with the task's row, and of each sampled response its text, its reward and
     arrays over its tokens, nats. For nan, or a name that it leaves out, this prompt has no number.
 
-    ValueError, naming the metric and the row, when it raises or returns something else than numbers by name.
+    Raises:
+        UserError: naming the metric and the row, when it raises or returns something else than numbers by name.
     """
     by_prompt: list[dict[str, float]] = []
     for index, group in sampled.items():
@@ -135,5 +137,5 @@ def _per_token_and_sequence(name: str, sums: Tensor, lengths: Tensor) -> dict[st
 
 
 def _table(sampled: ByRow, value: Callable[[Response], float]) -> Tensor:
-    """Returns a number of each response, (prompts, responses per prompt) fp64."""
+    """Return a number of each response, (prompts, responses per prompt) fp64."""
     return torch.from_numpy(np.array([[value(r) for r in group] for group in sampled.values()], dtype=np.float64))

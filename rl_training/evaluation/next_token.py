@@ -20,9 +20,10 @@ CHUNK = 2**22  # entries of a vocabulary-wide tensor whose terms are held at onc
 
 
 def divergences(logits: Tensor, reference: Tensor) -> Tensor:
-    """Returns the divergence from one policy to the reference at N positions, (N,) fp64.
+    """Return the divergence from one policy to the reference at N positions, (N,) fp64.
 
-    logits, reference  (N, V), already divided by the temperature
+    Args:
+        logits, reference: (N, V), already divided by the temperature
     """
     rows = max(1, CHUNK // logits.shape[-1])
     return torch.cat([_divergences(*both) for both in zip(logits.split(rows), reference.split(rows), strict=True)])
@@ -37,7 +38,7 @@ def _divergences(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 def _centred(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns c and e^c, (N, V) in the precision of the logits, and log Z, (N,) fp64."""
+    """Return c and e^c, (N, V) in the precision of the logits, and log Z, (N,) fp64."""
     centred = logits - logits.amax(dim=-1, keepdim=True)
     weights = centred.exp()
     return centred, weights, weights.sum(dim=-1, dtype=torch.float64).log()

@@ -71,9 +71,10 @@ class CheckpointPolicy:
 
     @torch.inference_mode()
     def generate(self, prompt_ids: Sequence[Tensor], uniforms: Tensor | None) -> list[Tensor]:
-        """Returns a response to each prompt, cut after the first token that ends it.
+        """Return a response to each prompt, cut after the first token that ends it.
 
-        uniforms  (B, max_completion_length), the numbers in [0, 1) that choose the tokens; None decodes greedily
+        Args:
+            uniforms: (B, max_completion_length), the numbers in [0, 1) that choose the tokens; None decodes greedily
         """
         pad, device = self.tokenizer.pad_token_id, self.model.device
         ids = pad_sequence(list(prompt_ids), True, pad, padding_side="left").to(device)
@@ -98,7 +99,7 @@ class CheckpointPolicy:
 
     @torch.inference_mode()
     def score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[TokenScores]:
-        """Returns the scores of the policy, and its divergence from a reference, at each token of the responses."""
+        """Return the scores of the policy, and its divergence from a reference, at each token of the responses."""
         prompts, completions = ([ids.to(self.model.device) for ids in part] for part in (prompt_ids, completion_ids))
         rollout = as_rollout(prompts, completions, range(len(prompts)), self.tokenizer.pad_token_id)
         rows, lengths = torch.arange(len(prompts), device=self.model.device), [len(ids) for ids in completions]
@@ -113,14 +114,14 @@ class CheckpointPolicy:
         return [TokenScores(*values) for values in zip(logps, entropies, kl, strict=True)]
 
     def _divergences(self, reference: Scorer, rollout: Rollout, rows: Tensor) -> Tensor:
-        """Returns the divergence from the policy to its reference at each token of some rows, (tokens,)."""
+        """Return the divergence from the policy to its reference at each token of some rows, (tokens,)."""
         logits, is_adapter = self.scorer.token_logits(rollout, rows), self.reference is self.model
         with self.model.disable_adapter() if is_adapter else contextlib.nullcontext():
             return divergences(logits, reference.token_logits(rollout, rows))
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """Scores in the precision of the weights, without dropout."""
+        """Score in the precision of the weights, without dropout."""
         return Scorer(self.model, self.temperature)
 
     @functools.cached_property
@@ -129,7 +130,7 @@ class CheckpointPolicy:
 
 
 def logits_at_once(device: torch.device) -> int:
-    """Returns how many entries of logits there may be at once, unless one sequence alone has more.
+    """Return how many entries of logits there may be at once, unless one sequence alone has more.
 
     It uses the device's total memory, not its free memory: the same command gives the same batches, hence numbers.
     """
@@ -152,7 +153,7 @@ class _Choose(LogitsProcessor):
 
 
 def uniforms_of(seed: int, row: int, response: int, length: int) -> Tensor:
-    """Returns the (length,) random numbers of one response: the same for all checkpoints, batches and processes."""
+    """Return the (length,) random numbers of one response: the same for all checkpoints, batches and processes."""
     return torch.from_numpy(np.random.default_rng([seed, row, response]).random(length))
 
 
@@ -167,10 +168,13 @@ def load_policy(
     dtype: str = "float32",
     quantization: str | None = None,
 ) -> CheckpointPolicy:
-    """Returns the policy of a checkpoint folder: a whole model, or an adapter on the run's first model.
+    """Return the policy of a checkpoint folder: a whole model, or an adapter on the run's first model.
 
-    load_first  makes the model that the run started from; None where no run is known
-    Raises ValueError when the folder has no weights, or what it has cannot be loaded.
+    Args:
+        load_first: makes the model that the run started from; None where no run is known
+
+    Raises:
+        UserError: when the folder has no weights, or what it has cannot be loaded.
     """
     require_weights(checkpoint)
     reference: PreTrainedModel | None = None
@@ -197,7 +201,7 @@ def load_policy(
 
 
 def require_weights(checkpoint: Path) -> None:
-    """Raises ValueError when a checkpoint folder holds no weights, or was left before it was finished."""
+    """Raise UserError when a checkpoint folder holds no weights, or was left before it was finished."""
     if not checkpoint.is_dir():
         raise UserError("there is no such folder")
     weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]

@@ -45,14 +45,14 @@ class Response:
 def batches_of(
     rows: Sequence[int], responses_per_prompt: int, greedy: bool, batch_size: int
 ) -> list[list[tuple[int, int]]]:
-    """Returns the (row, number) pairs of each batch; greedy ones, one of each row, are never among sampled ones."""
+    """Return the (row, number) pairs of each batch; greedy ones, one of each row, are never among sampled ones."""
     sampled = [(row, number) for row in rows for number in range(responses_per_prompt)]
     parts = (sampled, [(row, GREEDY) for row in rows] if greedy else [])
     return [part[start : start + batch_size] for part in parts for start in range(0, len(part), batch_size)]
 
 
 def choose_rows(num_rows: int, fraction: float, seed: int) -> tuple[int, ...]:
-    """Returns the rows of a seeded random subset in their order; at least one."""
+    """Return the rows of a seeded random subset in their order; at least one."""
     chosen = np.random.default_rng([seed]).permutation(num_rows)[: max(1, round(fraction * num_rows))]
     return tuple(sorted(int(row) for row in chosen))
 
@@ -64,7 +64,7 @@ def generate_responses(
     seed: int,
     seconds: dict[str, float],
 ) -> Iterator[list[Response]]:
-    """Yields the responses of each batch; adds to `seconds` what generating, scoring and judging took."""
+    """Yield the responses of each batch; adds to `seconds` what generating, scoring and judging took."""
     for batch in batches:
         rows = [task.eval_dataset[row] for row, _ in batch]
         prompts = [tokenize(policy, row["prompt"]) for row in rows]
@@ -99,9 +99,10 @@ def generate_responses(
 
 
 def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
-    """Returns the tokens of a prompt: plain text, or messages put into the tokenizer's chat template.
+    """Return the tokens of a prompt: plain text, or messages put into the tokenizer's chat template.
 
-    ValueError when the tokenizer cannot spell it.
+    Raises:
+        UserError: when the tokenizer cannot spell it.
     """
     tokenizer = policy.tokenizer
     if isinstance(prompt, str):
@@ -119,7 +120,11 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
 
 
 def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Tensor]) -> list[float]:
-    """Returns the task's reward of each response. ValueError when one is not finite, or outside the task's range."""
+    """Return the task's reward of each response.
+
+    Raises:
+        UserError: when one is not finite, or outside the task's range.
+    """
     prompts = [row["prompt"] for row in rows]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     answers: list[Any] = list(texts)
@@ -140,5 +145,5 @@ def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completi
 
 
 def _letters(text: str) -> set[str]:
-    """Returns the characters of a text, whatever a tokenizer's normalizer makes of spaces, case and accents."""
+    """Return the characters of a text, whatever a tokenizer's normalizer makes of spaces, case and accents."""
     return set("".join(unicodedata.normalize("NFKD", text).casefold().split()))

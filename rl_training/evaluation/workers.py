@@ -18,11 +18,12 @@ Send = Callable[[Any], None]
 
 
 def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None], imports: Sequence[str] = ()) -> str:
-    """Returns why `work` failed, or "" when it did not; every object that it sends is given to `receive` meanwhile.
+    """Run `work` in a process of its own, and give every object that it sends to `receive` meanwhile.
 
     The other process inherits nothing, no CUDA context and no thread, and ends with this one.
 
-    imports  modules that take long: on Linux they are imported once, in a server from which each process is forked
+    Args:
+        imports: modules that take long: on Linux they are imported once, in a server from which each process is forked
     """
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
     if sys.platform == "linux":  # only there do libraries survive a fork
@@ -68,7 +69,7 @@ def _run(work: Callable[[Send], None], connection: Connection) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns an error as one line: our own in its words, others with their type and where they were raised."""
+    """Return an error as one line: our own in its words, others with their type and where they were raised."""
     message = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "out of memory" in message.lower():
         return f"it ran out of memory: a smaller evaluation.batch_size needs less ({message or type(error).__name__})"

@@ -15,20 +15,20 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.configuration.checks import check_analysis, check_evaluation, check_run
 from rl_training.job.configuration.composition import run_composed
 from rl_training.job.configuration.nested import load_plain
-from rl_training.job.configuration.overrides import key_of, parsed, with_all_loggers, words_of_the_run
+from rl_training.job.configuration.overrides import key_of, overrides_of_the_run, parsed, with_all_loggers
 from rl_training.job.configuration.run_settings import branched
 from rl_training.job.configuration.shipped import CONF
 from rl_training.records.masking import mask_words
 
 
 def train() -> None:
-    """Trains with GRPO and probes, and writes the report."""
+    """Train with GRPO and probes, and write the report."""
     of_a_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # it has the settings of its run
     run_composed("train", _train, lambda word: not of_a_branch and key_of(word) != "trainer")
 
 
-def _train(cfg: DictConfig, words: list[str]) -> None:
-    cfg = with_all_loggers(branched(cfg, words), words)
+def _train(cfg: DictConfig, overrides: list[str]) -> None:
+    cfg = with_all_loggers(branched(cfg, overrides), overrides)
     check_run(cfg)  # checked again in build_run; here before slow imports
     with importing():
         from rl_training.job.run.training import build_run
@@ -40,18 +40,18 @@ def _train(cfg: DictConfig, words: list[str]) -> None:
 
 
 def analyze() -> None:
-    """Analyzes checkpoints: what the next step of each does to entropy, predicted and measured."""
-    run_composed("offline", _analyze, lambda word: not words_of_the_run([word]))
+    """Analyze checkpoints: what the next step of each does to entropy, predicted and measured."""
+    run_composed("offline", _analyze, lambda word: not overrides_of_the_run([word]))
 
 
-def _analyze(cfg: DictConfig, words: list[str]) -> None:
-    of_the_run = words_of_the_run(words)
+def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
+    of_the_run = overrides_of_the_run(overrides)
     cfg = OmegaConf.masked_copy(cfg, list(load_plain(CONF / "offline.yaml").keys() & cfg.keys()))
     cfg.run = [*cfg.run, *of_the_run]
-    if HydraConfig.get().mode == RunMode.MULTIRUN and "name" not in map(key_of, words):
+    if HydraConfig.get().mode == RunMode.MULTIRUN and "name" not in map(key_of, overrides):
         typed = [word for word in sys.argv[1:] if key_of(word)]
         swept = {word.key_or_group for word in parsed(typed) if word.is_sweep_override()} - {"checkpoint"}
-        apart = [word.lstrip("+") for word in words if word.lstrip("+").partition("=")[0] in swept]
+        apart = [word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in swept]
         cfg.name = ",".join([cfg.name, *mask_words(apart)])  # else all jobs would write into one folder
     check_analysis(cfg)  # again by its plan; here it waits for no import
     with importing():
@@ -61,12 +61,12 @@ def _analyze(cfg: DictConfig, words: list[str]) -> None:
 
 
 def evaluate() -> None:
-    """Evaluates the checkpoints of a run."""
+    """Evaluate the checkpoints of a run."""
     # Settings of the run's own configuration, and names of metrics, which conf/evaluate.yaml cannot list.
     run_composed("evaluate", _evaluate, lambda word: key_of(word) not in ("data", "model", "adapter", "metrics"))
 
 
-def _evaluate(cfg: DictConfig, words: list[str]) -> None:
+def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:
     check_evaluation(cfg)  # again by its plan; here it waits for no import
     with importing():
         from rl_training.job.run.evaluation import evaluate
@@ -76,7 +76,7 @@ def _evaluate(cfg: DictConfig, words: list[str]) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """A context for slow imports, which --help does not wait for: with garbage collection off, a fifth less time.
+    """Run slow imports, which --help does not wait for, with garbage collection off: a fifth less time.
 
     transformers, which would print that W&B is offline, used or not, is not told so meanwhile.
     """

@@ -48,7 +48,7 @@ class Interrupted(BaseException):
 
 
 def run_command(main: Callable[[], object]) -> None:
-    """Runs `main`, a command whose arguments are sys.argv, and ends the process as the module's head says.
+    """Run `main`, a command whose arguments are sys.argv, and end the process as the module's head says.
 
     SIGINT and SIGTERM raise Interrupted wherever `main` is; it may install other handlers for a while.
     """
@@ -111,7 +111,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _end(secrets: Sequence[str], code: int, line: str, shown: str = "") -> NoReturn:
-    """Ends the process with a line, below what else is shown; `secrets` are masked in both."""
+    """End the process with a line, below what else is shown; `secrets` are masked in both."""
     line, shown = (printable(mask_line(text, secrets)) for text in (line, shown))
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once

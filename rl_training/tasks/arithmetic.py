@@ -34,13 +34,14 @@ def arithmetic(
     min_operands: int = MIN_OPERANDS,
     max_operands: int = MAX_OPERANDS,
 ) -> Task:
-    """The arithmetic task: `num_train` training and `num_eval` held-out chains, no prompt twice.
+    """Make the arithmetic task: `num_train` training and `num_eval` held-out chains, no prompt twice.
 
     The number of operands is drawn uniformly, and a chain drawn before is drawn anew; as there are only 810
     chains of three operands, they come out somewhat rarer than the others. The embedded model was warmed up on
     3 to 7 operands; more are harder for it, and want a larger max_completion_length (4 tokens an operand and 6).
 
-    Raises ValueError when fewer than three operands are asked for, or no range.
+    Raises:
+        UserError: when fewer than three operands are asked for, or no range.
     """
     if not MIN_OPERANDS <= min_operands <= max_operands:
         raise UserError(
@@ -58,7 +59,7 @@ def arithmetic(
 
 
 def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """1.0 for each completion with one `<answer>…</answer>` that holds exactly the answer, otherwise 0.0.
+    """Return 1.0 for each completion with one `<answer>…</answer>` that holds exactly the answer, otherwise 0.0.
 
     A second opening or closing tag anywhere scores 0.0: listing several answers counts as giving none.
 
@@ -69,7 +70,7 @@ def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) 
 
 
 def worked_examples(seed: int) -> Iterator[WorkedExample]:
-    """Right answers to training chains without end: half with the running result, half with the answer alone.
+    """Yield right answers to training chains without end: half with the running result, half with the answer alone.
 
     Examples: `7+2=9-3=6</think><answer>6</answer>` and `</think><answer>6</answer>`.
     """
@@ -102,17 +103,17 @@ def _draw(rng: random.Random, operands: tuple[int, int]) -> Chain:
 
 
 def _steps(chain: Chain) -> list[str]:
-    """The signed operands after the first, such as `["+2", "-3"]`."""
+    """Return the signed operands after the first, such as `["+2", "-3"]`."""
     return [f"{after - before:+d}" for before, after in pairwise(chain)]
 
 
 def _prompt(chain: Chain) -> str:
-    """The exercise as the model reads it, such as `7+2-3=?<think>`."""
+    """Return the exercise as the model reads it, such as `7+2-3=?<think>`."""
     return f"{chain[0]}{''.join(_steps(chain))}=?<think>"
 
 
 def given_answer(completion: str) -> str | None:
-    """What the one `<answer>…</answer>` of a completion holds; None if there is none, or more than one."""
+    """Return what the one `<answer>…</answer>` of a completion holds; None for none, or for more than one."""
     if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
         return None
     match = _ANSWER.search(completion)

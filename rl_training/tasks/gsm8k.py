@@ -31,7 +31,7 @@ _HELD_OUT_SHARE = 0.05  # of a single file
 
 
 def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "main") -> Task:
-    """The GSM8K task: from `path` if given, otherwise from the dataset `name` on the Hugging Face Hub.
+    """Read the GSM8K task: from `path` if given, otherwise from the dataset `name` on the Hugging Face Hub.
 
     `path` is a folder with `train.jsonl` and `test.jsonl`, or one JSON-lines file: then its last twentieth,
     at least one row, is held out. There is no shuffling, so all ranks see one split. A training row whose
@@ -62,7 +62,7 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
 def gsm8k_reward(
     completions: list[str], answer: list[str], prompts: list[str] | None = None, **kwargs: Any
 ) -> list[float]:
-    r"""1.0 for each completion whose last complete `<answer>…</answer>` is the row's number, otherwise 0.0.
+    r"""Return 1.0 for each completion whose last complete `<answer>…</answer>` is the row's number, otherwise 0.0.
 
     After the number a unit may stand, of words that measure and of words of the question, which the prompt has.
 
@@ -83,7 +83,7 @@ def _question(prompt: str) -> str:
 
 
 def given_answer(completion: str) -> str | None:
-    """What the last complete `<answer>…</answer>` holds, without space around it; None if there is none."""
+    """Return what the last complete `<answer>…</answer>` holds, without space around it; None if there is none."""
     start = completion.rfind("<answer>", 0, max(0, completion.rfind("</answer>")))
     if start == -1:
         return None
@@ -92,7 +92,7 @@ def given_answer(completion: str) -> str | None:
 
 
 def _vote(completion: str) -> str | None:
-    """What the reward reads from a completion: a number in one spelling (18 for $18.00), other text as it is."""
+    """Return what the reward reads from a completion: a number in one spelling (18 for $18.00), other text as it is."""
     given = given_answer(completion)
     number = None if given is None else stated_number(given)
     return given if number is None else str(number)

@@ -64,7 +64,7 @@ class GuardedWorker:
 
     @property
     def pid(self) -> int | None:
-        """The process id while there is a process, otherwise None."""
+        """Return the process id while there is a process, otherwise None."""
         return None if self._process is None else self._process.pid
 
     def ask_all(

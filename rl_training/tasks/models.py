@@ -28,15 +28,17 @@ KERNEL = re.compile(r'"\w+_implementation": "[^"]*/[^"]*"')  # in a model's conf
 def load_causal_lm(
     name: str | Path, dtype: str = "float32", quantization: str | None = None, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns (model, tokenizer) of a folder or of a name on the Hugging Face Hub; code that lies there is not run.
+    """Return (model, tokenizer) of a folder or of a name on the Hugging Face Hub; code that lies there is not run.
 
-    dtype         of the weights, "float32", "bfloat16" or "auto". Weights that are trained want fp32, with bf16
-                  autocast; those that an adapter leaves frozen may be what the checkpoint is
-    quantization  "nf4": the linear layers in 4 bits, for an adapter on top of them; products are taken in `dtype`
-    attn_implementation  "sdpa", "eager", "flash_attention_2", …; None for the model's own choice. Measurements in fp32
-                  use sdpa where it takes 16 bits only
+    Args:
+        dtype: of the weights, "float32", "bfloat16" or "auto". Weights that are trained want fp32, with bf16
+            autocast; those that an adapter leaves frozen may be what the checkpoint is
+        quantization: "nf4": the linear layers in 4 bits, for an adapter on top of them; products are taken in `dtype`
+        attn_implementation: "sdpa", "eager", "flash_attention_2", …; None for the model's own choice. Measurements in
+            fp32 use sdpa where it takes 16 bits only
 
-    Raises ValueError when the checkpoint is missing, incomplete or corrupt, or has no end-of-sequence token.
+    Raises:
+        UserError: when the checkpoint is missing, incomplete or corrupt, or has no end-of-sequence token.
     """
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise UserError(f"model.dtype={dtype} is not a dtype of torch: use float32, bfloat16 or auto")
@@ -81,7 +83,7 @@ def load_causal_lm(
 
 
 def refuse_code_in_adapter(folder: Path) -> None:
-    """Raises UserError where the adapter in a folder names a module that PEFT would import."""
+    """Raise UserError where the adapter in a folder names a module that PEFT would import."""
     file = folder / ADAPTER_CONFIG
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("megatron_config"):
         raise UserError(f"{file} names modules to be imported (megatron_config), which no run writes: remove them")
@@ -90,7 +92,7 @@ def refuse_code_in_adapter(folder: Path) -> None:
 def load_tiny(
     dtype: str = "float32", quantization: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns the (model, tokenizer) that ship with the package. See tasks/tiny.py."""
+    """Return the (model, tokenizer) that ship with the package. See tasks/tiny.py."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # of a moment
     try:

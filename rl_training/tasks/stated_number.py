@@ -66,7 +66,8 @@ def stated_number(text: str, question: str | None = None) -> Fraction | None:
 
     Beside plain numbers these are arithmetic, in plain text or LaTeX, and equations.
 
-    question  whose nouns may be units, beside the words that measure; None: any word that changes no number may
+    Args:
+        question: whose nouns may be units, beside the words that measure; None: any word that changes no number may
 
     >>> [str(stated_number(text)) for text in (r"\boxed{\frac{36}{2}}", "x = 18", "2 + 16 = 18 eggs", "17 = 18")]
     ['18', '18', '18', 'None']

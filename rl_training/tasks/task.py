@@ -38,7 +38,11 @@ class Task:
 
 
 def as_task(returned: object) -> Task:
-    """Returns what the function of a task has returned. ValueError where that is no task."""
+    """Return what the function of a task has returned.
+
+    Raises:
+        UserError: where that is no task.
+    """
     if not isinstance(returned, Task):
         raise UserError(
             f"data: the task's function returned {returned!r:.60}, which is no Task: return "
@@ -69,5 +73,5 @@ class WorkedExample:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a made-up prompt belongs to evaluation: one in eight, by a checksum of the text and not by any seed."""
+    """Return whether a made-up prompt belongs to evaluation: one in eight, by a checksum of its text, not by a seed."""
     return zlib.crc32(prompt.encode()) % _HELD_OUT_ONE_IN == 0

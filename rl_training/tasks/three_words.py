@@ -89,7 +89,7 @@ def uses_three_words(completions: list[Any], words: list[list[str]], **columns: 
 
 
 def is_sentence(text: str) -> bool:
-    """Whether a text is one plain sentence, as far as counting can tell.
+    """Return whether a text is one plain sentence, as far as counting can tell.
 
     It begins with a capital and ends with a full stop, has letters, apostrophes and hyphens in between and at most two
     commas, 8 to 20 words of which three in ten are function words, a verb, and hardly a word twice.
@@ -111,7 +111,7 @@ def _share_used(text: str, nouns: list[str]) -> float:
         return 0.0
     words = _words(text)
     places = [[place for place, word in enumerate(words) if word in (noun, f"{noun}s")] for noun in nouns]
-    all_places = sorted(place for own in places for place in own)
+    all_places = sorted(place for noun_places in places for place in noun_places)
     if any(later - earlier <= MIN_GAP for earlier, later in pairwise(all_places)):
         return 0.0  # side by side they are a list
     return sum(map(bool, places)) / len(nouns)

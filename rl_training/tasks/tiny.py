@@ -44,7 +44,7 @@ _IGNORED = -100  # the label that the loss leaves out
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of 103 tokens: one per printable ASCII character, newline, four tags, pad, eos and unk.
+    """Make the tokenizer of 103 tokens: one per printable ASCII character, newline, four tags, pad, eos and unk.
 
     The tags are added tokens but not special ones: TRL decodes with `skip_special_tokens=True` before it asks the
     reward, which has to see them. Any other character is dropped: this kind of tokenizer never emits unk.
@@ -66,7 +66,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """The untrained model in fp32 on the CPU; the caller's random state is left as it was."""
+    """Make the untrained model in fp32 on the CPU; the caller's random state is left as it was."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -91,7 +91,7 @@ def warm_start(
     examples: Iterator[WorkedExample],
     num_steps: int = 450,
 ) -> list[float]:
-    """The loss of each step of supervised training on worked examples, in nats per completion token.
+    """Train on worked examples, and yield the loss of each step, in nats per completion token.
 
     AdamW at 4e-3, 32 examples a step, 20 steps of linear warm-up, then a cosine down to a tenth.
     """
@@ -117,7 +117,7 @@ def warm_start(
 
 
 def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both (examples, tokens); the labels ignore the prompt and the padding."""
+    """Return token ids and labels, both (examples, tokens); the labels ignore the prompt and the padding."""
     rows, labels = [], []
     for example in examples:
         prompt = tokenizer(example.prompt).input_ids

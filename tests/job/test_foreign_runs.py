@@ -217,10 +217,10 @@ def test_an_adapter_of_somebody_else_names_modules_and_numbers_only(tmp_path: Pa
     whole = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(whole))
-    assert 'adapter.target_modules=["q_proj","v_proj"]' in OfflineEntropyProbe({}).words(tmp_path)
+    assert 'adapter.target_modules=["q_proj","v_proj"]' in OfflineEntropyProbe({}).overrides(tmp_path)
     file.write_text(json.dumps(whole | content if content else content))
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
-        OfflineEntropyProbe({}).words(tmp_path)
+        OfflineEntropyProbe({}).overrides(tmp_path)
 
 
 def test_every_intervention_that_comes_with_the_package_is_no_code() -> None:

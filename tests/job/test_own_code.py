@@ -10,7 +10,7 @@ import pytest
 from configs import composed
 from foreign_runs import TOUCH
 
-from rl_training.job.configuration.custom_code import find_own_code
+from rl_training.job.configuration.custom_code import add_custom_code_to_path
 
 PLANTED = ("hydra", "omegaconf", "yaml", "shlex", "json", "peft", "torch", "rich", "hydra_plugins/evil/__init__")
 
@@ -58,20 +58,20 @@ def test_processes_that_a_command_starts_leave_it_out_too(folder: Path) -> None:
 ])  # fmt: skip
 def test_what_is_named_on_the_command_line_is_found_there(folder: Path, words: list[str]) -> None:
     """Behind what is installed."""
-    find_own_code(composed("train", *words))
+    add_custom_code_to_path(composed("train", *words))
     assert sys.path[-1] == str(folder)
 
 
 def test_a_target_that_conf_ships_is_never_looked_for_there(folder: Path) -> None:
-    find_own_code(composed("train", "adapter=lora", "probe=all", "intervention=psr"))
+    add_custom_code_to_path(composed("train", "adapter=lora", "probe=all", "intervention=psr"))
     assert str(folder) not in sys.path
 
 
 def test_nothing_is_imported_from_a_run_nor_in_the_place_of_a_library(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"peft\.IA3Config: peft is also the name of .*rename yours in"):
-        find_own_code(composed("train", "adapter=lora", "adapter._target_=peft.IA3Config"))
+        add_custom_code_to_path(composed("train", "adapter=lora", "adapter._target_=peft.IA3Config"))
     (folder / "config.yaml").touch()
     (folder / "logs").mkdir()
     with pytest.raises(ValueError, match=r"a_task_of_mine\.task: nothing is imported from a run, as .* is"):
-        find_own_code(composed("train", "data._target_=a_task_of_mine.task"))
+        add_custom_code_to_path(composed("train", "data._target_=a_task_of_mine.task"))
     assert str(folder) not in sys.path

@@ -84,7 +84,7 @@ def test_the_ready_files_run_and_explain_every_option(run: Path) -> None:
     probe = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "full_example.yaml")
     others = {"checkpoint.checkpoint_path", "importance.report_per_token", "detailed_logging.enabled", "overrides"}
     assert flat(probe.config).keys() == {*SETTINGS, *CHOICES} | others
-    given, default = composed("offline", *probe.words(run)), composed("offline", f"checkpoint={run}")
+    given, default = composed("offline", *probe.overrides(run)), composed("offline", f"checkpoint={run}")
     assert {key for key in default if given[key] != default[key]} == {"name", "report", "dashboards"}
     found = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe(checkpoint(run, 2))
     assert Path(found["log"]).is_relative_to(run / "offline")
@@ -99,9 +99,9 @@ def test_a_key_or_value_that_means_nothing_is_an_error_with_the_nearest(config: 
 
 def test_old_names_of_models_and_data_sets_are_known() -> None:
     old = {"checkpoint": {"backbone": "qwen2_5_15"}, "batch_config": {"dataset_name": "gsm8k_r1_template"}}
-    assert {"model=qwen2_5_1_5b", "data=gsm8k"} <= set(OfflineEntropyProbe(old).words("C"))
+    assert {"model=qwen2_5_1_5b", "data=gsm8k"} <= set(OfflineEntropyProbe(old).overrides("C"))
     with pytest.raises(ValueError, match=r"checkpoint\.checkpoint_path is not set"):
-        OfflineEntropyProbe({}).words()
+        OfflineEntropyProbe({}).overrides()
 
 
 def test_a_folder_of_adapter_weights_takes_the_optimizer_of_its_parent(tmp_path: Path) -> None:

@@ -86,10 +86,10 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
     for name, parameters in METHODS.items():
         method = getattr(GRPOTrainer, name, None)
         found = [] if method is None else [*inspect.signature(method).parameters]
-        _demand({*parameters} <= {*found}, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
+        _require({*parameters} <= {*found}, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
     for name in TRAINER_ATTRIBUTES:
-        _demand(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
-    _demand(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
+        _require(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
+    _require(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
 
 
 def read_scores(found: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -98,18 +98,18 @@ def read_scores(found: Any, shape: torch.Size, with_entropies: bool = True) -> t
     ValueError where that is something else.
     """
     scores = f"GRPOTrainer.{FORWARD_PASS}"
-    _demand(isinstance(found, tuple) and len(found) == 3, f"{scores} does not return three values")
+    _require(isinstance(found, tuple) and len(found) == 3, f"{scores} does not return three values")
     named = {"log-probabilities": found[0], **({"entropies": found[1]} if with_entropies else {})}
     for name, values in named.items():
         returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
-        _demand(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
+        _require(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
     return found[0], found[1] if with_entropies else None
 
 
 def demand_graph(loss: Tensor) -> None:
     """Raises ValueError for a loss that cannot be trained on, and whose log-probabilities have no graph either."""
     merged = "(is an adapter still merged, or switched off, after generation?)"
-    _demand(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")
+    _require(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")
 
 
 def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
@@ -122,7 +122,7 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
         undo.callback(setattr, owner, name, before)
 
 
-def _demand(holds: bool, what: str) -> None:
+def _require(holds: bool, what: str) -> None:
     """Raises UserError, saying what is wrong with the installed TRL, where a thing is not as it must be."""
     if not holds:
         raise UserError(f"{what} in trl {trl_version}: pip install '{WRITTEN_FOR}'")

@@ -24,7 +24,7 @@ from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
 
 PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
-SAME_AS = {
+DERIVED_FIELDS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
     "output_dir": "run_dir",
@@ -33,7 +33,7 @@ UNFIT = re.compile(r"[^\w.,=+-]+")  # for the name of a folder
 
 
 def check_run(cfg: DictConfig) -> int:
-    """Returns how many microbatches of each process make a step, after all checks that are possible by now."""
+    """Return how many microbatches of each process make a step, after all checks that are possible by now."""
     check_resume(cfg)
     for key in PATHS:  # a shell does not expand a `~` after a `=`
         value = OmegaConf.select(cfg, key)
@@ -54,7 +54,7 @@ def check_run(cfg: DictConfig) -> int:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
+    """Raise UserError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise UserError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
     refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # what is in them comes later
@@ -75,12 +75,12 @@ def check_settings(cfg: DictConfig) -> None:
 
 @functools.cache
 def ranges(command: str) -> dict[str, Any]:
-    """Returns what settings of a command may be, by key."""
+    """Read the kinds and ranges of a command's settings, by key."""
     return load_plain(Path(__file__).with_name("ranges.yaml"))[command]
 
 
 def check_values(cfg: DictConfig, command: str) -> None:
-    """Raises ValueError for a setting that is not set, of another kind than in conf/, or out of its range.
+    """Raise UserError for a setting that is not set, of another kind than in conf/, or out of its range.
 
     One that is not there is not checked.
     """
@@ -108,7 +108,7 @@ def _check_probes(probes: Any) -> None:
 
 
 def _check_trainer(cfg: DictConfig) -> None:
-    """Raises ValueError for what in cfg.trainer comes too late, is out of range, or has its place elsewhere."""
+    """Raise UserError for what in cfg.trainer comes too late, is out of range, or has its place elsewhere."""
     if cfg.trainer.get("deepspeed"):
         raise UserError(  # the process group exists before this is read, and would train with DDP
             "trainer.deepspeed comes too late: use accelerate launch --config_file launch/zero2.yaml, which names the "
@@ -126,18 +126,18 @@ def _check_trainer(cfg: DictConfig) -> None:
         )
     if cfg.trainer.get("max_steps") == 0:
         raise UserError("trainer.max_steps=0 trains nothing: give at least 1, or -1 for trainer.num_train_epochs")
-    for name, source in SAME_AS.items():
+    for name, source in DERIVED_FIELDS.items():
         if cfg.trainer[name] != value_of(cfg, name):
             raise UserError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
 
 
 def value_of(cfg: DictConfig, name: str) -> Any:
-    """Returns what a field of the trainer has to be that follows from another setting, one of SAME_AS."""
-    return f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, SAME_AS[name])
+    """Return the value that a field of the trainer in DERIVED_FIELDS has to have."""
+    return f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, DERIVED_FIELDS[name])
 
 
 def check_resume(cfg: DictConfig) -> None:
-    """Raises ValueError where there is nothing to resume, or nothing that `additional_steps` could be added to."""
+    """Raise UserError where there is nothing to resume, or nothing that `additional_steps` could be added to."""
     as_written: Any = OmegaConf.to_container(cfg, resolve=False)
     is_given = "${now:" not in str(as_written["run_dir"])
     if cfg.resume == "auto" and not is_given:
@@ -161,7 +161,11 @@ def check_resume(cfg: DictConfig) -> None:
 def accumulation_steps(
     sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
 ) -> int:
-    """Returns how many microbatches of each process make a step. ValueError, naming numbers that would divide."""
+    """Return how many microbatches of each process make a step.
+
+    Raises:
+        UserError: naming numbers that would divide.
+    """
     if microbatch_size % responses_per_prompt:
         fitting = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
         raise UserError(
@@ -180,7 +184,11 @@ def accumulation_steps(
 
 
 def check_analysis(cfg: DictConfig) -> Settings:
-    """Returns what is asked of a checkpoint. Raises ValueError for values that are not set, or mean nothing."""
+    """Return what is asked of a checkpoint.
+
+    Raises:
+        UserError: for values that are not set, or mean nothing.
+    """
     check_values(cfg, "offline")
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     name_of(str(values["name"]))
@@ -192,7 +200,7 @@ def check_analysis(cfg: DictConfig) -> Settings:
 
 
 def name_of(name: str) -> str:
-    """Returns the folder for an analysis of this name. Raises ValueError for a name that is none of a folder.
+    """Return the folder for an analysis of this name; raise UserError for a name that is none of a folder.
 
     What follows a comma names a job of a sweep by its settings, and is made fit.
     """
@@ -203,7 +211,7 @@ def name_of(name: str) -> str:
 
 
 def check_evaluation(cfg: DictConfig) -> None:
-    """Raises ValueError for values that are not set, or mean nothing."""
+    """Raise UserError for values that are not set, or mean nothing."""
     check_values(cfg, "evaluate")
     options = cfg.evaluation
     if options.k is not None and options.k > options.responses_per_prompt:
@@ -214,5 +222,5 @@ def check_evaluation(cfg: DictConfig) -> None:
 
 
 def choose_probes(names: str) -> str:
-    """Returns what is said of `probes=NAMES`, the settings of probes, where `probe` would choose these."""
+    """Explain that `probes=NAMES` sets options of probes, and that `probe` chooses them."""
     return f"probes={names}: choose probes with 'probe={names}'; probes.NAME.OPTION=VALUE sets an option"

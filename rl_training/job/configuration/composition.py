@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.custom_code import find_own_code
+from rl_training.job.configuration.custom_code import add_custom_code_to_path
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.configuration.overrides import settable
 from rl_training.job.configuration.shipped import CONF, conf_folders
@@ -42,9 +42,10 @@ Plugins.instance().register(_UsersFirst)
 
 
 def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_listed: Callable[[str], bool]) -> None:
-    """Runs a task with the settings of conf/NAME.yaml and those of sys.argv, and with the words of these.
+    """Run a task with the settings of conf/NAME.yaml and those of sys.argv, and with the overrides that were typed.
 
-    is_listed  whether conf/ lists what a word sets; Hydra would ask for a + before the others
+    Args:
+        is_listed: whether conf/ lists what a word sets; Hydra would ask for a + before the others
     """
 
     failures: list[Exception] = []  # of the task; Hydra would print a line of its own about each in every process
@@ -52,10 +53,10 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
     def job(cfg: DictConfig) -> None:
         try:
             if not failures:
-                words = list(HydraConfig.get().overrides.task)
+                overrides = list(HydraConfig.get().overrides.task)
                 _hide_secrets()
-                find_own_code(cfg)
-                task(cfg, words)
+                add_custom_code_to_path(cfg)
+                task(cfg, overrides)
         except (HydraException, OmegaConfBaseException) as error:
             failures.append(UserError(explain(error)).with_traceback(error.__traceback__))
         except Exception as error:
@@ -86,7 +87,7 @@ def _hide_secrets() -> None:
 
 @contextlib.contextmanager
 def _settings_shown_masked() -> Iterator[None]:
-    """A context in which the settings that Hydra prints for --cfg or --info are printed without secrets."""
+    """Mask the secrets in the settings that Hydra prints for --cfg or --info."""
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {"--cfg", "-c", "--info", "-i"}:
         yield
         return

@@ -19,10 +19,11 @@ from rl_training.job.configuration.stored import must_be_named, names_code
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 
 
-def find_own_code(cfg: DictConfig) -> None:
-    """Puts the working folder on Python's path where composed settings name code in it.
+def add_custom_code_to_path(cfg: DictConfig) -> None:
+    """Put the working folder on Python's path where composed settings name code in it.
 
-    Raises UserError where that folder is a run, or where another module has the same name.
+    Raises:
+        UserError: where that folder is a run, or where another module has the same name.
     """
     here = Path.cwd()
     for named, module in _named_modules(cfg):
@@ -38,7 +39,7 @@ def find_own_code(cfg: DictConfig) -> None:
 
 
 def _named_modules(cfg: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yields what names code that conf/ does not ship, and the module in which that lies."""
+    """Yield what names code that conf/ does not ship, and the module in which that lies."""
     for keys, value in leaves(OmegaConf.to_container(cfg)):
         is_intervention = keys[0] == "intervention" or "which" in keys[2:3]
         if isinstance(value, str) and keys[-1] == "_target_" and must_be_named(keys, value):

@@ -12,12 +12,12 @@ Keys = tuple[Any, ...]  # from the outermost inwards
 
 
 def load_plain(path: Path) -> dict[str, Any]:
-    """Returns the content of a file of conf/, unresolved."""
+    """Return the content of a file of conf/, unresolved."""
     return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a nested configuration by their dotted keys."""
+    """Return the values of a nested configuration by their dotted keys."""
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=True)
     if not isinstance(node, Mapping):
@@ -26,13 +26,13 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns what is set otherwise now, by its keys; "" where nothing is."""
+    """Name the settings that differ, each with both values; "" where none does."""
     changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
     return ", ".join(f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in changed)
 
 
 def leaves(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yields the values of nested settings, each with its keys."""
+    """Yield the values of nested settings, each with its keys."""
     if isinstance(node, Mapping | list):
         for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
             yield from leaves(value, (*keys, name))
@@ -45,7 +45,7 @@ def dotted(keys: Keys) -> str:
 
 
 def with_texts(settings: Any, change: Callable[[str], str]) -> Any:
-    """Returns settings with each text in them changed."""
+    """Return settings with each text in them changed."""
     if isinstance(settings, Mapping):
         return {name: with_texts(value, change) for name, value in settings.items()}
     if isinstance(settings, list):

@@ -28,37 +28,39 @@ UNLISTED = ("trainer", "model", "adapter", "data")  # what they are made into re
 
 
 def key_of(word: str) -> str:
-    """Returns the first part of what a word sets: "trainer" of ++trainer.max_steps=3; "" of --help."""
+    """Return the first part of an override's key: "trainer" of ++trainer.max_steps=3; "" of --help."""
     return re.split(r"[.=@]", word.lstrip("+~"))[0] if "=" in word and not word.startswith("-") else ""
 
 
-def parsed(words: Sequence[str]) -> list[Override]:
-    return OverridesParser.create().parse_overrides(list(words))
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def settable(word: str) -> str:
-    """Returns a word so that Hydra takes it for a setting that conf/ does not list; a choice GROUP=OPTION as it is."""
+    """Mark an override with ++, so that Hydra takes a setting that conf/ does not list; keep GROUP=OPTION as it is."""
     is_plain = key_of(word) not in ("", "hydra") and word[0] not in "+~" and not (CONF / word.split("=")[0]).is_dir()
     return f"++{word}" if is_plain else word
 
 
-def words_of_the_run(words: Sequence[str]) -> list[str]:
-    """Returns those words on the command line of an analysis that set what conf/offline.yaml itself lacks."""
-    own = {*load_plain(CONF / "offline.yaml"), "hydra", ""}
-    return [word for word in words if key_of(word) not in own]
+def overrides_of_the_run(overrides: Sequence[str]) -> list[str]:
+    """Choose the overrides of an analysis that are for its run: what conf/offline.yaml itself does not have."""
+    offline_keys = {*load_plain(CONF / "offline.yaml"), "hydra", ""}
+    return [word for word in overrides if key_of(word) not in offline_keys]
 
 
-def with_changes(settings: DictConfig, words: Sequence[str], where: str) -> DictConfig:
-    """Returns settings with the changes that the words describe; an option takes the place of the present one.
+def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -> DictConfig:
+    """Return settings with the changes that the overrides describe; an option takes the place of the present one.
 
     An option of another kind brings what it sets elsewhere too: data=gsm8k its trainer.max_completion_length.
 
-    where  the run that has these settings, for the message
+    Args:
+        where: the run that has these settings, for the message
 
-    Raises ValueError for a setting that there is not, and for what cannot be changed.
+    Raises:
+        UserError: for a setting that there is not, and for what cannot be changed.
     """
     settings = settings.copy()
-    changes = [change for change in parsed(words) if not change.key_or_group.startswith("hydra")]
+    changes = [change for change in parsed(overrides) if not change.key_or_group.startswith("hydra")]
     for change in sorted(changes, key=lambda change: not (CONF / change.key_or_group).is_dir()):
         key, value = change.key_or_group, cast("Any", change.value())
         if change.is_delete() or ((CONF / key).is_dir() and key not in GROUPS):
@@ -84,16 +86,16 @@ def _choose(settings: DictConfig, group: str, names: Sequence[str]) -> None:
         settings.merge_with(chosen)
 
 
-def with_all_loggers(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
+def with_all_loggers(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return settings that have the dashboards of each option of 'logger=[wandb,tensorboard]', where Hydra keeps one's.
 
     Args:
-        words: What was typed.
+        overrides: What was typed.
 
     Raises:
         UserError: for several options of a group of which there can be one.
     """
-    typed = {change.key_or_group: cast("Any", change.value()) for change in parsed(words)}
+    typed = {change.key_or_group: cast("Any", change.value()) for change in parsed(overrides)}
     for group in ONE_OF:
         if isinstance(typed.get(group), list) and len(typed[group]) > 1:
             raise UserError(f"{group}=[{','.join(map(str, typed[group]))}]: there can be one, give {group}=NAME")

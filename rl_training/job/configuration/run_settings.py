@@ -10,9 +10,9 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.errors import UserError
-from rl_training.job.configuration.checks import SAME_AS, value_of
+from rl_training.job.configuration.checks import DERIVED_FIELDS, value_of
 from rl_training.job.configuration.nested import differences, flat
-from rl_training.job.configuration.overrides import key_of, settable, with_changes
+from rl_training.job.configuration.overrides import key_of, settable, with_overrides
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import as_written, load_settings, refuse_marked
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
@@ -28,11 +28,12 @@ ORDER = ("seed", "batch.sequences_per_step", "trainer.num_generations", "trainer
 
 
 def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
-    """Returns the configuration of the run that a checkpoint belongs to, with these changes.
+    """Return the configuration of the run that a checkpoint belongs to, with these changes.
 
     For a checkpoint outside of a run it is train.yaml's with these changes, which then name model and data.
 
-    Raises ValueError for a setting that there is not, and where model or data are not named.
+    Raises:
+        UserError: for a setting that there is not, and where model or data are not named.
     """
     stored = checkpoint.resolve().parents[1] / CONFIG_FILE
     if not stored.is_file():
@@ -43,7 +44,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
                 "it is an adapter; see --help"
             )
         return compose("train", overrides=[settable(word) for word in changes])
-    cfg = with_changes(load_settings(stored), changes, f"the run in {stored.parent}")
+    cfg = with_overrides(load_settings(stored), changes, f"the run in {stored.parent}")
     missing = [key for key in NEEDED if key not in cfg]
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
@@ -53,7 +54,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
 
 
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
-    """Raises ValueError when a run would be resumed with other settings than it has: some of them would be ignored."""
+    """Raise UserError when a run would be resumed with other settings than it has: some of them would be ignored."""
     stored = run_dir / CONFIG_FILE
     if not stored.is_file():
         return
@@ -70,15 +71,17 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
         )
 
 
-def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
-    """Returns the run's settings; for branch=CHECKPOINT, those of the run that it comes from, with the changes applied.
+def branched(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the run's settings; for branch=CHECKPOINT, those of the run that it comes from, with the changes applied.
 
     Weights, optimizer, random numbers and position in the data are the checkpoint's: a branch without changes is its
     run bit for bit.
 
-    words  what was typed
+    Args:
+        overrides: what was typed
 
-    Raises ValueError where there is no such checkpoint, or where model, adapter or data would change.
+    Raises:
+        UserError: where there is no such checkpoint, or where model, adapter or data would change.
     """
     if cfg.get("branch") is None:
         return cfg
@@ -87,8 +90,8 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     started = load_settings(stored)
     started.pop("provenance", None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # run_dir may name the seed, which is this run's
-    changes = [word for word in words if key_of(word) not in ITS_OWN]
-    settings = with_changes(started, changes, f"the run in {stored.parent}")
+    changes = [word for word in overrides if key_of(word) not in ITS_OWN]
+    settings = with_overrides(started, changes, f"the run in {stored.parent}")
     before, now = ({k: as_written(v) for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
     if changed := differences(before, now):
         raise UserError(
@@ -103,13 +106,17 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     for node in (settings.buffer, *settings.probes.values()):  # resolved in config.yaml: ${seed} where it is the run's
         if isinstance(node, DictConfig) and node.get("seed") == started.seed:
             node.seed = settings.seed
-    for name in SAME_AS:
+    for name in DERIVED_FIELDS:
         settings.trainer[name] = value_of(settings, name)
     return settings
 
 
 def checkpoint_in_a_run(setting: str, value: object) -> Path:
-    """Returns the checkpoint that SETTING=VALUE names, a run's newest or one folder. ValueError outside of a run."""
+    """Return the checkpoint that SETTING=VALUE names, a run's newest or one folder.
+
+    Raises:
+        UserError: outside of a run.
+    """
     from rl_training.records.checkpoints import find_checkpoint  # imports torch: --help need not wait for it
 
     if str(value) in ("", "latest", "auto", "none"):
@@ -123,8 +130,8 @@ def checkpoint_in_a_run(setting: str, value: object) -> Path:
     return checkpoint
 
 
-def lost_place(cfg: DictConfig) -> str:
-    """Returns which settings of a branch change the order of prompts, so that it is not its run's any more; else ""."""
+def prompt_order_changes(cfg: DictConfig) -> str:
+    """Name the settings of a branch that change the order of its run's prompts; "" where none does."""
     started = flat(load_settings(Path(cfg.branch).parents[1] / CONFIG_FILE))
     before, now = ({key: settings[key] for key in ORDER if key in settings} for settings in (started, flat(cfg)))
     return differences(before, now)

@@ -24,7 +24,7 @@ CONF, LAUNCH, PROBE_CONFIGS = map(_shipped, ("conf", "launch", "probe_configs"))
 
 
 def conf_folders() -> list[Path]:
-    """Returns the folders that settings are read from, in the order in which they win: --config-dir, conf/."""
+    """Return the folders that settings are read from, in the order in which they win: --config-dir, conf/."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     given = parser.parse_known_args(sys.argv[1:])[0].config_dir
@@ -32,7 +32,7 @@ def conf_folders() -> list[Path]:
 
 
 def show_conf() -> None:
-    """Prints where the configuration files are; with --copy copies them."""
+    """Print where the configuration files are; with --copy, copy them."""
     parser = argparse.ArgumentParser(
         prog="rl-training config",
         description="Print the folder of the configuration files that train, analyze and evaluate read; or copy them.",
@@ -51,7 +51,7 @@ def show_conf() -> None:
 
 
 def copy_launch_file() -> None:
-    """Copies a launch file or a script to ./launch, where it is not yet, and prints its path."""
+    """Copy a launch file or a script to ./launch, where it is not yet, and print its path."""
     scripts = ["train.slurm", "sync.sh"]
     names = [*sorted(path.stem for path in LAUNCH.glob("*.yaml")), *scripts]
     parser = argparse.ArgumentParser(

@@ -43,9 +43,10 @@ INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is a text
 
 
 def load_settings(path: Path) -> DictConfig:
-    """Returns what a file of settings holds, without secrets, which are masked there, with marks on what must be named.
+    """Return what a file of settings holds, without secrets, which are masked there, with marks on what must be named.
 
-    Raises ValueError where it cannot be read, holds no settings, or holds what no run writes.
+    Raises:
+        UserError: where it cannot be read, holds no settings, or holds what no run writes.
     """
     if path.name == CONFIG_FILE:
         refuse_links_out(path.parent)
@@ -68,7 +69,7 @@ def load_settings(path: Path) -> DictConfig:
 
 
 def literal(settings: Any) -> Any:
-    """Returns settings so that a file of them is read as they stand: OmegaConf would take ${…} for a reference.
+    """Escape settings so that a file of them is read as they stand: OmegaConf would take ${…} for a reference.
 
     >>> literal({"command": ["echo ${HOME}"]})
     {'command': ['echo \\\\${HOME}']}
@@ -77,14 +78,15 @@ def literal(settings: Any) -> Any:
 
 
 def as_written(settings: Any) -> Any:
-    """Returns settings as they stand in their file, without marks: to be compared or recorded, not to be made."""
+    """Remove the marks from settings: to compare or record them, not to make objects of them."""
     return with_texts(settings, lambda text: text.removeprefix(MARK))
 
 
 def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
-    """Raises ValueError, saying what to type, for a setting that must be named on this command line and is not.
+    """Raise UserError, saying what to type, for a setting that must be named on this command line and is not.
 
-    names  of the settings that will be used, each with all that lies in it
+    Args:
+        names: of the settings that will be used, each with all that lies in it
     """
     plain: Any = OmegaConf.to_container(settings) if OmegaConf.is_config(settings) else settings
     for keys, value in leaves({name: plain.get(name) for name in names}):
@@ -100,9 +102,9 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
             )
 
 
-def refuse_code_in(words: Iterable[str], path: Path) -> None:
-    """Raises ValueError for a word KEY=VALUE of a file that counts only on a command line."""
-    for change in OverridesParser.create().parse_overrides(list(words)):
+def refuse_code_in(overrides: Iterable[str], path: Path) -> None:
+    """Raise UserError for a word KEY=VALUE of a file that counts only on a command line."""
+    for change in OverridesParser.create().parse_overrides(list(overrides)):
         keys = tuple(re.split(r"[.@]", change.key_or_group))
         for inner, value in leaves(change.value(), keys):
             if must_be_named(inner, value):
@@ -113,7 +115,7 @@ def refuse_code_in(words: Iterable[str], path: Path) -> None:
 
 
 def names_code(name: str) -> bool:
-    """Returns whether the name of an intervention is a function in a file or module: see interventions/named.py.
+    """Return whether the name of an intervention is a function in a file or module: see interventions/named.py.
 
     >>> names_code("my.py:softer"), names_code("my:softer:0.5"), names_code("bonus:0.02"), names_code("mis:0.5,2")
     (True, True, False, False)
@@ -139,7 +141,7 @@ NAMED: dict[tuple[str, str], Callable[[Any], bool]] = {
 
 
 def must_be_named(keys: Keys, value: Any) -> bool:
-    """Returns whether a setting with these keys and this value counts only where it was typed."""
+    """Return whether a setting with these keys and this value counts only where it was typed."""
     if keys[-1] == "_target_":
         return value not in _shipped_targets(keys[:-1])
     return any(
@@ -148,7 +150,7 @@ def must_be_named(keys: Keys, value: Any) -> bool:
 
 
 def _shipped_targets(place: Keys) -> frozenset[str]:
-    """Returns what files of conf/, or of --config-dir, make at this place."""
+    """Return what files of conf/, or of --config-dir, make at this place."""
     depths = {"probes": 2}
     group = next((group for group, key in PLACES.items() if place[:1] == (key,)), None)
     if group is None or len(place) != depths.get(place[0], 1):
@@ -159,20 +161,24 @@ def _shipped_targets(place: Keys) -> frozenset[str]:
 @functools.cache
 def _targets_of(folders: tuple[Path, ...]) -> frozenset[str]:
     files = [path for folder in folders for path in folder.glob("*.yaml")]
-    found = [leaf for path in files for leaf in leaves(load_plain(path))]
-    return frozenset(str(value) for keys, value in found if keys[-1] == "_target_")
+    settings = [leaf for path in files for leaf in leaves(load_plain(path))]
+    return frozenset(str(value) for keys, value in settings if keys[-1] == "_target_")
 
 
 def _marked(node: Any, keys: Keys, path: Path) -> Any:
-    """Returns settings with a mark in front of each value that must be named. ValueError for what no run writes."""
+    """Return settings with a mark in front of each value that must be named.
+
+    Raises:
+        UserError: for what no run writes.
+    """
     if isinstance(node, list):
         return [_marked(value, (*keys, number), path) for number, value in enumerate(node)]
     if not isinstance(node, Mapping):
         return f"{MARK}{node}" if must_be_named(keys, node) else node
     if not isinstance(node.get("_target_", ""), str):
         raise UserError(f"{path}: {dotted(keys)}._target_ is no name: mend or delete it")
-    found = {name: _marked(value, (*keys, name), path) for name, value in node.items()}
-    is_inert = found.get("_target_", "").startswith(MARK)  # its own maker may be called with them
-    if (special := SPECIAL & found.keys()) and not is_inert:
+    marked = {name: _marked(value, (*keys, name), path) for name, value in node.items()}
+    is_inert = marked.get("_target_", "").startswith(MARK)  # its own maker may be called with them
+    if (special := SPECIAL & marked.keys()) and not is_inert:
         raise UserError(f"{path}: {dotted(keys)}.{min(special)} would have an object made otherwise: remove it")
-    return found
+    return marked

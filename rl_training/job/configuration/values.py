@@ -20,7 +20,7 @@ INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null
 
 
 def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
-    """Raises ValueError, with the hint, for a value that is none of these, or not in this interval of ranges.yaml.
+    """Raise UserError, with the hint, for a value that is none of these, or not in this interval of ranges.yaml.
 
     >>> check_allowed("top_p", 2.0, "float (0, 1] or null for the run's")
     Traceback (most recent call last):
@@ -45,7 +45,7 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
 
 
 def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
-    """Raises ValueError for a value of another kind than the standard one: text for a number, a number for a list.
+    """Raise UserError for a value of another kind than the standard one: text for a number, a number for a list.
 
     Settings that are null, unset or absent in the standard may have any value. Settings that are text there may have
     any value but null, for their reader to check.
@@ -56,7 +56,7 @@ def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], pr
 
 
 def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
-    """Raises ValueError, with the hint, for a value of another kind than the default."""
+    """Raise UserError, with the hint, for a value of another kind than the default."""
     if isinstance(default, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
@@ -79,21 +79,22 @@ def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
 
 
 def quoted(key: str, value: str) -> str:
-    """Returns the word to type in a shell for a value that is to be taken as it stands."""
+    """Quote KEY=VALUE for a shell and for Hydra, so that the value is taken as it stands."""
     return shlex.quote(f"{key}={as_text(value)}")
 
 
 def as_text(value: str) -> str:
-    """Returns a text in double quotes, from which Hydra's grammar reads it as it stands."""
+    """Quote a text so that Hydra's grammar reads it as it stands."""
     value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a quote, and the backslashes before it, are escaped
     value = re.sub(r"(\\+)$", r"\1\1", value)  # so are those before the closing one
     return f'"{value}"'
 
 
 def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str:
-    """Returns a hint at the option that is close to `name`; "" where none is.
+    """Return a hint at the option that is close to `name`; "" where none is.
 
-    options  names; or what is said of each, by its name
+    Args:
+        options: names; or what is said of each, by its name
     """
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     said = options if isinstance(options, Mapping) else {}

@@ -46,14 +46,14 @@ class MetricsLogger(TrainerCallback):
         self.name = trainer.get("run_name") or run_dir.resolve().name
 
     def start(self, after_step: int) -> None:
-        """Opens the dashboard's run; `after_step` > 0 when training is resumed."""
+        """Open the dashboard's run; `after_step` > 0 when training is resumed."""
         raise NotImplementedError
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         raise NotImplementedError
 
     def finish(self, pictures: Sequence[Path]) -> None:
-        """Closes the dashboard's run, with the report's pictures where it can show them."""
+        """Close the dashboard's run, with the report's pictures where it can show them."""
         raise NotImplementedError
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
@@ -74,11 +74,11 @@ class WandbLogger(MetricsLogger):
 
         refuse_a_file(self.run_dir / LOGS_FOLDER / "wandb")
         run_id = self.run_dir / LOGS_FOLDER / WANDB_RUN_ID
-        known = _known_id(run_id)
+        stored_id = _known_id(run_id)
         self._run = wandb.init(
             project=self.project,
             name=self.name,
-            id=known,
+            id=stored_id,
             resume="allow",
             dir=self.run_dir / LOGS_FOLDER,
             config=self.config,
@@ -102,7 +102,11 @@ class WandbLogger(MetricsLogger):
 
 
 def _known_id(file: Path) -> str | None:
-    """Returns which run of W&B a file names, None without one. UserError, naming the file: W&B has no such names."""
+    """Read which run of W&B a file names; None without a file.
+
+    Raises:
+        UserError: naming the file, where it holds no name of such a run.
+    """
     if not file.exists():
         return None
     run_id = read_text(file)
@@ -166,7 +170,7 @@ LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, Trac
 
 
 def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
-    """Returns the dashboards of a run that has ended, to add to, and warns of one that is not installed here."""
+    """Return the dashboards of a run that has ended, to add to, and warn of one that is not installed here."""
     chosen = config.get("trainer", {}).get("report_to") or []
     libraries = {kind: kind.__name__.removesuffix("Logger").lower() for kind in LOGGERS}
     for library in (name for name in libraries.values() if name in chosen and find_spec(name) is None):
@@ -177,7 +181,7 @@ def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
 def put_loggers(
     trainer: DrGRPOTrainer, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None
 ) -> list[MetricsLogger]:
-    """Returns this package's loggers, in place of the transformers callbacks that `report_to` selects.
+    """Return this package's loggers, in place of the transformers callbacks that `report_to` selects.
 
     None on other processes than the main one.
     """

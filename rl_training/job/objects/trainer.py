@@ -33,9 +33,10 @@ logger = logging.get_logger(__name__)
 
 
 def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
-    """Returns a trainer of this run's configuration, restored at one of its checkpoints; it writes nothing.
+    """Return a trainer of this run's configuration, restored at one of its checkpoints; it writes nothing.
 
-    ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
+    Raises:
+        UserError: saying what to do, where the checkpoint is not of this configuration: see restored.py.
     """
     with as_user_errors(), explain_out_of_memory("load"), tempfile.TemporaryDirectory() as scratch:
         # One microbatch: how training would split U does not change its mean gradient.
@@ -58,7 +59,7 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
 def make_trainer(
     cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
 ) -> DrGRPOTrainer:
-    """Returns the trainer, with the evaluation split of its task if asked for."""
+    """Return the trainer, with the evaluation split of its task if asked for."""
     interventions = cfg.intervention or []
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     task = as_task(make("data", cfg.data))

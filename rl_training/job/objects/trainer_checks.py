@@ -18,7 +18,7 @@ logger = logging.get_logger(__name__)
 
 
 def check_fields(trainer: DictConfig) -> None:
-    """Raises ValueError for a setting that DrGRPOConfig lacks, and for one that is no number where it needs one."""
+    """Raise UserError for a setting that DrGRPOConfig lacks, and for one that is no number where it needs one."""
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name, value in zip(map(str, trainer), trainer.values(), strict=True):
         if name in fields:
@@ -34,7 +34,7 @@ def check_fields(trainer: DictConfig) -> None:
 
 
 def check_number_of_processes(num_processes: int) -> None:
-    """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
+    """Raise UserError when several processes were asked for and this one is alone: it would train on, silently.
 
     accelerate launch silently starts a single process where it does not see several GPUs (--cpu, MULTI_CPU, or no
     configuration at all). It does not pass on the number, but the rendezvous address that it sets reveals it.
@@ -55,7 +55,7 @@ def check_number_of_processes(num_processes: int) -> None:
 
 
 def check_sharding(trainer: DrGRPOTrainer) -> None:
-    """Raises ValueError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
+    """Raise UserError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
     for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
         if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
             raise UserError(
@@ -70,7 +70,7 @@ def check_sharding(trainer: DrGRPOTrainer) -> None:
 
 
 def check_longest_prompt(trainer: DrGRPOTrainer) -> None:
-    """Raises ValueError when a prompt and its response do not fit into the model's positions: it would train on."""
+    """Raise UserError when a prompt and its response do not fit into the model's positions: it would train on."""
     positions = getattr(trainer.model.config, "max_position_embeddings", None)
     prompts = [row for row in trainer.train_dataset["prompt"] if isinstance(row, str)]  # a chat needs its template
     if positions is None or not prompts:
@@ -84,7 +84,7 @@ def check_longest_prompt(trainer: DrGRPOTrainer) -> None:
 
 
 def warn_of_rounding(trainer: DrGRPOTrainer) -> None:
-    """Warns where the trained weights are kept in 16 bits; DeepSpeed keeps an fp32 copy of its own."""
+    """Warn where the trained weights are kept in 16 bits; DeepSpeed keeps an fp32 copy beside them."""
     rounded = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4}
     if rounded and not trainer.is_deepspeed_enabled:
         logger.warning(

@@ -38,7 +38,7 @@ from rl_training.records.report.series import read_run
 
 
 def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
-    """Analyses each checkpoint that `cfg` names, prints a table of each, and returns the files with the results.
+    """Analyze each checkpoint that `cfg` names, print a table of each, and return the files with the results.
 
     Their page and the report of a run are rewritten if asked for. Raises ValueError for whatever the user got wrong,
     before anything is sampled where the checkpoints reveal it.
@@ -58,21 +58,21 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
 
 
 def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
-    """Returns by checkpoint the file of its results: in RUN/offline, or in `offline` beside one that lies in no run."""
+    """Return by checkpoint the file of its results: in RUN/offline, or in `offline` beside one that lies in no run."""
     named = values["checkpoint"]
-    for each in [named] if isinstance(named, str) else named:
-        if is_attached(Path(each)):
+    for path in [named] if isinstance(named, str) else named:
+        if is_attached(Path(path)):
             raise UserError(
-                f"{each} is of a trainer that a script has made: in Python, after `from rl_training import analyze`, "
+                f"{path} is of a trainer that a script has made: in Python, after `from rl_training import analyze`, "
                 "analyze(trainer, CHECKPOINT, FOLDER) with the script's own trainer"
             )
     checkpoints = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
     name = name_of(str(values["name"]))
     folders = {}
     for checkpoint in checkpoints:
-        beside = _run_of(checkpoint) or checkpoint.resolve().parent
-        home = Path(values["output"] or beside / OFFLINE)
-        refuse_links_out(*((home, name) if values["output"] else (beside, OFFLINE)))
+        owner = _run_of(checkpoint) or checkpoint.resolve().parent
+        home = Path(values["output"] or owner / OFFLINE)
+        refuse_links_out(*((home, name) if values["output"] else (owner, OFFLINE)))
         folders[checkpoint] = home / name / checkpoint.name
     folder, times = Counter(folders.values()).most_common(1)[0]
     if times > 1:
@@ -92,7 +92,7 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 
 def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
-    """Analyses one checkpoint; the log is written first, then the results, so results imply a complete analysis."""
+    """Analyze one checkpoint; the log is written first, then the results, so results imply a complete analysis."""
     start = time.perf_counter()
     run = run_settings(checkpoint, overrides["run"])
     restored = build_restored(run, checkpoint, overrides["learning_rate"])
@@ -114,7 +114,7 @@ def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mappin
 
 
 def _write_pages(results: Mapping[Path, Path]) -> None:
-    """Rewrites the page of each run's analyses of this name, and the run's report; prints where the pages are."""
+    """Rewrite the page of each run's analyses of this name, and the run's report; print where the pages are."""
     for folder, run in {result.parents[1]: _run_of(checkpoint) for checkpoint, result in results.items()}.items():
         logged = run if run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file() else None
         section = describe_analyses(folder, read_run(logged) if logged else None)
@@ -124,7 +124,7 @@ def _write_pages(results: Mapping[Path, Path]) -> None:
 
 
 def _tell_dashboards(results: Mapping[Path, Path]) -> None:
-    """Sends the core numbers of these analyses to the dashboards of each run, at the steps of their checkpoints."""
+    """Send the core numbers of these analyses to the dashboards of each run, at the steps of their checkpoints."""
     for checkpoint, result in results.items():
         run, analysis = _run_of(checkpoint), read_analysis(result)
         for dashboard in loggers_of(run, analysis["settings"]["run"]) if run is not None else ():

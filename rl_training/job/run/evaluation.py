@@ -51,7 +51,14 @@ PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
 
 
 def evaluate(cfg: DictConfig) -> int:
-    """Returns the exit code: 0, or 1 when a checkpoint or a metric failed. ValueError for what the user got wrong."""
+    """Evaluate the checkpoints that the configuration names.
+
+    Returns:
+        The exit code: 0, or 1 when a checkpoint or a metric failed.
+
+    Raises:
+        UserError: for whatever the user got wrong.
+    """
     plan = read_plan(cfg)
     state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
     if plan.options.jobs > 1 and state.num_processes > 1:
@@ -74,7 +81,7 @@ def evaluate(cfg: DictConfig) -> int:
 
 
 def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: _Evaluation | None) -> None:
-    """Evaluates what is pending, `jobs` at once. A collective; `evaluation` is the main process's."""
+    """Evaluate what is pending, `jobs` checkpoints at once. A collective; `evaluation` is the main process's."""
     state, devices, stopped = PartialState(), queue.SimpleQueue[str](), threading.Event()
     for job in range(plan.options.jobs):
         devices.put(_device(state.local_process_index + job))
@@ -87,9 +94,9 @@ def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: _E
 
     def work(step: int) -> tuple[int, CheckpointResponses]:
         device = devices.get()
-        own = ask(plan, pending[step], device, state.process_index, state.num_processes, received)
+        response_share = ask(plan, pending[step], device, state.process_index, state.num_processes, received)
         devices.put(device)
-        return step, join(gather_object([own]))
+        return step, join(gather_object([response_share]))
 
     with ThreadPool(plan.options.jobs) as pool:
         try:
@@ -123,7 +130,7 @@ class _Evaluation:
         self._show_finished()
 
     def finish(self, step: int, answers: CheckpointResponses) -> None:
-        """Measures and writes a checkpoint's result; a failure here fails this checkpoint alone."""
+        """Measure and write a checkpoint's result; a failure here fails this checkpoint alone."""
         reason = answers.reason
         if not reason:
             try:
@@ -181,7 +188,7 @@ class _Evaluation:
             dashboard.log(step, {name: value for name, value in numbers.items() if value == value})
 
     def close(self) -> int:
-        """Shows the table, closes the dashboards, makes the run's report anew, and returns the exit code."""
+        """Show the table, close the dashboards, make the run's report anew, and return the exit code."""
         print_table(self.plan.folder, self.problems)
         for dashboard in self.loggers or []:
             dashboard.finish(pictures=[])
@@ -192,12 +199,12 @@ class _Evaluation:
 
 
 def _device(number: int) -> str:
-    """Returns the device of the job of this number: its own GPU, if there are enough."""
+    """Choose the device of the job of this number: a GPU to itself, if there are enough."""
     return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
 def _line(response: Response, prompt: Any) -> dict[str, Any]:
-    """Returns a response as responses.jsonl has it; means are over its tokens, in nats."""
+    """Return a response as responses.jsonl has it; means are over its tokens, in nats."""
     return {
         "row": response.row,
         "response_index": "greedy" if response.number == GREEDY else response.number,
@@ -214,7 +221,7 @@ def _line(response: Response, prompt: Any) -> dict[str, Any]:
 
 
 def print_table(folder: Path, problems: Sequence[str]) -> None:
-    """Prints a line per checkpoint, pass@k of the largest k, and below it what failed and why."""
+    """Print a line per checkpoint, pass@k of the largest k, and below it what failed and why."""
     table = read_table(folder)
     most = (largest_pass_at(table["metric"]) or "pass_at_1").removeprefix("pass_at_")
     titles = {name.replace("pass_at", f"pass_at_{most}"): title.format(most) for name, title in COLUMNS.items()}

@@ -59,7 +59,7 @@ class EvaluationPlan:
         return as_task(make("data", self.config["data"]))
 
     def batches(self, share: int, num_shares: int) -> list[list[tuple[int, int]]]:
-        """Returns the batches of one of so many processes."""
+        """Return the batches of one of so many processes."""
         options = self.options
         batches = batches_of(self.rows, options.responses_per_prompt, options.greedy, options.batch_size)
         return batches[share::num_shares]
@@ -68,16 +68,20 @@ class EvaluationPlan:
         return {name: make(f"metrics.{name}", node, _partial_=True) for name, node in self.metrics.items()}
 
     def pending(self) -> dict[int, Path]:
-        """Returns the checkpoints that are not finished: new, failed, written anew, or with a metric that raised."""
-        left = {}
+        """Return the checkpoints that are not finished: new, failed, written anew, or with a metric that raised."""
+        pending = {}
         for step, checkpoint in self.checkpoints.items():
-            found = None if self.options.overwrite else read_step(self.folder, step)
-            if found is None or found.get("errors") or found.get("fingerprint") != fingerprint(checkpoint):
-                left[step] = checkpoint
-        return left
+            result = None if self.options.overwrite else read_step(self.folder, step)
+            if result is None or result.get("errors") or result.get("fingerprint") != fingerprint(checkpoint):
+                pending[step] = checkpoint
+        return pending
 
     def start(self) -> None:
-        """Makes the evaluation's folder. ValueError when one of this name holds results of other settings."""
+        """Make the evaluation's folder.
+
+        Raises:
+            UserError: when one of this name holds results of other settings.
+        """
         if self.options.overwrite:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif not any(self.folder.glob("step_*")):
@@ -91,14 +95,18 @@ class EvaluationPlan:
 
 
 def read_plan(cfg: DictConfig) -> EvaluationPlan:
-    """Returns the evaluation that the configuration asks for. ValueError for whatever the user got wrong."""
+    """Return the evaluation that the configuration asks for.
+
+    Raises:
+        UserError: for whatever the user got wrong.
+    """
     check_evaluation(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     run, checkpoints = _find_checkpoints(values["run"], values["checkpoints"])
-    own: Any = {}
+    run_config: Any = {}
     if run is not None and (run / CONFIG_FILE).is_file():
-        own = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
-    config, own_task = _lay_over(own, values)
+        run_config = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
+    config, is_task_of_run = _lay_over(run_config, values)
     refuse_marked(config, "data", "model")  # here, in place of once for each checkpoint
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
     options, metrics = OmegaConf.create(values["evaluation"]), values["metrics"]
@@ -123,7 +131,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
         run=run,
         config=config,
         folder=root / EVALUATIONS / name,
-        prefix="evaluation/" if own_task and name == task_name else f"evaluation/{name}/",
+        prefix="evaluation/" if is_task_of_run and name == task_name else f"evaluation/{name}/",
         checkpoints=checkpoints,
         rows=choose_rows(num_rows, options.fraction, options.seed),
         options=options,
@@ -135,7 +143,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Returns a fingerprint that distinguishes a checkpoint from a later one in the same folder.
+    """Return a fingerprint that distinguishes a checkpoint from a later one in the same folder.
 
     It is made of the trainer's log, which holds each step's timings, and the sizes of the weights.
     """
@@ -148,7 +156,7 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def _find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Path | None, dict[int, Path]]:
-    """Returns the run, if there is one, and its checkpoints, or those that are given, by step."""
+    """Return the run, if there is one, and its checkpoints, or those that are given, by step."""
     paths = [Path(path) for path in ([given] if isinstance(given, str) else given or [])]
     if run is None:
         runs = {path.resolve().parents[1] for path in paths if path.resolve().parent.name == TRAINING_STATE}
@@ -180,7 +188,7 @@ def _find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[P
 
 
 def _step_of(checkpoint: Path) -> int:
-    """Returns the optimizer step that a checkpoint's folder is named after or its trainer wrote down; else 0."""
+    """Return the optimizer step that a checkpoint's folder is named after or its trainer wrote down; else 0."""
     last = checkpoint.resolve().name.rsplit("-", 1)[-1]
     if last.isdigit():
         return int(last)
@@ -190,7 +198,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Returns the run's configuration with what was asked for, and whether the task is the run's own.
+    """Return the run's configuration with what was asked for, and whether the task is the run's own.
 
     A group that was chosen takes the place of the run's; single values of it are set in the run's.
     """
@@ -201,10 +209,10 @@ def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str
         laid[group] = given if is_chosen else {**stored, **given}
     if not laid["data"].get("_target_"):
         raise UserError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
-    own_task = as_written(laid["data"])["_target_"] == as_written(config.get("data") or {}).get("_target_")
-    if not own_task:  # its lengths go with it
+    is_task_of_run = as_written(laid["data"])["_target_"] == as_written(config.get("data") or {}).get("_target_")
+    if not is_task_of_run:  # its lengths go with it
         laid["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}
-    return laid, own_task
+    return laid, is_task_of_run
 
 
 @dataclass
@@ -224,7 +232,7 @@ def ask(
     num_shares: int,
     on_responses: Callable[[int], object],
 ) -> CheckpointResponses:
-    """Returns the result of one checkpoint, from its own process."""
+    """Return the result of one checkpoint, from its own process."""
     answers = CheckpointResponses()
 
     def receive(sent: tuple[list[Response], dict[str, float]]) -> None:
@@ -240,7 +248,7 @@ def ask(
 
 
 def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send) -> None:
-    """Sends the responses of this checkpoint, batch by batch, and the seconds that all took so far."""
+    """Send the responses of this checkpoint, batch by batch, and the seconds that all took so far."""
     logging.disable_progress_bar()
     start = time.perf_counter()
     model = plan.config.get("model") or {}
@@ -261,7 +269,7 @@ def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num
 
 
 def join(parts: list[CheckpointResponses]) -> CheckpointResponses:
-    """Returns the merged results of all processes; times are those of the slowest."""
+    """Return the merged results of all processes; times are those of the slowest."""
     if len(parts) == 1:
         return parts[0]
     reasons = [f"process {rank}: {part.reason}" for rank, part in enumerate(parts) if part.reason]

@@ -44,7 +44,7 @@ _locks: dict[Path, contextlib.ExitStack] = {}  # of the folders of this process'
 
 
 def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
-    """Returns the run folder, made and the same on every process, and the checkpoint to go on from, if there is one.
+    """Return the run folder, made and the same on every process, and the checkpoint to go on from, if there is one.
 
     Last, whether the folder holds this run's config.yaml already. The folder is locked until `release_run_folder`.
     `additional_steps` are added to those that were taken, and then spent: config.yaml says how far the run goes.
@@ -101,9 +101,10 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
 
 
 def _lock(run: Path) -> None:
-    """Locks a run folder for this launch. ValueError, on every process, where another launch has locked it.
+    """Lock a run folder for this launch. A collective: the main process holds the lock.
 
-    A collective: the main process holds the lock, of which all learn the outcome.
+    Raises:
+        UserError: on every process, where another launch has locked it.
     """
     refusal = ""
     if PartialState().is_main_process and run.resolve() not in _locks:
@@ -119,13 +120,13 @@ def _lock(run: Path) -> None:
 
 
 def release_run_folder(run: Path) -> None:
-    """Frees the lock of a run's folder; without it the lock is freed when this process ends."""
+    """Free the lock of a run's folder; without it the lock is freed when this process ends."""
     if run.resolve() in _locks:
         _locks.pop(run.resolve()).close()
 
 
 def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
-    """Returns the run folder and the checkpoint of it that `resume` names, None where it names none."""
+    """Return the run folder and the checkpoint of it that `resume` names, None where it names none."""
     sharded_by = next((name for name in SHARDED_BY if parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")), "")
     if resume in ("none", "auto"):
         return run_dir, newest_checkpoint(run_dir, sharded_by) if resume == "auto" else None
@@ -144,9 +145,10 @@ def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
 
 
 def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:
-    """Writes config.yaml, which makes the folder this run's own. ValueError when another run has written it meanwhile.
+    """Write config.yaml, which makes the folder this run's own. A collective: the main process writes it, whole or not.
 
-    On every process: the main one writes the file, whole or not at all, and all of them learn the outcome.
+    Raises:
+        UserError: on every process, when another run has written it meanwhile.
     """
     refusal, path = "", run_dir / CONFIG_FILE
     if PartialState().is_main_process:

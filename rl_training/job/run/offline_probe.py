@@ -2,11 +2,11 @@
 
     from rl_training import OfflineEntropyProbe
 
-    found = OfflineEntropyProbe.from_config_file("probe_configs/quick_test.yaml").run_mixed_probe(CHECKPOINT)
-    found["deltaH1"], found["deltaH_true"], found["diagnostics"]["ESS"]
+    results = OfflineEntropyProbe.from_config_file("probe_configs/quick_test.yaml").run_mixed_probe(CHECKPOINT)
+    results["deltaH1"], results["deltaH_true"], results["diagnostics"]["ESS"]
 
-probe_configs/full_example.yaml has every key of a configuration, with what it does. They are translated into words of
-offline.py's command line, and run as offline.py runs its own; defaults are those of conf/offline.yaml or the run's.
+probe_configs/full_example.yaml has every key of a configuration, with what it does. It becomes settings of offline.py's
+command line, which are run as offline.py runs its own; defaults are those of conf/offline.yaml or the run's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import flat, load_plain
-from rl_training.job.configuration.overrides import words_of_the_run
+from rl_training.job.configuration.overrides import overrides_of_the_run
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import as_text, check_kind, did_you_mean
@@ -62,57 +62,72 @@ class OfflineEntropyProbe:
     """What a checkpoint's next step does to entropy, by a configuration of nested dictionaries."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Takes a configuration. Raises ValueError for a key that is not known, and for a value that means nothing."""
+        """Take a configuration.
+
+        Raises:
+            UserError: for a key that is not known, and for a value that means nothing.
+        """
         self.config = dict(config)
         self._given = _read(config)
 
     @classmethod
     def from_config_file(cls, path: str | Path) -> OfflineEntropyProbe:
-        """Returns the probe that a YAML file describes. ValueError where it is not there or cannot be read."""
+        """Return the probe that a YAML file describes.
+
+        Raises:
+            UserError: where it is not there or cannot be read.
+        """
         if not Path(path).is_file():
             raise UserError(f"{path}: there is no such file; two examples are in {PROBE_CONFIGS}")
         probe = cls(OmegaConf.to_container(load_settings(Path(path)), resolve=True))  # type: ignore[arg-type]
         refuse_code_in(probe._given.get("overrides", []), Path(path))
         return probe
 
-    def words(self, checkpoint_path: str | Path | None = None) -> list[str]:
-        """Returns what to type after offline.py. ValueError where no checkpoint is named."""
+    def overrides(self, checkpoint_path: str | Path | None = None) -> list[str]:
+        """Return what to type after offline.py.
+
+        Raises:
+            UserError: where no checkpoint is named.
+        """
         path = checkpoint_path or self._given.get("checkpoint.checkpoint_path")
         if path is None:
             raise UserError("checkpoint.checkpoint_path is not set: set it, or give run_mixed_probe a path")
-        words = [f"checkpoint={as_text(str(path))}", *ALWAYS]
+        overrides = [f"checkpoint={as_text(str(path))}", *ALWAYS]
         for key, setting in SETTINGS.items():
             if key in self._given:
                 value = self._given[key]
                 text = as_text(value) if isinstance(value, str) else str(value).lower()
-                words.append(f"{setting}={CHOICES[key][value] if key in CHOICES else text}")
-        words += _adapter_words(Path(path))
+                overrides.append(f"{setting}={CHOICES[key][value] if key in CHOICES else text}")
+        overrides += _adapter_overrides(Path(path))
         if self._given.get("detailed_logging.enabled") is False:
-            words.append("log.level=none")
-        return [*words, *self._given.get("overrides", [])]
+            overrides.append("log.level=none")
+        return [*overrides, *self._given.get("overrides", [])]
 
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> dict[str, Any]:
-        """Returns the numbers of one checkpoint, in nats (per token, or per sequence if so configured).
+        """Return the numbers of one checkpoint, in nats (per token, or per sequence if so configured).
 
-        deltaH1, bars_dot, learning_rate     predicted; not there with probe_rework.compute_delta_h1=false
-        deltaH_true, H_orig, H_upd           measured; not there with importance.enabled=false
-        B_E, B_U, G, avg_generation_length, avg_reward    prompts of E and of U, responses to each of these
-        timing                               seconds by phase
-        diagnostics                          ESS, w_max, w_min and every other number, with standard errors `…_se`
-        log                                  the path of the log, "" where none was asked for
+        Args:
+            checkpoint_path: instead of the configuration's: a checkpoint, a run (its newest), or a folder `model/`
+                beside whose parent lies optimizer.pt
 
-        checkpoint_path  instead of the configuration's: a checkpoint, a run (its newest), or a folder `model/` beside
-                         whose parent's optimizer.pt
+        Returns:
+            deltaH1, bars_dot, learning_rate: predicted; not there with probe_rework.compute_delta_h1=false
+            deltaH_true, H_orig, H_upd: measured; not there with importance.enabled=false
+            B_E, B_U, G, avg_generation_length, avg_reward: prompts of E and of U, responses to each of these
+            timing: seconds by phase
+            diagnostics: ESS, w_max, w_min and every other number, with standard errors `…_se`
+            log: the path of the log, "" where none was asked for
 
-        Raises ValueError, before anything is sampled, where checkpoint and configuration do not fit.
+        Raises:
+            UserError: before anything is sampled, where checkpoint and configuration do not fit.
         """
         from rl_training.job.run.analysis import analyse_checkpoints  # seconds of imports
         from rl_training.records.frames import read_analysis
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            words = self.words(checkpoint_path)
-            of_the_run = words_of_the_run(words)
-            cfg = compose("offline", overrides=[word for word in words if word not in of_the_run])
+            overrides = self.overrides(checkpoint_path)
+            of_the_run = overrides_of_the_run(overrides)
+            cfg = compose("offline", overrides=[word for word in overrides if word not in of_the_run])
             cfg.run = of_the_run
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
@@ -120,22 +135,26 @@ class OfflineEntropyProbe:
         return self._in_old_words(read_analysis(paths[0]))
 
     def _in_old_words(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, float] = result["results"]
+        numbers: dict[str, float] = result["results"]
         unit = "" if self._given.get("importance.report_per_token", True) else "_sequence"
         answer: dict[str, Any] = {}
         if self._given.get("probe_rework.compute_delta_h1", True):
-            predicted, rate = found[f"deltaH1{unit}"], found["learning_rate"]
+            predicted, rate = numbers[f"deltaH1{unit}"], numbers["learning_rate"]
             answer |= {"deltaH1": predicted, "bars_dot": predicted / rate, "learning_rate": rate}
         if self._given.get("importance.enabled", True):
             called = CHOICES["importance.is_mode"][self._given.get("importance.is_mode", "pdis")]
-            change, before = found[f"deltaH_{called}{unit}"], found[f"H_orig{unit}"]
+            change, before = numbers[f"deltaH_{called}{unit}"], numbers[f"H_orig{unit}"]
             answer |= {"deltaH_true": change, "H_orig": before, "H_upd": before + change}
-        answer |= {size: int(found[size]) for size in SIZES} | {key: found[key] for key in LENGTHS}
-        return answer | {"timing": result["timing"], "diagnostics": found, "log": result["log"]}
+        answer |= {size: int(numbers[size]) for size in SIZES} | {key: numbers[key] for key in LENGTHS}
+        return answer | {"timing": result["timing"], "diagnostics": numbers, "log": result["log"]}
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is given, by dotted keys; null is nothing. Raises ValueError for what means nothing."""
+    """Return what is given, by dotted keys; null is nothing.
+
+    Raises:
+        UserError: for what means nothing.
+    """
     standard = load_plain(PROBE_CONFIGS / "full_example.yaml")
     known = standard | flat(standard)
     given = {key: value for key, value in flat(config).items() if value is not None}
@@ -154,8 +173,8 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _adapter_words(checkpoint: Path) -> list[str]:
-    """Returns the settings of an adapter that lies in no run, from its adapter_config.json."""
+def _adapter_overrides(checkpoint: Path) -> list[str]:
+    """Read the settings of an adapter that lies in no run from its adapter_config.json."""
     file = checkpoint / "adapter_config.json"
     if not file.is_file() or (checkpoint.resolve().parents[1] / CONFIG_FILE).is_file():
         return []

@@ -41,7 +41,7 @@ class StopAtStepEnd(TrainerCallback):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A context that handles signals; outside of it they act as before."""
+        """Handle signals within; outside they act as before."""
         if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
             yield
             return
@@ -71,8 +71,8 @@ class StopAtStepEnd(TrainerCallback):
         if self._launcher not in (None, os.getppid()) and not self._request:
             self._request = signal.SIGTERM
             self._say("the launcher is gone: a checkpoint and the report, then this run ends")
-        own = torch.tensor([self._request], device=PartialState().device)
-        request = int(gather(own).max())
+        local_request = torch.tensor([self._request], device=PartialState().device)
+        request = int(gather(local_request).max())
         # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
         if request and state.global_step % steps_per_rollout(args) == 0:
             self.signum = request

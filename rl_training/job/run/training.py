@@ -15,7 +15,7 @@ from transformers.utils import logging
 from rl_training.errors import UserError
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.checks import check_run
-from rl_training.job.configuration.run_settings import lost_place
+from rl_training.job.configuration.run_settings import prompt_order_changes
 from rl_training.job.configuration.values import quoted
 from rl_training.job.errors import Interrupted, as_user_errors
 from rl_training.job.objects.dashboards import MetricsLogger, put_loggers
@@ -48,9 +48,12 @@ class TrainingRun:
     stop: StopAtStepEnd
 
     def train(self) -> None:
-        """Trains, from the checkpoint if there is one; not if that is the last step's, where it would add a step.
+        """Train, from the checkpoint if there is one; not if that is the last step's, where it would add a step.
 
-        Raises ValueError when no step was taken. A signal ends it after the step that it came in: see `end`.
+        A signal ends the training after the step that it came in: see `end`.
+
+        Raises:
+            UserError: when no step was taken.
         """
         taken = steps_taken(self.checkpoint) if self.checkpoint else 0
         for dashboard in self.loggers:
@@ -65,7 +68,7 @@ class TrainingRun:
             raise UserError("nothing was trained, not one step: is the training set too small for a step?")
 
     def report(self) -> None:
-        """Writes report/report.html, prints the summary and closes the dashboards, on the main process."""
+        """Write report/report.html, print the summary and close the dashboards, on the main process."""
         if self.trainer.accelerator.is_main_process:
             if not (self.run_dir / LOGS_FOLDER / METRICS_FILE).is_file():
                 logger.warning("no report: no step was logged (trainer.logging_steps, trainer.logging_strategy)")
@@ -76,7 +79,11 @@ class TrainingRun:
             print_summary(self.run_dir)
 
     def end(self) -> None:
-        """Frees the run's folder. Raises Interrupted, with the line that resumes, when a signal has stopped the run."""
+        """Free the run's folder.
+
+        Raises:
+            Interrupted: with the line that resumes, when a signal has stopped the run.
+        """
         release_run_folder(self.run_dir)
         if not self.stop.signum:
             return
@@ -88,7 +95,7 @@ class TrainingRun:
         raise Interrupted(self.stop.signum, line)
 
     def _resuming(self) -> str:
-        """Returns the settings that let the command that was typed go on with this run: the last of a kind counts."""
+        """Return the settings that let the command that was typed go on with this run: the last of a kind counts."""
         run_dir = str(self.run_dir)
         folder = f"run_dir={run_dir}" if re.fullmatch(r"[\w./-]+", run_dir, re.ASCII) else quoted("run_dir", run_dir)
         words = [folder, "resume=latest"]
@@ -101,9 +108,10 @@ EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a 
 
 
 def build_run(cfg: DictConfig) -> TrainingRun:
-    """Returns the run that the configuration describes, of a branch as `branched` returns it.
+    """Return the run that the configuration describes, of a branch as `branched` returns it.
 
-    Raises ValueError for whatever the user got wrong.
+    Raises:
+        UserError: for whatever the user got wrong.
     """
     logging.disable_progress_bar()  # transformers' over files, in the middle of the one over steps
     with as_user_errors():
@@ -123,7 +131,7 @@ def _build(cfg: DictConfig) -> TrainingRun:
     probes = [make(f"probes.{name}", probe) for name, probe in cfg.probes.items()]
     trainer = make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     trainer.branches_off = checkpoint is not None and not checkpoint.resolve().is_relative_to(run_dir.resolve())
-    if trainer.branches_off and (changed := lost_place(cfg)):
+    if trainer.branches_off and (changed := prompt_order_changes(cfg)):
         trainer.has_own_random_numbers = "seed=" in changed
         logger.warning(f"{changed}: this branch takes its prompts in another order than its run")
     trainer.attachment.is_typed = True

@@ -91,9 +91,9 @@ class WaitingWatch:
                     patience = 2 * waited  # where each step takes long, not a line at each
 
     def _look(self) -> None:
-        """Tells the others how far this process is, and reads how far they are."""
-        own = [_collectives_begun(), _place_of_main_thread(), self._process]
-        self._store.set(_key(self._rank), json.dumps(own))
+        """Tell the others how far this process is, and read how far they are."""
+        sign = [_collectives_begun(), _place_of_main_thread(), self._process]
+        self._store.set(_key(self._rank), json.dumps(sign))
         keys = [_key(rank) for rank in range(self._size)]
         if not self._store.check(keys):  # one has not spoken yet, and getting would wait for it
             return
@@ -137,14 +137,14 @@ _watches: list[WaitingWatch] = []  # of this process: one
 
 
 def watch_for_waiting() -> None:
-    """Starts the watch in a process of several, if it has none yet."""
+    """Start the watch in a process of several, if it has none yet."""
     if dist.is_initialized() and dist.get_world_size() > 1 and not _watches:
         _watches.append(WaitingWatch())
 
 
 @contextlib.contextmanager
 def timeouts_explained(seconds: float) -> Iterator[None]:
-    """A context in which a collective's timeout, after so many seconds, is a ValueError that names who is missing."""
+    """Turn a collective's timeout, which comes after so many seconds, into a UserError that names who is missing."""
     try:
         yield
     except RuntimeError as error:
