@@ -34,8 +34,10 @@ def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
 
     advantages  (B,), or (B, T) of tokens: a sequence's is their mean
     """
-    exact, of_tokens = scores.exact(), advantages.double().view(len(advantages), -1)
-    logp, length = exact.logps.sum(dim=1), exact.mask.sum(dim=1)
+    exact = scores.exact()
+    of_tokens = advantages.double().view(len(advantages), -1)
+    logp = exact.logps.sum(dim=1)
+    length = exact.mask.sum(dim=1)
     over_tokens = (of_tokens * exact.mask).sum(dim=1)
     advantage = of_tokens[:, 0] if of_tokens.shape[1] == 1 else over_tokens / length.clamp(min=1.0)
     token_sums = torch.stack([length, logp, over_tokens, (of_tokens * exact.logps).sum(dim=1)], dim=1)

@@ -32,7 +32,7 @@ class Attribution:
     def __init__(self, names: Sequence[str]) -> None:
         splits = [[f"layer/{layer(name)}" for name in names], [f"kind/{module_kind(name)}" for name in names]]
         members = {
-            label: [float(other == label) for other in labels] for labels in splits for label in dict.fromkeys(labels)
+            label: [float(member == label) for member in labels] for labels in splits for label in dict.fromkeys(labels)
         }
         self.labels = (*(f"part/{cause}" for cause in CAUSES), *members)
         by_parameter = torch.tensor(list(members.values()), dtype=torch.float64)

@@ -68,13 +68,14 @@ def changes_by_basis(
     by_basis: dict[str, dict[str, Change]] = {}
     if not further:
         return without_basis, by_basis
-    nothing = torch.zeros_like(next(iter(further.values())))
-    vectors = torch.stack([nothing if plain is None else plain, *further.values()]).double().flatten(1)
-    products, rows = reduce(vectors @ vectors.T), {name: row for row, name in enumerate(further, 1)}
+    zeros = torch.zeros_like(next(iter(further.values())))
+    vectors = torch.stack([zeros if plain is None else plain, *further.values()]).double().flatten(1)
+    products = reduce(vectors @ vectors.T)
+    rows = {name: row for row, name in enumerate(further, 1)}
     for name, row in rows.items():
         candidates = [([0], without_basis), *(([0, rows[basis]], changes) for basis, changes in by_basis.items())]
-        for others, changes in candidates:
-            factors = multiples(products, row, others)
+        for indices, changes in candidates:
+            factors = multiples(products, row, indices)
             if factors is not None:
                 changes[name] = Change(*factors)
                 break
@@ -83,7 +84,7 @@ def changes_by_basis(
     return without_basis, by_basis
 
 
-def multiples(products: Tensor, row: int, others: Sequence[int], rounding: float = ROUNDING) -> list[float] | None:
+def multiples(products: Tensor, row: int, indices: Sequence[int], rounding: float = ROUNDING) -> list[float] | None:
     """Return the factors with which a vector is a sum of multiples of others; None if it is not.
 
     products  the inner products of all vectors        row, others  their numbers
@@ -93,7 +94,9 @@ def multiples(products: Tensor, row: int, others: Sequence[int], rounding: float
     >>> [round(factor, 9) for factor in multiples(vectors @ vectors.T, 2, [0, 1])]
     [3.0, -1.0]
     """
-    gram, with_others, square = products[others][:, others], products[others, row], products[row, row]
+    gram = products[indices][:, indices]
+    with_others = products[indices, row]
+    square = products[row, row]
     scale = gram.diagonal().sqrt().where(gram.diagonal() > 0, 1.0)
     factors = torch.linalg.pinv(gram / scale / scale.unsqueeze(1), hermitian=True) @ (with_others / scale) / scale
     rest = square - factors @ with_others
@@ -108,22 +111,23 @@ def iter_basis_gradients(step: Step, weights: Sequence[LossWeights]) -> Iterator
     """
     if not weights:
         return
-    layout, batch = step.gradients.layout, step.batch
-    counts = torch.stack([rows_with_weight(some).sum() for some in (*([one] for one in weights), weights)])
+    layout = step.gradients.layout
+    batch = step.batch
+    counts = torch.stack([rows_with_weight(subset).sum() for subset in (*([weight] for weight in weights), weights)])
     shares = step.ranks.reduce(counts.double()).tolist()
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
     fitting = _bytes_at_once(layout.device) // (layout.dtype.itemsize * batch.num_folds * max(1, layout.num_entries))
     chunk_size = max(
         1, -int(step.ranks.max(torch.tensor(-float(fitting), dtype=torch.float64, device=batch.fold.device)))
     )
-    together = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
-    alone = [[number] for number in range(len(weights)) if number not in dense]
+    shared_passes = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
+    single_passes = [[number] for number in range(len(weights)) if number not in dense]
     sizes = step.fold_sizes
     shares_of_folds = (sizes / sizes.sum()).to(layout.device, layout.dtype)
-    for numbers in sorted(together + alone):
-        found = _rows_of(step, [weights[number] for number in numbers])
+    for numbers in sorted(shared_passes + single_passes):
+        rows_of_weights = _rows_of(step, [weights[number] for number in numbers])
         for number in numbers:
-            rows = found.pop(0)
+            rows = rows_of_weights.pop(0)
             yield number, fold_means([shares_of_folds @ part for part in rows], rows, sizes)
             del rows  # before the next are made
 
@@ -136,19 +140,20 @@ def _bytes_at_once(device: torch.device) -> int:
 
 def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
     """Return the mean gradient of each fold, (F, n) of each bucket, for each of these weights."""
-    layout, batch = step.gradients.layout, step.batch
-    found = [layout.zeros(batch.num_folds) for _ in weights]
+    layout = step.gradients.layout
+    batch = step.batch
+    rows_of_weights = [layout.zeros(batch.num_folds) for _ in weights]
     shares = shares_of_folds(step)
     for group, passes in passes_in_lockstep(step, rows_with_weight(weights)):
-        targets = [[part[group.folds.start : group.folds.stop] for part in rows] for rows in found]
+        targets = [[part[group.folds.start : group.folds.stop] for part in rows] for rows in rows_of_weights]
         for rows in passes:
             add_gradients(step, targets, rows, weights, shares)
-    return found
+    return rows_of_weights
 
 
 def rows_with_weight(weights: Sequence[LossWeights]) -> Tensor:
     """Return the sequences that have any of these weights, (B,)."""
-    parts = [part for one in weights for part in (one.logps, one.entropies) if part is not None]
+    parts = [part for weight in weights for part in (weight.logps, weight.entropies) if part is not None]
     return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
 
 
@@ -162,7 +167,9 @@ class ChangedSteps:
         self, plain: LeaveOneOutUpdates, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
     ) -> None:
         """basis: the gradient of further weights, D. A collective, as is `products`."""
-        self._plain, self._reduce, self._pieces = plain, reduce, plain.pieces.halved()
+        self._plain = plain
+        self._reduce = reduce
+        self._pieces = plain.pieces.halved()
         self._sizes = plain.gradient.sizes.to(plain.gradient.share_of_mean.device)
         self._terms = [plain.gradient] if basis is None else [plain.gradient, basis]  # of a changed gradient
         self._squares = self._inner_products()
@@ -175,7 +182,9 @@ class ChangedSteps:
         For each change, and each direction X; the second is 0 of a direction without a mean. A change of None is the
         plain step itself, δθ in the place of Δ.
         """
-        own, lost = (self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2))
+        of_fold, corrections = (
+            self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2)
+        )
         for piece in self._pieces:
             gradients = self._gradients(piece)
             plain = self._steps(piece, gradients, Change())
@@ -183,17 +192,17 @@ class ChangedSteps:
                 moved = plain if change is None else self._steps(piece, gradients, change).sub_(plain)
                 for number, direction in enumerate(directions):
                     rows = piece.of(direction.rows).to(moved.device)
-                    own[c, :, number] += direction.factor * dots(rows, moved[:-1])
+                    of_fold[c, :, number] += direction.factor * dots(rows, moved[:-1])
                     if direction.mean is not None:
                         less = moved[:-1] - moved[-1]
                         total = self._sizes.sum() * dots(less, piece.of(direction.mean))
-                        others = total - self._sizes * dots(rows, less)
-                        lost[c, :, number] += direction.factor * others
+                        of_rest = total - self._sizes * dots(rows, less)
+                        corrections[c, :, number] += direction.factor * of_rest
                         del less
                 del moved
             del gradients, plain  # before those of the next piece are made
-        both = self._reduce(torch.stack([own, lost])).cpu()
-        return list(zip(*both, strict=True))
+        parts = self._reduce(torch.stack([of_fold, corrections])).cpu()
+        return list(zip(*parts, strict=True))
 
     def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:
         """Return those of the step and of the basis, not clipped, (F + 1, n) each."""
@@ -205,9 +214,9 @@ class ChangedSteps:
         squares = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
         for piece in self._pieces:
             gradients = self._gradients(piece)
-            for one in range(count):
-                for other in range(count):
-                    squares[:, one, other] += dots(gradients[one], gradients[other])
+            for i in range(count):
+                for j in range(count):
+                    squares[:, i, j] += dots(gradients[i], gradients[j])
         return self._reduce(squares)
 
     def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:

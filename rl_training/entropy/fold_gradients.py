@@ -26,7 +26,8 @@ def prefix_ratios(step: Step) -> PrefixRatios | None:
 
     Those of the widest process in width. A collective.
     """
-    logs, mask = step.batch.log_ratios(), step.batch.scores.mask
+    logs = step.batch.log_ratios()
+    mask = step.batch.scores.mask
     if step.batch.rollout.sampling_logps is None or logs is None:
         return None
     width = int(step.ranks.max(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))
@@ -41,10 +42,12 @@ def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
     errors, and adds up to 0 over all.
     """
     exact = step.batch.scores.exact()
-    entropies, mask = exact.entropies, exact.mask
+    entropies = exact.entropies
+    mask = exact.mask
     sums = [entropies.sum(dim=1), mask.sum(dim=1)]
     if ratios is not None:
-        before, order = ratios.before, policy_first(mask)
+        before = ratios.before
+        order = policy_first(mask)
         terms = before * torch.stack(
             [pad_and_concat([part.gather(1, order)], at_least=before.shape[1]) for part in (entropies, mask)]
         )
@@ -66,8 +69,10 @@ def fold_gradients(
 
     A small forward pass and a backward for each direction; `.grad` and a loop's own reduction are not touched.
     """
-    batch, gradients = step.batch, step.gradients
-    scores, index = batch.scores, batch.rollout.prompt_index
+    batch = step.batch
+    gradients = step.gradients
+    scores = batch.scores
+    index = batch.rollout.prompt_index
     (sequence_weights, entropy_weights), (length_weights, _) = (  # the length has no ∂h term
         surrogate_weights(scores.entropies, scores.mask, index, target, ratios=ratios)
         for target in ("sequence", "length")
@@ -79,10 +84,10 @@ def fold_gradients(
     shares = (batch.responses_per_prompt / taken / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
     for group, passes in passes_in_lockstep(step, chosen):
-        found = [gradients.layout.zeros(len(group.folds)) for _ in directions]
+        sums = [gradients.layout.zeros(len(group.folds)) for _ in directions]
         for rows in passes:
-            add_gradients(step, found, rows, directions, shares, check=check)
-        yield group, found
+            add_gradients(step, sums, rows, directions, shares, check=check)
+        yield group, sums
 
 
 def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
@@ -100,7 +105,7 @@ def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, 
     group_of_row = batch.fold[rows] // len(step.folds[0].folds)  # all groups have as many folds
     sizes = group_of_row.bincount(minlength=len(step.folds)).tolist()
     of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
-    parts = [torch.split(some, chunk_size) if len(some) else () for some in of_groups]
+    parts = [torch.split(group_rows, chunk_size) if len(group_rows) else () for group_rows in of_groups]
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
     for group, part, count in zip(step.folds, parts, step.ranks.max(counts).tolist(), strict=True):
         yield group, [*part, *[rows[:0]] * (int(count) - len(part))]
@@ -121,18 +126,21 @@ def add_gradients(
     shares  (B, 1)            rollout  whose rows they are, where it is not the step's
     check   takes the scores, where they are of the step's
     """
-    fresh, last, num_own = None, len(weights) - 1, len(rows)
+    fresh = None
+    last = len(weights) - 1
+    num_rows = len(rows)
     if not len(rows):
-        rows, shares = torch.zeros(1, dtype=torch.long, device=rows.device), torch.zeros_like(shares)
+        rows = torch.zeros(1, dtype=torch.long, device=rows.device)
+        shares = torch.zeros_like(shares)
     for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
         keep_graph = number < last and step.gradients.reduction.shard.supports_retain_graph
         if fresh is None:
             fresh = step.policy.score(rollout or step.batch.rollout, rows)
-        if check is not None and num_own and number == 0:
+        if check is not None and num_rows and number == 0:
             check.add(rows, fresh)
         share = shares[rows].to(fresh.logps.dtype)
-        own = weight.of_rows(rows, fresh.logps.shape[1], share)
-        step.gradients.reduction.add(target, fresh, own, keep_graph)
+        row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
+        step.gradients.reduction.add(target, fresh, row_weights, keep_graph)
         fresh = fresh if keep_graph else None
 
 
@@ -156,8 +164,9 @@ def gradients_of_processes(
 
     parts  rows of this process; a process that has fewer parts than others gets zeros for the rest
     """
-    layout, none = step.gradients.layout, torch.zeros(0, dtype=torch.long, device=shares.device)
+    layout = step.gradients.layout
+    none = torch.zeros(0, dtype=torch.long, device=shares.device)
     for rows in step.ranks.pad_to_equal_count(list(parts), none):
-        found = [layout.zeros(step.ranks.count) for _ in weights]
-        add_gradients(step, found, rows, weights, shares, rollout)
-        yield found
+        sums = [layout.zeros(step.ranks.count) for _ in weights]
+        add_gradients(step, sums, rows, weights, shares, rollout)
+        yield sums

@@ -71,12 +71,13 @@ class EvaluationBuffer:
 
 def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> list[LossWeights]:
     """Return w and u of this process's sequences, in the order of the rollout, for each target. A collective."""
-    scores, sequences = buffer.scores, buffer.sequences
+    scores = buffer.scores
+    sequences = buffer.sequences
     entropies = scores.entropies.double()
     weights = []
     for target in targets:
-        found = surrogate_weights(entropies, scores.mask, sequences.number, target, "buffer", sequences.reduce)
-        weights.append(LossWeights(*(part[buffer.number] for part in found)))
+        tables = surrogate_weights(entropies, scores.mask, sequences.number, target, "buffer", sequences.reduce)
+        weights.append(LossWeights(*(part[buffer.number] for part in tables)))
     return weights
 
 
@@ -88,9 +89,9 @@ def without_blocks(products: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Re
     """
     lengths = mask.double().sum(dim=1)
     sizes = blocks.gather(torch.stack([lengths, torch.ones_like(lengths)], dim=1))  # (blocks, 2): tokens, sequences
-    left = (1.0 - sizes / sizes.sum(dim=0))[:, : products.shape[-1]]
+    shares_left = (1.0 - sizes / sizes.sum(dim=0))[:, : products.shape[-1]]
     total = products.sum(dim=0)
-    return Replicates(total, (total - products) / left.view(len(left), *(1,) * (total.dim() - 1), -1))
+    return Replicates(total, (total - products) / shares_left.view(len(shares_left), *(1,) * (total.dim() - 1), -1))
 
 
 # --- measured ---------------------------------------------------------------------------------------------------------
@@ -169,6 +170,6 @@ def score_in_other_batches(policy: Policy, rollout: Rollout) -> Scores:
     """Return the scores of all rows once more, each in a batch with others of about its length: for the floor."""
     order = rollout.completion_mask.sum(dim=1).argsort(stable=True)
     parts = [policy.score_rollout(take_rows(rollout, rows)) for rows in order.chunk(2)]
-    both = torch.cat([torch.stack([part.logps, part.entropies]) for part in parts], dim=1)
-    logps, entropies = both[:, order.argsort()]
+    table = torch.cat([torch.stack([part.logps, part.entropies]) for part in parts], dim=1)
+    logps, entropies = table[:, order.argsort()]
     return Scores(logps, entropies, rollout.completion_mask)

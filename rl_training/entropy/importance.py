@@ -37,7 +37,10 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 from rl_training.statistics.kish import kish_size
 
-LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
+# columns of `sequence_totals`
+LOGP = 0
+ENTROPY = 1
+LENGTH = 2
 MIN_SEQUENCES = 2  # an error needs one to leave out and one to stay
 MIN_ESS_SHARE = 0.95  # of the sequences, below which fresh ones are drawn: see the module's docstring
 
@@ -59,7 +62,8 @@ def sequence_totals(scores: Scores) -> Tensor:
 
 def importance_weights(before: Tensor, after: Tensor) -> Weights:
     """Return ESS, largest and smallest of w = exp(S' − S), from `sequence_totals` of all sequences."""
-    weights, log_ratio = _relative_weights(before, after), after[:, LOGP] - before[:, LOGP]
+    weights = _relative_weights(before, after)
+    log_ratio = after[:, LOGP] - before[:, LOGP]
     return Weights(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
 
 

@@ -47,7 +47,8 @@ class RewardGradient:
 def reward_gradient(step: Step) -> RewardGradient:
     """Return J, the gradient of the mean reward of a response. A collective."""
     by_response, limit = _above_the_others(step)
-    logs, no_logs = step.batch.log_ratios(), NO_SAMPLING_LOGPS
+    logs = step.batch.log_ratios()
+    no_logs = NO_SAMPLING_LOGPS
     if not limit and float(step.ranks.reduce(by_response.new_tensor(float(logs is None)))):
         limit = no_logs
     if limit or logs is None:
@@ -71,7 +72,8 @@ def _above_the_others(step: Step) -> tuple[Tensor, str]:
 
     Times the number of processes: as training's weights, of whose sums the mean over processes is taken.
     """
-    rollout, ranks = step.batch.rollout, step.ranks
+    rollout = step.batch.rollout
+    ranks = step.ranks
     rewards = torch.full_like(rollout.prompt_index, torch.nan, dtype=torch.float64)
     if rollout.rewards is not None:
         rewards = rollout.rewards.double()
@@ -94,8 +96,10 @@ def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | Non
     """Return the gradient of these weights as a multiple of the step's own; None and why it is none. A collective."""
     if step.limits.other_terms:
         return None, step.limits.other_terms
-    own, other = (table.stacked().double().flatten() for table in (step.batch.loss_weights, weights))
-    square, product, others = step.ranks.reduce(torch.stack([own @ own, own @ other, other @ other])).unbind()
+    of_loss, of_reward = (table.stacked().double().flatten() for table in (step.batch.loss_weights, weights))
+    square, product, others = step.ranks.reduce(
+        torch.stack([of_loss @ of_loss, of_loss @ of_reward, of_reward @ of_reward])
+    ).unbind()
     table = torch.stack([torch.stack([square, product]), torch.stack([product, others])])
     rounding = ROUNDING + torch.finfo(step.batch.loss_weights.logps.dtype).eps ** 2  # bf16 rounds the loss's own
     factors = multiples(table, 1, [0], rounding)
@@ -118,5 +122,5 @@ def reward_products(step: Step, steps: LeaveOneOutUpdates | None, factor: float 
     if factor is None or steps is None:
         return torch.full((step.num_folds, 2), torch.nan, dtype=torch.float64)
     direction = Direction(steps.gradient.rows, steps.gradient.mean, factor)
-    ((own, lost),) = ChangedSteps(steps, step.ranks.reduce).products([None], [direction])
-    return torch.cat([step.fold_sizes.unsqueeze(1) * own, lost], dim=1)
+    ((of_fold, corrections),) = ChangedSteps(steps, step.ranks.reduce).products([None], [direction])
+    return torch.cat([step.fold_sizes.unsqueeze(1) * of_fold, corrections], dim=1)

@@ -21,7 +21,8 @@ def paired_effects_limit(step: Step, off_policy: str) -> str:
 
     off_policy  why not off-policy
     """
-    change, reused = step.prediction, step.limits.reused
+    change = step.prediction
+    reused = step.limits.reused
     other_policy = "" if step.batch.rollout.on_policy else off_policy
     return reused or other_policy or change.limit or change.forward_limit or stderr_limit(step.num_folds)
 
@@ -34,24 +35,27 @@ class StepByFolds:
 
     def __init__(self, step: Step) -> None:
         change = step.prediction
-        steps, rows = change.steps_without, change.rows
+        steps = change.steps_without
+        rows = change.rows
         assert steps is not None
         assert change.levels is not None
         assert rows is not None, "it takes Need.ENTROPY_ROWS"
-        self.steps, self.rows = steps, rows
+        self.steps = steps
+        self.rows = rows
         self._step = step
         self._by_fold = change.levels[:, [0, 2]].cpu()
 
-    def pair(self, own: Tensor, lost: Tensor) -> Pair:
+    def pair(self, of_fold: Tensor, corrections: Tensor) -> Pair:
         """Return ΔH per token and Δreward per response of one change, from its products by fold.
 
         own, lost  (F, directions), as ChangedSteps.products has them, of X, or of X and the gradient of the reward
         """
-        by_fold = torch.cat([self._by_fold, self._by_fold[:, :1] * own], dim=1)
+        by_fold = torch.cat([self._by_fold, self._by_fold[:, :1] * of_fold], dim=1)
         total = by_fold.sum(dim=0)
         without = total - by_fold
-        without[:, 2:] += lost
-        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without)
+        without[:, 2:] += corrections
+        values = _per_unit(total)
+        covariance = jackknife_covariance(_per_unit, total, without)
         return Pair(values, covariance, self._step.num_folds - 1)
 
 
@@ -69,10 +73,13 @@ def paired_effects(
     weights  (2, B, T), of losses changed
     reward   its gradient, as a multiple of the step's own, or by the weights of a loss; None: every Δreward is nan
     """
-    folds, reduce, plain = StepByFolds(step), step.ranks.reduce, step.batch.loss_weights.stacked()
+    folds = StepByFolds(step)
+    reduce = step.ranks.reduce
+    plain = step.batch.loss_weights.stacked()
     further = {name: table - plain for name, table in weights.items()}
     without_basis, by_basis = changes_by_basis(further, None if step.limits.other_terms else plain, reduce)
-    directions, names = [Direction(folds.rows)], list(by_basis)
+    directions = [Direction(folds.rows)]
+    names = list(by_basis)
     first = [reward] if isinstance(reward, LossWeights) else []
     bases = iter_basis_gradients(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])
     if reward is not None:
@@ -96,6 +103,7 @@ def _per_unit(sums: Tensor) -> Tensor:
 
     sums  (..., 2 + directions): responses, tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k)
     """
-    number, length = sums[..., 0:1], sums[..., 1:2]
+    number = sums[..., 0:1]
+    length = sums[..., 1:2]
     values = sums[..., 2:] / torch.cat([length, number], dim=-1)[..., : sums.shape[-1] - 2]
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)

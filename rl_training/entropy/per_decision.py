@@ -48,18 +48,20 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     with ρ_b = 0.5. H' = 2 + 1.5·4/(1.5 + 0.5) = 5 and T' = 1 + 1.5/2 = 1.75: ΔH_seq = 5 − 1.5, ΔH_tok = 5/1.75 − 1.
     """
     units = units or JackknifeUnits.of_rows(before.mask)
-    now, then = _exact(before, units), _exact(after, units)
+    now = _exact(before, units)
+    then = _exact(after, units)
     log_ratios = sums_before(then.logps - now.logps)
     # Relative to the largest of each position, which cancels: none overflows, not all underflow.
     ratios = (log_ratios - units.max(log_ratios)).exp()
     terms = torch.stack([ratios * then.entropies, ratios * now.mask, ratios], dim=1)  # (B, 3, T)
-    total, (own, unit_sums) = units.reduce(terms.sum(dim=0)), units.local(terms)
+    total = units.reduce(terms.sum(dim=0))
+    (local_units, unit_sums) = units.local(terms)
 
     def sum_of_positions(sums: Tensor) -> Tensor:
         return (sums[..., :2, :] / sums[..., 2:, :]).sum(dim=-1)
 
     without = total.new_zeros(units.count, 2)
-    without[own] = sum_of_positions(total - unit_sums)
+    without[local_units] = sum_of_positions(total - unit_sums)
     changed = Replicates(sum_of_positions(total), units.reduce(without))  # each row is one process's
     return _per_token_and_sequence(changed) - mean_entropy(before, units)
 
@@ -84,8 +86,12 @@ def first_order_change(
     out of the baseline, of the level H_tok and of the mean length too.
     """
     units = units or JackknifeUnits.of_rows(scores.mask)
-    exact, along = _exact(scores, units), Scores(logp_slopes, entropy_slopes, scores.mask).exact()
-    mask, entropy, logp_terms, entropy_terms = exact.mask, exact.entropies, along.logps, along.entropies
+    exact = _exact(scores, units)
+    along = Scores(logp_slopes, entropy_slopes, scores.mask).exact()
+    mask = exact.mask
+    entropy = exact.entropies
+    logp_terms = along.logps
+    entropy_terms = along.entropies
     count = _sums(torch.ones_like(mask[:, :1]), units)
     lengths, entropies, direct = (
         _ratio(_sums(values.sum(dim=1, keepdim=True), units), count) for values in (mask, entropy, entropy_terms)
@@ -144,8 +150,10 @@ def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: Jack
     values = values * alive
 
     def centred(product: Tensor, value: Tensor, slope: Tensor, count: Tensor) -> Tensor:
-        others = (count - 1.0).clamp(min=1.0)
-        return torch.where(count > 1, (count * product - value * slope) / others, product).sum(dim=-1, keepdim=True)
+        count_others = (count - 1.0).clamp(min=1.0)
+        return torch.where(count > 1, (count * product - value * slope) / count_others, product).sum(
+            dim=-1, keepdim=True
+        )
 
     sums = [_sums(column, units) for column in (values * slopes, values, slopes, alive)]
     return Replicates(centred(*(s.value for s in sums)), centred(*(s.without for s in sums)))

@@ -63,7 +63,8 @@ def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyP
 
     The memory keeps δθ for the step after.
     """
-    settings, labels = memory.settings, memory.attribution.labels
+    settings = memory.settings
+    labels = memory.attribution.labels
     limit = _entropy_gradient_limit(step)
     if limit:
         memory.leave_out(step.number, limit)
@@ -75,21 +76,23 @@ def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyP
         memory.leave_out(step.number, NO_TOKENS)
         return EntropyPrediction(settings, labels, NO_TOKENS)
     intended, update, steps = _updates(step)
-    layout, sizes = step.gradients.layout, step.fold_sizes
-    products, rows = None, None
+    layout = step.gradients.layout
+    sizes = step.fold_sizes
+    products = None
+    rows = None
     if Need.ENTROPY_CHANGE in needs:
         before = memory.before(step.number)
         products = FoldProducts(layout, sizes, memory.attribution, update, before, steps, 1 + settings.per_sequence)
     if Need.ENTROPY_ROWS in needs:
         rows = layout.zeros(len(sizes), device=memory.device)
     check = ScoreCheck(step.batch, step.policy)
-    found: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(step, ratios, entropy / length, settings, check)
+    by_group: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(step, ratios, entropy / length, settings, check)
     if layout.is_small:  # then all come first: passes and products in turns would drive each other out of a CPU's cache
-        found = list(found)
+        by_group = list(by_group)
     folds_at_once = len(sizes) if layout.is_small else len(step.folds[0].folds)
     sums = products.sums if products is not None else []
     memory.count_bytes(intended, update, rows, *sums, more=folds_at_once * (1 + settings.per_sequence))
-    for group, directions in found:
+    for group, directions in by_group:
         for number, k in enumerate(group.folds):
             if products is not None:
                 products.add(k, [[part[number] for part in x] for x in directions])
@@ -119,7 +122,8 @@ def _entropy_gradient_limit(step: Step) -> str:
 
     X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
     """
-    logs, can = step.batch.log_ratios(), step.limits
+    logs = step.batch.log_ratios()
+    can = step.limits
     reason = can.sampling_mismatch or can.no_baseline or can.hooked
     if reason or logs is None:
         return reason or NO_SAMPLING_LOGPS
@@ -138,15 +142,17 @@ def _forward_limit(step: Step) -> str:
 
 def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdates | None]:
     """Return δθ by the formula, as the weights keep it, and the steps without each fold; None where not available."""
-    gradients, max_grad_norm, reduce = step.gradients, step.optimizer.max_grad_norm, step.ranks.reduce
+    gradients = step.gradients
+    max_grad_norm = step.optimizer.max_grad_norm
+    reduce = step.ranks.reduce
     layout = gradients.layout
     if step.optimizer.states is None:
         return None, None, None
     mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined piece by piece
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
-    for own in (piece.of(mean) for piece in pieces):
-        square += dots(own, own)
+    for part in (piece.of(mean) for piece in pieces):
+        square += dots(part, part)
     clip = float(clipping(reduce(square), max_grad_norm))
     intended = compute_update(layout, pieces, mean, clip)
     update = intended
@@ -174,7 +180,8 @@ def _with_quantities(
     factor = None
     if per_sequence:
         gradient = reward_gradient(step)
-        factor, change = gradient.factor, dataclasses.replace(change, reward_limit=gradient.factor_limit)
+        factor = gradient.factor
+        change = dataclasses.replace(change, reward_limit=gradient.factor_limit)
     reward, lost_reward = reward_products(step, change.steps_without, factor).split(1, dim=1)
     products_by_fold, lost = table.split([LEVELS + multiplied[0].numel(), lost[0].numel()], dim=1)
     by_fold = torch.cat([products_by_fold, torch.full_like(reward, torch.nan), reward], dim=1)
@@ -182,7 +189,8 @@ def _with_quantities(
     total = by_fold.sum(dim=0)
     level = float(total[1] / total[2]) if per_sequence else 0.0  # without any entropy none to vary
     without = sums_without(total, by_fold, lost, level or None)
-    values, stderrs = statistic(total), jackknife_stderr(statistic, total, without)
+    values = statistic(total)
+    stderrs = jackknife_stderr(statistic, total, without)
     half_step = stderrs[-1] if step.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
     if step.num_folds < MIN_FOLDS_STEP:
         stderrs = torch.full_like(stderrs, torch.nan)
@@ -213,7 +221,8 @@ def statistic(sums: Tensor) -> Tensor:
     """
     sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
     number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens, of sequences
-    levels, products = entropy[..., None, None].expand_as(number), sums[..., LEVELS:].unflatten(-1, (-1, 2))
+    levels = entropy[..., None, None].expand_as(number)
+    products = sums[..., LEVELS:].unflatten(-1, (-1, 2))
     *values, reward = torch.cat([levels, products], dim=-2).div(number).unbind(-2)
     per_token, per_sequence = products[..., FORWARD, :].unbind(-1)  # they differ by H_tok ∂E[T]
     longer = (per_sequence - per_token) * length / entropy / sequences

@@ -45,9 +45,12 @@ def differences_before(
     Example: of two responses to one prompt, each of one token with h = 1 and with rewards 1 and 0, the first has
     h' = 3 and is twice as likely before: its terms are 2, 0, (2 − 1)(1 − 0) and 2 − 1 − log 2; log w = log 2.
     """
-    exact, exact_before = scores.exact(), before.exact()
-    mask, entropies = exact.mask, exact.entropies
-    real, own = mask[rows], entropies[rows]
+    exact = scores.exact()
+    exact_before = before.exact()
+    mask = exact.mask
+    entropies = exact.entropies
+    real = mask[rows]
+    entropy = entropies[rows]
     log_step = exact_before.logps - exact.logps[rows]
     (prefix, last, moves), (prefix_before, last_before, moves_before) = (
         _prefix_ratios(logs) for logs in (log_ratios[rows], log_ratios[rows] + log_step)
@@ -61,7 +64,7 @@ def differences_before(
     above, sizes = centre_by_prompt(rewards.double(), prompt_index)
     above_others = (above * sizes / (sizes - 1.0)).where(~rewards.isnan() & (sizes > 1), 0.0)
     columns = [
-        (prefix_before * exact_before.entropies - prefix * own).sum(dim=1) - of_entropy,
+        (prefix_before * exact_before.entropies - prefix * entropy).sum(dim=1) - of_entropy,
         ((prefix_before - prefix) * real).sum(dim=1) - of_length,
         (last_before.exp() - last.exp()) * above_others[rows],
         ((prefix + moves) * (log_step.expm1() - log_step)).sum(dim=1),

@@ -51,12 +51,15 @@ class PreviousUpdate(ShardedVectorState):
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
         """Keep this step's δθ; where there is none, a copy of the weights that it starts from."""
-        self.step, self.vector, self._limit = step, update, ""
+        self.step = step
+        self.vector = update
+        self._limit = ""
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
     def leave_out(self, step: int, reason: str) -> None:
         """Keep nothing of a step, for this reason."""
-        self.step, self._before = step, {}
+        self.step = step
+        self._before = {}
         self.forget(reason)
 
     def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
@@ -64,12 +67,15 @@ class PreviousUpdate(ShardedVectorState):
         if self._before and self.step == step:
             dtype = self._layout.dtype
             changes = (weights[name].to(dtype) - before.to(dtype) for name, before in self._before.items())
-            self.vector, self._before = self._layout.vector(changes), {}
+            self.vector = self._layout.vector(changes)
+            self._before = {}
 
     def forget(self, reason: str) -> None:
         """Discards δθ of the step that was kept last: the step was another one."""
-        self.vector, self._limit = None, f"step {self.step}: {reason}"
+        self.vector = None
+        self._limit = f"step {self.step}: {reason}"
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._before, self._limit = {}, ""
+        self._before = {}
+        self._limit = ""
         super().load_state_dict(state)

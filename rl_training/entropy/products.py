@@ -50,7 +50,8 @@ class FoldProducts:
         """Take X_k, a vector for each target."""
         for total, x in zip(self.sums, directions, strict=True):
             add(total, x, float(self.sizes[k]))
-        reuse, backward = self._dots(self.update, directions), self._dots(self.previous, directions)
+        reuse = self._dots(self.update, directions)
+        backward = self._dots(self.previous, directions)
         forward, unclipped, split = self._forward(k, directions)
         self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
 
@@ -61,32 +62,34 @@ class FoldProducts:
         what is made of steps without a fold: forward, with clipping and without, and its parts by cause.
         """
         by_fold = torch.stack(self._products)
-        own, split = by_fold[:, : len(PRODUCTS)], self.attribution.sum(by_fold[:, len(PRODUCTS) :])
-        sizes, (forward, _, reuse, _) = self.sizes.to(own), own.unbind(dim=1)
+        products = by_fold[:, : len(PRODUCTS)]
+        split = self.attribution.sum(by_fold[:, len(PRODUCTS) :])
+        sizes = self.sizes.to(products)
+        (forward, _, reuse, _) = products.unbind(dim=1)
         whole, by_cause = self._leave_out_correction(sizes.unsqueeze(1) * (forward - reuse))
-        lost = torch.zeros_like(torch.cat([own, split], dim=1))
-        lost[:, [PRODUCTS.index("forward"), PRODUCTS.index("forward_unclipped")]] = whole.unsqueeze(1)
-        lost[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
-        parts = pad_units(reduce(torch.stack([torch.cat([own, split], dim=1), lost])))
+        corrections = torch.zeros_like(torch.cat([products, split], dim=1))
+        corrections[:, [PRODUCTS.index("forward"), PRODUCTS.index("forward_unclipped")]] = whole.unsqueeze(1)
+        corrections[:, len(PRODUCTS) : len(PRODUCTS) + len(CAUSES)] = by_cause
+        parts = pad_units(reduce(torch.stack([torch.cat([products, split], dim=1), corrections])))
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
-    def _leave_out_correction(self, own: Tensor) -> tuple[Tensor, Tensor]:
+    def _leave_out_correction(self, of_fold: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the others lose with each fold l, (F, targets), and of that each cause, (F, causes, targets).
 
         In all S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), which is given. Momentum and decay
         depend on a fold's gradient through the preconditioner alone, or not at all: of theirs the share n_l / N is left
         out, as if each fold's own were that of any other. The gradient has the rest.
         """
-        by_cause = own.new_full((len(own), len(CAUSES), len(self.sums)), torch.nan)
+        by_cause = of_fold.new_full((len(of_fold), len(CAUSES), len(self.sums)), torch.nan)
         if self.steps is None:
             return by_cause[:, 0], by_cause
         by_cause.zero_()
         for piece in self.steps.pieces:
             xs = [piece.of(x) for x in self.sums]
             products = [dots(change, x) for change in self.steps.changes(piece) for x in xs]
-            by_cause += torch.stack(products).view(len(own), len(xs), -1).transpose(1, 2)
-        whole = by_cause.sum(dim=1) - own
-        by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(own).view(-1, 1, 1)
+            by_cause += torch.stack(products).view(len(of_fold), len(xs), -1).transpose(1, 2)
+        whole = by_cause.sum(dim=1) - of_fold
+        by_cause *= (1.0 - self.sizes / self.sizes.sum()).to(of_fold).view(-1, 1, 1)
         gradient = CAUSES.index("gradient")
         by_cause[:, gradient] = 0.0
         by_cause[:, gradient] = whole - by_cause.sum(dim=1)
@@ -103,7 +106,8 @@ class FoldProducts:
         if self.steps is None:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)
-        steps, clip = self.steps, float(self.steps.clips[k])
+        steps = self.steps
+        clip = float(self.steps.clips[k])
         unclipped: list[Tensor] = []
 
         def parts() -> Iterator[tuple[OptimizerPiece, UpdateParts]]:  # clipped and not: joining takes time

@@ -68,7 +68,7 @@ class TrapezoidSum:
             backward: Its change over the step before, seen from this batch.
             half_step_stderr: Of ½(forward + backward), which share this batch's noise.
         """
-        zero, one, nan = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
+        zeros, ones, nans = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
         limit = backward.reason or forward.reason or HALF
         now = {
             "step": torch.tensor(step),
@@ -86,11 +86,11 @@ class TrapezoidSum:
                 "first_level": level.value.clone(),
                 "first_level_stderr": level.stderr.clone(),
                 "bridged": torch.zeros(len(BRIDGES), 2, dtype=torch.long),  # how many steps, and the last of them
-                "part": torch.full_like(zero, NOTHING),
-                **{name: zero.clone() for name in sums},
+                "part": torch.full_like(zeros, NOTHING),
+                **{name: zeros.clone() for name in sums},
             }
-            return _terms(step - 1, (limit, "", ""), ((nan, nan, one), (zero, zero, one), (zero, zero, one)))
-        trapezoid = 0.5 * ((last["forward"] if int(last["step"]) == step - 1 else nan) + backward.value)
+            return _terms(step - 1, (limit, "", ""), ((nans, nans, ones), (zeros, zeros, ones), (zeros, zeros, ones)))
+        trapezoid = 0.5 * ((last["forward"] if int(last["step"]) == step - 1 else nans) + backward.value)
         stderr = 0.5 * torch.hypot(last["forward_stderr"], backward.stderr)
         batches = _batches_of_sum(
             last["forward_stderr"].square(), last["forward_batches"], backward.stderr.square(), backward.batches
@@ -106,7 +106,7 @@ class TrapezoidSum:
             (
                 (trapezoid, stderr, batches),
                 (predicted, error, known),
-                (level.value - last["first_level"], measured_stderr, one),
+                (level.value - last["first_level"], measured_stderr, ones),
             ),
             remark,
         )
@@ -122,7 +122,8 @@ def _closed(
     last: Mapping[str, Tensor], step: int, level: Quantity, backward: Quantity, trapezoid: Tensor
 ) -> dict[str, Tensor]:
     """Return what changes of a state when the change since its last batch is added, entry by entry."""
-    follows, closes = int(last["step"]) == step - 1, trapezoid.isfinite()
+    follows = int(last["step"]) == step - 1
+    closes = trapezoid.isfinite()
     by_backward = ~closes & backward.value.isfinite() & (last["closed"] > 0) & follows
     part = torch.where(closes, TRAPEZOID, torch.where(by_backward, BACKWARD, MEASURED)).to(last["part"])
     change = _chosen(part, trapezoid, backward.value, level.value - last["level"])
@@ -165,7 +166,8 @@ def _counted(count: Tensor, is_bridged: Tensor, first: int, last: int) -> Tensor
 
 def _summed(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the predicted sum, nan without trapezoids, its error, and how many batches of one variance it is worth."""
-    end, offset = state["part_stderr"].square(), state["offset"].square()
+    end = state["part_stderr"].square()
+    offset = state["offset"].square()
     total = state["variance"] + end + offset
     squares = state["squares"] + end.square() + offset.square()
     batches = torch.where(squares > 0, total.square() / squares, 1.0)
@@ -193,7 +195,7 @@ def _terms(
     return TrapezoidTerms(trapezoid, dataclasses.replace(predicted, remark=remark), measured)
 
 
-def _batches_of_sum(one: Tensor, one_batches: Tensor, other: Tensor, other_batches: Tensor) -> Tensor:
+def _batches_of_sum(a: Tensor, batches_a: Tensor, b: Tensor, batches_b: Tensor) -> Tensor:
     """Return how many batches of equal variance would give one + other as precisely as these two."""
-    error = one / one_batches.sqrt() + other / other_batches.sqrt()
-    return torch.where(error > 0, ((one + other) / error).square(), 1.0)
+    error = a / batches_a.sqrt() + b / batches_b.sqrt()
+    return torch.where(error > 0, ((a + b) / error).square(), 1.0)

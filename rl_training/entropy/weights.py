@@ -110,8 +110,10 @@ def surrogate_weights(
     """
     if baseline not in ("prompt", "buffer"):
         raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
-    order, dtype = policy_first(mask), entropies.dtype
-    real, mask = mask.bool().gather(1, order), mask.to(entropies.dtype).gather(1, order)
+    order = policy_first(mask)
+    dtype = entropies.dtype
+    real = mask.bool().gather(1, order)
+    mask = mask.to(entropies.dtype).gather(1, order)
     entropies = entropies.detach().gather(1, order).masked_fill(~real, 0.0)  # 0·inf is nan
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
     ones = torch.ones_like(mask)
@@ -158,7 +160,8 @@ def _costs(
     # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: the cost of a token is its entropy above the mean.
     count = weights.new_tensor(float(len(weights)))
     length, entropy, count = reduce(torch.stack([weights.sum(), (entropies * weights).sum(), count])).unbind()
-    mean_length, level = length / count, entropy / length
+    mean_length = length / count
+    level = entropy / length
     return (entropies - level) / mean_length * weights, weights / mean_length
 
 
@@ -178,7 +181,7 @@ def _leave_one_out_mean(
     values: Tensor, alive: Tensor, ratios: Tensor, group: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Returns, for each (sequence, position), Σ values / Σ ratios of the other alive members of its group, or 0."""
-    own = torch.stack([(values * alive).to(ratios.dtype), ratios * alive, alive.to(ratios.dtype)], dim=1)
-    table = own.new_zeros(int(group.max()) + 1, *own.shape[1:]).index_add_(0, group, own)
-    sums, weights, others = (reduce(table)[group] - own).unbind(dim=1)
-    return torch.where(others > 0, sums / weights, 0.0)
+    terms = torch.stack([(values * alive).to(ratios.dtype), ratios * alive, alive.to(ratios.dtype)], dim=1)
+    table = terms.new_zeros(int(group.max()) + 1, *terms.shape[1:]).index_add_(0, group, terms)
+    sums, weights, count_others = (reduce(table)[group] - terms).unbind(dim=1)
+    return torch.where(count_others > 0, sums / weights, 0.0)

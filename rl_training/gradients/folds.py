@@ -88,7 +88,9 @@ def plan_folds(
     ends = zip(*map(itertools.accumulate, of_ranks), strict=True)
     last_of_unit = [all(end % responses_per_prompt == 0 for end in of_microbatch) for of_microbatch in ends]
     last_of_unit[-1] = True  # what a step's last prompt lacks is noticed when its sequences are known
-    rows, units, begin = ranges_of(sizes), [], 0
+    rows = ranges_of(sizes)
+    units = []
+    begin = 0
     for number, is_last in enumerate(last_of_unit):
         if is_last:
             units.append(rows[begin : number + 1])
@@ -99,8 +101,8 @@ def plan_folds(
         slices = _slices_for_an_error_bar(parts * len(units), len(units) * num_ranks, prompts)
     if slices > 1:
         pieces = [piece for microbatch in rows for piece in _slices(microbatch, slices, responses_per_prompt)]
-        own = tuple(range(num_ranks))
-        return [FoldGroup(_after(number, num_ranks), own, (piece,)) for number, piece in enumerate(pieces)]
+        fold_of_rank = tuple(range(num_ranks))
+        return [FoldGroup(_after(number, num_ranks), fold_of_rank, (piece,)) for number, piece in enumerate(pieces)]
     if parts > 1:
         part_of_rank = tuple(rank * parts // num_ranks for rank in range(num_ranks))
         return [FoldGroup(_after(number, parts), part_of_rank, unit) for number, unit in enumerate(units)]

@@ -42,11 +42,11 @@ def load_own(place: str, name: str) -> Function:
 def _checked_weights(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
     """Return the weights that a function makes of copies: what it writes into them, only its own result has."""
     with wrap_user_errors(f"intervention {name}"):
-        found: Any = function(copy.deepcopy(loss), strength)
-    if not isinstance(found, LossWeights):
-        raise UserError(f"intervention {name} returned {type(found).__name__}: return LossWeights(logps, entropies)")
-    logps = _checked(name, found.logps, loss.weights.logps)
-    return LossWeights(logps, None if found.entropies is None else _checked(name, found.entropies, logps))
+        weights: Any = function(copy.deepcopy(loss), strength)
+    if not isinstance(weights, LossWeights):
+        raise UserError(f"intervention {name} returned {type(weights).__name__}: return LossWeights(logps, entropies)")
+    logps = _checked(name, weights.logps, loss.weights.logps)
+    return LossWeights(logps, None if weights.entropies is None else _checked(name, weights.entropies, logps))
 
 
 def _checked(name: str, weights: Any, like: Tensor) -> Tensor:

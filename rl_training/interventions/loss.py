@@ -94,14 +94,15 @@ class LossInputs:
 
     def compared(self) -> LossInputs:
         """Return the same, with what its weights say of the loss."""
-        found, advantages = self.weights.logps.double(), self.advantages_of_tokens.double()
-        size = found.abs().max() * advantages.abs().max()
-        against = (found * advantages).clamp(min=0.0).max() > SIGNS * size
-        beside = found.where(advantages == 0, 0.0).abs().max() > SIGNS * found.abs().max()
+        weights = self.weights.logps.double()
+        advantages = self.advantages_of_tokens.double()
+        size = weights.abs().max() * advantages.abs().max()
+        against = (weights * advantages).clamp(min=0.0).max() > SIGNS * size
+        beside = weights.where(advantages == 0, 0.0).abs().max() > SIGNS * weights.abs().max()
         is_dr_grpo = False
         if self.settings is not None:
-            off = found - self.corrected(self.settings.correction).double()
-            is_dr_grpo = bool(off.norm() <= DR_GRPO * found.norm())
+            off = weights - self.corrected(self.settings.correction).double()
+            is_dr_grpo = bool(off.norm() <= DR_GRPO * weights.norm())
         return dataclasses.replace(self, is_dr_grpo=is_dr_grpo, is_of_advantages=not bool(against | beside))
 
 
@@ -117,8 +118,10 @@ def loss_inputs(
 
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
-    rollout, scores = dataclasses.replace(batch.rollout, images=None), vars(batch.scores).values()
-    silent, parts = zero_advantage_share(rollout.advantages_of_tokens, rollout.prompt_index, reduce), []
+    rollout = dataclasses.replace(batch.rollout, images=None)
+    scores = vars(batch.scores).values()
+    silent = zero_advantage_share(rollout.advantages_of_tokens, rollout.prompt_index, reduce)
+    parts = []
     for microbatch in batch.microbatch_rows:
         rows = torch.arange(microbatch.start, microbatch.stop, device=rollout.advantages.device)
         parts.append(
@@ -164,7 +167,8 @@ def microbatch_inputs(
     )
     if not rollout.on_policy and old_logps is None:
         raise UserError("an off-policy step without sampling log-probabilities: its ratios are not known")
-    mask, whole_prompts = scores.mask, True
+    mask = scores.mask
+    whole_prompts = True
     if responses_per_prompt is not None:
         counts = rollout.prompt_index.unique(return_counts=True)[1]
         whole_prompts = bool((counts == responses_per_prompt).all())

@@ -168,21 +168,21 @@ def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
     for text in texts:
         if not isinstance(text, str):
             raise UserError(f"{setting}: {text} is no name: write NAME or NAME:STRENGTH, as {setting}=[bonus:0.02,lr]")
-    found = [intervention(text) for text in texts]
-    twice = sorted(name for name, count in Counter(each.name for each in found).items() if count > 1)
+    chosen = [intervention(text) for text in texts]
+    twice = sorted(name for name, count in Counter(known.name for known in chosen).items() if count > 1)
     if twice:
         raise UserError(f"{setting} has {', '.join(twice)} twice: name each once")
-    return found
+    return chosen
 
 
 def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
     """Return what a training does one after another. ValueError for two of a kind, or two that leave nothing."""
-    found = interventions_of(names, "interventions")
-    kinds = Counter(each.name.partition(":")[0] for each in found)
+    chosen = interventions_of(names, "interventions")
+    kinds = Counter(known.name.partition(":")[0] for known in chosen)
     for kind, count in kinds.items():
         if count > 1:
             raise UserError(f"interventions has {kind} with {count} strengths: give it one")
-    for later in found[1:]:
+    for later in chosen[1:]:
         if later.overwrites_weights:
             raise UserError(
                 f"interventions: {later.name} would undo those before it: give it first, and one of its kind"
@@ -190,7 +190,7 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
     for pair in MUTUALLY_EXCLUSIVE:
         if pair <= kinds.keys():
             raise UserError(f"interventions: {' and '.join(sorted(pair))} contradict each other: give one of them")
-    return found
+    return chosen
 
 
 def intervention(text: str) -> Intervention:

@@ -152,7 +152,8 @@ def steer(loss: LossInputs, strength: float) -> LossWeights:
 
     Source: Hao et al. 2025, arXiv 2510.10150 and its code.
     """
-    logps, mask = loss.scores.logps, loss.scores.mask.bool()
+    logps = loss.scores.logps
+    mask = loss.scores.mask.bool()
     change = loss.ratios * loss.advantages_of_tokens * (1.0 - logps.exp()) * (logps + loss.scores.entropies)
     size = change.abs().masked_fill(~mask, 0.0)
     return scaled(loss, (math.log(strength) / size.max().clamp(min=SMALLEST_SCALE) * size).exp())
@@ -246,7 +247,8 @@ def scaled(loss: LossInputs, factor: Tensor) -> LossWeights:
 
 def highest_entropies(loss: LossInputs, share: float) -> Tensor:
     """Return the tokens with the highest entropies of the microbatch's, this share of them, (b, T) bool."""
-    mask, entropies = loss.scores.mask.bool(), loss.scores.entropies
+    mask = loss.scores.mask.bool()
+    entropies = loss.scores.entropies
     if not mask.any():
         return mask
     return (entropies >= torch.quantile(entropies[mask].float(), 1.0 - share)) & mask

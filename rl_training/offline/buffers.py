@@ -34,7 +34,9 @@ from rl_training.policy.rollout import Rollout, as_rollout, join_rollouts, take_
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits
 
-PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
+# streams of random numbers of a seed
+PROMPTS = 0
+RESPONSES = 1
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,11 @@ def sample_update(
 
     No prompt is drawn twice, as within an epoch.
     """
-    num_prompts, seed, filtered = settings.prompts, settings.seed, settings.filtered
-    trainer, group = restored.trainer, restored.trainer.num_generations
+    num_prompts = settings.prompts
+    seed = settings.seed
+    filtered = settings.filtered
+    trainer = restored.trainer
+    group = restored.trainer.num_generations
     total = len(trainer.train_dataset)
     if num_prompts > total:
         raise UserError(f"update.prompts={num_prompts}: the training set has {total} prompts; ask for no more")
@@ -87,7 +92,8 @@ def sample_update(
     share = num_prompts // restored.num_ranks
     chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
     order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]
-    parts, ends = [], [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
+    parts = []
+    ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
     with preserve_rng(restored.device):
         for first in range(restored.rank * chunk, num_prompts, chunk * restored.num_ranks):
             seed_torch(seed, RESPONSES, first // chunk, device=restored.device)
@@ -122,11 +128,11 @@ def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
     assert isinstance(trainer, DrGRPOTrainer)
     known = trainer.buffer
     settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
-    own = FilteredBuffer(**settings, seed=seed)
-    start_buffer(trainer, own)
+    buffer = FilteredBuffer(**settings, seed=seed)
+    start_buffer(trainer, buffer)
     if known is not None:
-        own.load_state_dict({**known.state_dict(), "generator": own.state_dict()["generator"]})
-    return own
+        buffer.load_state_dict({**known.state_dict(), "generator": buffer.state_dict()["generator"]})
+    return buffer
 
 
 def sample_evaluation(
@@ -203,7 +209,9 @@ def rewards_of(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollou
 def _rows_of_evaluation(
     restored: RestoredTrainer, settings: Evaluation, update: UpdateBuffer | None
 ) -> list[dict[str, Any]]:
-    trainer, source, overlap = restored.trainer, settings.source, settings.overlap
+    trainer = restored.trainer
+    source = settings.source
+    overlap = settings.overlap
     data = trainer.eval_dataset if source == "eval" else trainer.train_dataset
     if data is None:
         raise UserError("evaluation.source=eval: this run's task has no evaluation split; use evaluation.source=train")
@@ -225,9 +233,11 @@ def _rows_of_evaluation(
 def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
     """Return which of these prompts are in U, by their tokens: rows of a data set may repeat a text."""
     rollout = update.rollout
-    own = {tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
+    learned_prompts = {
+        tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
+    }
     tokens = [tuple(ids) for ids in restored.trainer._tokenize_prompts(list(prompts))[0]]
-    here = torch.tensor([ids in own for ids in tokens], device=restored.device, dtype=torch.float64)
+    here = torch.tensor([ids in learned_prompts for ids in tokens], device=restored.device, dtype=torch.float64)
     return (restored.reduce(here) > 0).tolist()
 
 
@@ -241,12 +251,16 @@ def respond(
     chunk = max(1, min(chunk_size, -(-total // 2)))
     if -(-total // chunk) < restored.num_ranks:
         chunk = max(1, -(-total // restored.num_ranks))
-    prompt_ids, completion_ids, number = list[Tensor](), list[Tensor](), list[int]()
+    prompt_ids = list[Tensor]()
+    completion_ids = list[Tensor]()
+    number = list[int]()
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
         chosen = [asked[i]["prompt"] for i in rows]
         responses = policy.respond(restored.trainer, chosen, seed, RESPONSES, first // chunk)
-        prompt_ids, completion_ids, number = prompt_ids + responses[0], completion_ids + responses[1], [*number, *rows]
+        prompt_ids = prompt_ids + responses[0]
+        completion_ids = completion_ids + responses[1]
+        number = [*number, *rows]
         progress(min(len(rows) * restored.num_ranks, total))
     if not number:
         raise UserError(

@@ -37,7 +37,8 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
 
     PEFT would load neither another adapter's weights nor those of another shape, and go on.
     """
-    has_adapter, is_adapter = hasattr(model, "peft_config"), (checkpoint / ADAPTER_WEIGHTS).is_file()
+    has_adapter = hasattr(model, "peft_config")
+    is_adapter = (checkpoint / ADAPTER_WEIGHTS).is_file()
     if has_adapter != is_adapter:
         way = "adapter=lora (or qlora)" if is_adapter else "adapter=none"
         raise UserError(
@@ -45,11 +46,11 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
             f"{'has none' if is_adapter else 'has an adapter'}: use {way}"
         )
     settings = "adapter.r and adapter.target_modules as in its adapter_config.json" if is_adapter else "the run's model"
-    own = {_without_adapter_name(name): tuple(value.shape) for name, value in model.state_dict().items()}
+    shapes = {_without_adapter_name(name): tuple(value.shape) for name, value in model.state_dict().items()}
     stored = _shapes_in(checkpoint, is_adapter)
     for name, shape in stored.items():
-        if own.get(name) != shape:
-            here = own.get(name, "no place")
+        if shapes.get(name) != shape:
+            here = shapes.get(name, "no place")
             raise UserError(f"{checkpoint}: {name} has the shape {shape}, and {here} in this model: set {settings}")
     trained = {_without_adapter_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if (is_adapter or not trained) and stored.keys() - trained:
@@ -103,7 +104,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
             | state["base_optimizer_state"]["state"][number]
             for state in ranks
         ]
-        assembled = {key: _assemble([own[key] for own in slices], shapes_of_group) for key in ("weights", *MOMENTS)}
+        assembled = {key: _assemble([shard[key] for shard in slices], shapes_of_group) for key in ("weights", *MOMENTS)}
         for name, weight in assembled["weights"].items():
             param = parameters.get(name)
             if param is None or not torch.equal(weight.to(param), param.detach()):
@@ -141,6 +142,7 @@ def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
 
 def _assemble(slices: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Return the parameters' pieces of the slices, one after another."""
-    flat, sizes = torch.cat([part.reshape(-1) for part in slices]), [shape.numel() for shape in shapes.values()]
+    flat = torch.cat([part.reshape(-1) for part in slices])
+    sizes = [shape.numel() for shape in shapes.values()]
     pieces = flat[: sum(sizes)].split(sizes)  # what is left is padding
     return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}

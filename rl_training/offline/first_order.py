@@ -47,7 +47,8 @@ from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.statistics.jackknife import Replicates
 
 WHOLE = "whole"
-TOKEN, SEQUENCE = 0, 1
+TOKEN = 0
+SEQUENCE = 1
 
 
 @dataclass(frozen=True)
@@ -76,20 +77,23 @@ def predict(
     progress: Progress = silent,
 ) -> FirstOrder:  # fmt: skip
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
-    layout, splits = Layout(restored.parameters), Attribution(list(restored.parameters))
-    blocks, mask = evaluation.blocks(microbatch_size), evaluation.scores.mask
+    layout = Layout(restored.parameters)
+    splits = Attribution(list(restored.parameters))
+    blocks = evaluation.blocks(microbatch_size)
+    mask = evaluation.scores.mask
     sums = torch.zeros(blocks.count, 1 + len(splits.labels), 2, dtype=torch.float64, device=mask.device)
     direction = update.delta.new_zeros(2, len(update.delta))
     parameters = list(restored.parameters.values())
-    weights, block = weights_of_buffer(evaluation, TARGETS), blocks.number[evaluation.number]
+    weights = weights_of_buffer(evaluation, TARGETS)
+    block = blocks.number[evaluation.number]
     for number in block.unique().tolist():
         for rows in (block == number).nonzero().squeeze(1).split(microbatch_size):
             with restored.policy.measuring():
                 fresh = restored.policy.score(evaluation.rollout, rows)
                 token, sequence = (weight.of_rows(rows, fresh.logps.shape[1]) for weight in weights)
                 gradients = [
-                    gradient_of(fresh, own.logps, own.entropies, parameters, keep_graph=own is token)
-                    for own in (token, sequence)
+                    gradient_of(fresh, target.logps, target.entropies, parameters, keep_graph=target is token)
+                    for target in (token, sequence)
                 ]
             mean = torch.stack([torch.cat(layout.vector(gradient)) for gradient in gradients])
             mean /= evaluation.num_sequences
@@ -109,8 +113,10 @@ def _by_label(splits: Attribution, products: Tensor) -> Tensor:
 
 def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) -> Replicates:
     """Return X̄·δθ by label, (labels, 2), and with the step that U without each of its folds makes."""
-    layout, splits = Layout(restored.parameters), Attribution(list(restored.parameters))
-    directions, count = [layout.split(x) for x in direction], len(layout.names)
+    layout = Layout(restored.parameters)
+    splits = Attribution(list(restored.parameters))
+    directions = [layout.split(x) for x in direction]
+    count = len(layout.names)
     value = _by_label(splits, split_products(update.in_pieces(), directions, count))
     without = value.new_zeros(update.num_folds, *value.shape)
     for k, number in enumerate(update.fold_number):
@@ -146,7 +152,9 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
         return []
     gradient = update.clip * update.gradient
     root = _of_pieces(update, gradient, _root)
-    momentum = _of_pieces(update, gradient, lambda state, own: torch.lerp(own, state.exp_avg, state.betas[0]))
+    momentum = _of_pieces(
+        update, gradient, lambda state, piece_gradient: torch.lerp(piece_gradient, state.exp_avg, state.betas[0])
+    )
     sizes = [param.numel() for param in restored.parameters.values()]
     # Their scale is arbitrary. One at a time: each is as large as all trainable parameters.
     directions: dict[str, Callable[[], Tensor]] = {
@@ -162,8 +170,10 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
 
 
 def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction: Tensor) -> dict[str, Any]:
-    norm, real_norm = math.sqrt(_inner(step, step)), math.sqrt(_inner(real, real))
-    gain, own_gain = -_inner(gradient, real), -_inner(gradient, step)
+    norm = math.sqrt(_inner(step, step))
+    real_norm = math.sqrt(_inner(real, real))
+    gain = -_inner(gradient, real)
+    own_gain = -_inner(gradient, step)
     per_token = _inner(direction[TOKEN], step)
     scale = real_norm / norm if norm > 0 else math.nan
     return {

@@ -106,7 +106,11 @@ class _Calculation:
     def __init__(
         self, rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path, blocks: Sequence[range]
     ) -> None:
-        self._rows, self._inputs, self._settings, self._folder, self._blocks = rows, inputs, settings, folder, blocks
+        self._rows = rows
+        self._inputs = inputs
+        self._settings = settings
+        self._folder = folder
+        self._blocks = blocks
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         self._about = self._identity()
         sizes = {name: param.numel() for name, param in rows.parameters.items()}
@@ -118,8 +122,8 @@ class _Calculation:
         if not (self._folder / name).is_file():
             return False
         with safe_open(self._folder / name, framework="pt") as file:
-            found = file.metadata() or {}
-        different = [key for key, value in self._about.items() if found.get(key) != value]
+            metadata = file.metadata() or {}
+        different = [key for key, value in self._about.items() if metadata.get(key) != value]
         if different:
             raise UserError(
                 f"{self._folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this "
@@ -127,23 +131,26 @@ class _Calculation:
             )
         return True
 
-    def calculate(self, own: range) -> None:
+    def calculate(self, local_blocks: range) -> None:
         """Calculates those of these blocks that are missing; the first one has U's side too."""
         numbers = range(len(self._blocks))  # a block of another kernel is refused by all processes
-        missing = [number for number in numbers if not self.has(BLOCK_FILE.format(number)) and number in own]
+        missing = [number for number in numbers if not self.has(BLOCK_FILE.format(number)) and number in local_blocks]
         total = sum(len(self._blocks[number]) + self._inputs.update.num_sequences for number in missing)
-        with tqdm(total=total, desc="kernel", unit="sequence", disable=own.start != 0) as bar:
+        with tqdm(total=total, desc="kernel", unit="sequence", disable=local_blocks.start != 0) as bar:
             for number in missing:
                 block = self._block(self._blocks[number], number == 0, bar)
                 save_tensors(block, self._folder / BLOCK_FILE.format(number), self._about)
 
     def _block(self, block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Return the kernel's rows of a block of E, with what else is stored about them."""
-        inputs, update, root = self._inputs, self._inputs.update, self._inputs.root
+        inputs = self._inputs
+        update = self._inputs.update
+        root = self._inputs.root
         w, x = (root.new_empty(len(block), len(root), dtype=self._dtype) for _ in range(2))
-        found = self._hold(block, w, x, bar)
+        tables = self._hold(block, w, x, bar)
         kernel = [torch.empty(len(block), update.num_sequences, dtype=torch.float64) for _ in range(2)]
-        total, side = torch.zeros_like(root, dtype=torch.float64), []
+        total = torch.zeros_like(root, dtype=torch.float64)
+        side = []
         for batch in self._rows.batches(range(update.num_sequences)):
             streamed = self._rows.log_probability(update, batch)
             total += weighted_sum(update.advantages[batch], streamed)
@@ -157,39 +164,41 @@ class _Calculation:
             bar.update(len(batch))
         prove_sum(self._rows, inputs, total)
         if with_update:
-            found |= {f"update_{key}": value for key, value in _joined(side).items()}
-            found[GRADIENT_PART] = gradient_part(inputs, total)
-        return {**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}
+            tables |= {f"update_{key}": value for key, value in _joined(side).items()}
+            tables[GRADIENT_PART] = gradient_part(inputs, total)
+        return {**tables, "kernel": kernel[0], "entropy_kernel": kernel[1]}
 
     def _hold(self, block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Fill √M W_i and √M x_i of a block of E and returns what else is stored about them."""
-        inputs, found = self._inputs, []
+        inputs = self._inputs
+        parts = []
         proven = {block[0], block[len(block) // 2], block[-1]}
         for batch in self._rows.batches(block):
-            first, last = int(batch[0]), int(batch[-1])
+            first = int(batch[0])
+            last = int(batch[-1])
             place = slice(first - block[0], last - block[0] + 1)
             both = self._rows.both(inputs.evaluation, batch, inputs.logp_weights, inputs.entropy_weights)
-            own = next(both)
+            gradients = next(both)
             for row in proven & set(batch.tolist()):
-                prove_row(self._rows, inputs, row, own[row - first])
-            self._store_gradients(f"evaluation-{first:06d}", W=own)
-            found.append(self._scale(own))
-            w[place] = own
+                prove_row(self._rows, inputs, row, gradients[row - first])
+            self._store_gradients(f"evaluation-{first:06d}", W=gradients)
+            parts.append(self._scale(gradients))
+            w[place] = gradients
             entropy_rows = next(both)
             self._store_gradients(f"entropy-{first:06d}", x=entropy_rows)
             x[place] = entropy_rows.mul_(inputs.root)
             bar.update(len(batch))
-        return _joined(found)
+        return _joined(parts)
 
-    def _scale(self, own: Tensor) -> dict[str, Tensor]:
+    def _scale(self, square_norms: Tensor) -> dict[str, Tensor]:
         """Make √M W of the rows W, (n, P), in place, and returns what is kept of each.
 
         sketches  of √M W                 sq_norms  |√M W|², (n,)                products  W·δθ by cause, (n, 3)
         """
-        products = row_products(own, self._parts)
-        own *= self._inputs.root
-        parts = list(own.split(COLUMNS, dim=1))
-        return {"sketches": self._sketch(own), "sq_norms": dot(parts, parts), "products": products}
+        products = row_products(square_norms, self._parts)
+        square_norms *= self._inputs.root
+        parts = list(square_norms.split(COLUMNS, dim=1))
+        return {"sketches": self._sketch(square_norms), "sq_norms": dot(parts, parts), "products": products}
 
     def _store_gradients(self, name: str, **rows: Tensor) -> None:
         if self._settings.store_gradients:
@@ -213,7 +222,8 @@ class _Calculation:
 
     def join(self, about: Mapping[str, str]) -> None:
         """Write the blocks as one file, with the sum over all pairs checked, and removes them."""
-        inputs, step = self._inputs, self._inputs.step
+        inputs = self._inputs
+        step = self._inputs.step
         files = [self._folder / BLOCK_FILE.format(number) for number in range(len(self._blocks))]
         joined = _joined([load_file(path) for path in files])
         by_rows = joined.pop(GRADIENT_PART)

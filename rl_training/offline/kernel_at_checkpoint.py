@@ -46,13 +46,14 @@ def add_kernel(
     assert analysis.first_order is not None, "settings.py refuses a kernel without the entropy gradient"
     rows = KernelRows(restored.trainer, restored.parameters, settings.microbatch_size)
     evaluation, update = (gather_rollout(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
-    written_by, data_rows = restored.step, analysis.evaluation.rows
+    written_by = restored.step
+    data_rows = analysis.evaluation.rows
     if settings.source == "fixed":
         written_by, evaluation, data_rows = _fixed(restored, folder.parents[1] / TEXTS_FILE, evaluation, data_rows)
-    own = written_by == restored.step
-    scores = analysis.evaluation.scores if own else restored.policy.score_rollout(evaluation)
+    is_own_step = written_by == restored.step
+    scores = analysis.evaluation.scores if is_own_step else restored.policy.score_rollout(evaluation)
     weights = surrogate_weights(scores.entropies, scores.mask, evaluation.prompt_index, "token", "buffer")
-    if own:
+    if is_own_step:
         entropy_gradient = analysis.first_order.direction[TOKEN]
     else:
         batches = rows.batches(range(evaluation.num_sequences))

@@ -105,7 +105,8 @@ def plan_blocks(
     >>> plan_blocks(4, 10, memory_bytes=280, microbatch=1)
     [range(0, 2), range(2, 4)]
     """
-    streaming, per_row = 4 * microbatch * num_parameters, 2 * bytes_per_entry * num_parameters
+    streaming = 4 * microbatch * num_parameters
+    per_row = 2 * bytes_per_entry * num_parameters
     fitting = int((memory_bytes - streaming) // per_row)
     if fitting < 1:
         needed = (streaming + per_row) / 1e9
@@ -125,10 +126,11 @@ class KernelRows:
     """
 
     def __init__(self, trainer: DrGRPOTrainer, parameters: Mapping[str, nn.Parameter], microbatch: int) -> None:
-        self.parameters, self.microbatch = parameters, microbatch
+        self.parameters = parameters
+        self.microbatch = microbatch
         self._model = trainer.model
         head = self._model.get_output_embeddings()
-        trained = any(p is own for own in head.parameters() for p in parameters.values())
+        trained = any(p is weight for weight in head.parameters() for p in parameters.values())
         self._policy = TrainerPolicy(trainer, call_head=trained)
         self._policy.scorer.verify()  # before hooks are set
         self.slack = ROUNDED if trainer.accelerator.mixed_precision != "no" else 1.0  # on limits that fp32 would keep
@@ -141,8 +143,8 @@ class KernelRows:
 
     def log_probability(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """Return W_i = ∂S_i of these rows, (B, P); the next call writes over it."""
-        (own,) = self._of(rollout, rows)
-        return own
+        (scores,) = self._of(rollout, rows)
+        return scores
 
     def both(self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Iterator[Tensor]:
         """Yield W_i, then x_i = Σ_k w_k ∂log π(t_k) + u_k ∂h_k of these rows, (B, P) each, from one forward.
@@ -158,8 +160,8 @@ class KernelRows:
         with without_dropout(self._model):
             scores = self._policy.score(rollout, rows)
             entropy_part = None if entropy_weights is None else _of_rows(entropy_weights, rows, scores)
-            own = _of_rows(logp_weights, rows, scores)
-            gradient = gradient_of(scores, own, entropy_part, list(self.parameters.values()))
+            row_weights = _of_rows(logp_weights, rows, scores)
+            gradient = gradient_of(scores, row_weights, entropy_part, list(self.parameters.values()))
         return torch.cat(self._recorder.layout.vector(gradient))
 
     def _of(self, rollout: Rollout, rows: Tensor, *further: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
@@ -196,18 +198,19 @@ def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
         )  # fmt: skip
 
 
-def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, own: Tensor) -> None:
+def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, gradient: Tensor) -> None:
     """Raise ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
     alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
     _refuse_if_apart(
-        own, alone, rows.slack,
+        gradient, alone, rows.slack,
         f"the gradient of evaluation sequence {row} differs from its own backward by {{}}: the model mixes sequences "
         "of a batch, or a use of a parameter is not seen by hooks",
     )  # fmt: skip
 
 
-def _refuse_if_apart(found: Tensor, expected: Tensor, slack: float, message: str) -> None:
-    error, limit = float((found - expected).norm() / expected.norm()), MAX_ERROR * slack
+def _refuse_if_apart(measured: Tensor, expected: Tensor, slack: float, message: str) -> None:
+    error = float((measured - expected).norm() / expected.norm())
+    limit = MAX_ERROR * slack
     if not error <= limit:
         raise UserError(message.format(f"{error:.2g} of it (limit {limit:.2g})"))
 
@@ -236,7 +239,8 @@ def prove_identity(
                         young Adam divides by entries that are nearly 0: P has no more digits than they have
     """
     contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
-    total, (value, most) = inputs.scale * float(contributions.mean()), by_rows.tolist()
+    total = inputs.scale * float(contributions.mean())
+    (value, most) = by_rows.tolist()
     if not abs(total - value) <= limit * most:
         raise UserError(
             f"the pairs add up to {total:.6g}, and the gradient part of the entropy change is {value:.6g}: rows of the "

@@ -39,7 +39,8 @@ from rl_training.records.report.page import write_page
 from rl_training.records.spreadsheet import as_csv
 from rl_training.statistics.clusters import average_linkage
 
-PAGE, EVOLUTION = "kernel.html", "evolution.html"
+PAGE = "kernel.html"
+EVOLUTION = "evolution.html"
 MOST_CELLS = 64  # of a side of a matrix that is drawn: of more, blocks are averaged
 SMALLEST_SHARE = 1e-5
 NUM_CLUSTERS = 8
@@ -148,12 +149,14 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
     kernels = sorted(zip(columns, structures, strict=True), key=lambda kernel: kernel[0]["step"])
     texts = [[row["hash"] for row in s.evaluation] for _, s in kernels]
     first: Tensor | None = None  # E's cosines at the first checkpoint
-    rows, within = [], []
-    for (numbers, s), own in zip(kernels, texts, strict=True):
-        sketches, norms = s.kernel.tensors["sketches"], s.kernel.tensors["sq_norms"]
+    rows = []
+    within = []
+    for (numbers, s), set_texts in zip(kernels, texts, strict=True):
+        sketches = s.kernel.tensors["sketches"]
+        norms = s.kernel.tensors["sq_norms"]
         cosines, ratio = sketched_cosines(sketches[norms > 0], norms[norms > 0])  # of those with a gradient
         first = cosines if first is None else first
-        alike = own == texts[0] and cosines.shape == first.shape
+        alike = set_texts == texts[0] and cosines.shape == first.shape
         pairs = torch.ones_like(cosines, dtype=torch.bool).triu(1)
         correlation = float(torch.corrcoef(torch.stack([cosines[pairs], first[pairs]]))[0, 1]) if alike else math.nan
         other = next(row for row in cosine_table(s) if row["within"] == "E" and row["pairs"] == OTHER_PROMPT)
@@ -167,7 +170,7 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
             "participation_ratio_E": ratio,
         })  # fmt: skip
     write_atomically({folder / "evolution.csv": as_csv(pd.DataFrame(rows))})
-    same_texts = all(own == texts[0] for own in texts)
+    same_texts = all(set_texts == texts[0] for set_texts in texts)
     charts = [*_numbers_charts(rows), *_cosines_charts(rows, within, same_texts), _spectrum(rows, within)]
     steps = [row["step"] for row in rows]
     write_page(folder / EVOLUTION, "evolution.html", draw_pictures(charts, pictures), steps=steps, charts=charts)
@@ -190,10 +193,10 @@ def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: b
     order = average_linkage(within[0], 1)[1]
     ordered = "in the first checkpoint's clusters" if same_texts else "in its own clusters"
     charts = []
-    for row, own in zip(rows, within, strict=True):
-        places = order if same_texts and len(own) == len(order) else average_linkage(own, 1)[1]
-        size = min(len(own), MOST_CELLS)
-        cells = torch.nn.functional.adaptive_avg_pool2d(own[places][:, places].float().unsqueeze(0), size)[0]
+    for row, cosines in zip(rows, within, strict=True):
+        places = order if same_texts and len(cosines) == len(order) else average_linkage(cosines, 1)[1]
+        size = min(len(cosines), MOST_CELLS)
+        cells = torch.nn.functional.adaptive_avg_pool2d(cosines[places][:, places].float().unsqueeze(0), size)[0]
         # Signed roots make small values visible: the few pairs near 1 dominate a linear scale.
         table = pd.DataFrame((cells.sign() * cells.abs().sqrt()).tolist())
         charts.append(heatmap("cosines", table, 1.0, step=row["step"], ordered=ordered))
@@ -203,8 +206,8 @@ def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: b
 def _spectrum(rows: Sequence[Row], within: Sequence[Tensor]) -> Chart:
     """Return the chart of the eigenvalues of E's matrices of cosines, as shares of their sum."""
     series = []
-    for number, (row, own) in enumerate(zip(rows, within, strict=True)):
-        values = (torch.linalg.eigvalsh((own + own.T) / 2).flip(0) / len(own)).tolist()
+    for number, (row, cosines) in enumerate(zip(rows, within, strict=True)):
+        values = (torch.linalg.eigvalsh((cosines + cosines.T) / 2).flip(0) / len(cosines)).tolist()
         known = [(place, value) for place, value in enumerate(values, 1) if value > SMALLEST_SHARE]  # the rest is noise
         places, shares = zip(*known, strict=True)
         red = round(255 * (0.15 + 0.7 * number / max(len(rows) - 1, 1)))

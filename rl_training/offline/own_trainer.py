@@ -58,23 +58,25 @@ def analyze(
     """
     if not isinstance(trainer, GRPOTrainer):
         raise UserError(another_trainer(trainer))
-    start, own, checkpoint = time.perf_counter(), settings or Settings(), Path(checkpoint)
+    start = time.perf_counter()
+    analysis_settings = settings or Settings()
+    checkpoint = Path(checkpoint)
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is no folder: give a checkpoint-N of the trainer's output_dir")
     refuse_links_out(Path(folder), OFFLINE)
     path = Path(folder) / OFFLINE / name / checkpoint.name / RESULT_FILE
     restored = restore(trainer, checkpoint, learning_rate)
     seconds = {"load": time.perf_counter() - start}
-    analysis = probe.analyse(restored, own)
-    if own.kernel.enabled:
+    analysis = probe.analyse(restored, analysis_settings)
+    if analysis_settings.kernel.enabled:
         with explain_out_of_memory("kernel"):
-            analysis.results.update(add_kernel(restored, analysis, own.kernel, path.parent / "kernel"))
+            analysis.results.update(add_kernel(restored, analysis, analysis_settings.kernel, path.parent / "kernel"))
     with explain_out_of_memory("sweep"):
-        analysis.tables.update(sweep_tables(restored, analysis, own))
+        analysis.tables.update(sweep_tables(restored, analysis, analysis_settings))
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
-    asked = dataclasses.asdict(own) | {"name": name}
+    asked = dataclasses.asdict(analysis_settings) | {"name": name}
     values = plain_settings({"offline": asked, "run": settings_of_trainer(trainer, {})})
-    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, own.log, values)
+    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, analysis_settings.log, values)
     if restored.rank == 0:
         write_result(path, restored, analysis, values, log)
         print_table(analysis, restored, path)

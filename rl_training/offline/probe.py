@@ -52,7 +52,8 @@ class Analysis:
 def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     """Return what the next step from this checkpoint does to entropy. The trainer is left unchanged."""
     phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
-    memory, total = settings.memory, settings.evaluation.num_sequences
+    memory = settings.memory
+    total = settings.evaluation.num_sequences
     with phases("sample U", settings.update.prompts * restored.trainer.num_generations) as progress:
         update_buffer = sample_update(restored, settings.update, memory.generation_size, progress)
     with phases("sample E", total) as progress:
@@ -69,11 +70,11 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
             truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, progress)
-    found = _of_buffers(restored, evaluation, update_buffer, update)
-    found += _predicted(first_order, restored.learning_rate)
-    found += [(in_both_units({"covariance": covariance}), NOT_FINITE if covariance else NOT_PREDICTED)]
-    found += _measured(truth, first_order)
-    results, reasons = _with_reasons(found)
+    numbers = _of_buffers(restored, evaluation, update_buffer, update)
+    numbers += _predicted(first_order, restored.learning_rate)
+    numbers += [(in_both_units({"covariance": covariance}), NOT_FINITE if covariance else NOT_PREDICTED)]
+    numbers += _measured(truth, first_order)
+    results, reasons = _with_reasons(numbers)
     tables = {}
     if truth is not None:
         tables["eta"] = [
@@ -90,10 +91,11 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     )  # fmt: skip
 
 
-def _with_reasons(found: Sequence[Numbers]) -> tuple[dict[str, float], dict[str, str]]:
+def _with_reasons(groups: Sequence[Numbers]) -> tuple[dict[str, float], dict[str, str]]:
     """Return all numbers, those that are not finite as nan, and why these are nan."""
-    results, reasons = dict[str, float](), dict[str, str]()
-    for numbers, reason in found:
+    results = dict[str, float]()
+    reasons = dict[str, str]()
+    for numbers, reason in groups:
         results |= {key: value if math.isfinite(value) else math.nan for key, value in numbers.items()}
         reasons |= {key: reason for key, value in numbers.items() if not math.isfinite(value)}
     return results, reasons
@@ -102,7 +104,8 @@ def _with_reasons(found: Sequence[Numbers]) -> tuple[dict[str, float], dict[str,
 def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, update: Update) -> list[Numbers]:
     rollout = u.rollout
     assert rollout.rewards is not None
-    rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
+    rewards = rollout.rewards.double()
+    mask = rollout.completion_mask.double()
     sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
     reward, length, idle = (float(restored.reduce(x)) / u.num_sequences for x in sums)
     numbers = {
@@ -124,17 +127,20 @@ def _predicted(first_order: FirstOrder | None, learning_rate: float) -> list[Num
     rate: Numbers = ({"learning_rate": learning_rate}, SEVERAL_RATES)
     if first_order is None:
         return [rate, ({"bars_dot": math.nan, **in_both_units({"deltaH1": None})}, NOT_PREDICTED)]
-    value, stderr = first_order.value.tolist(), first_order.stderr.tolist()
-    values, errors = dict[str, float](), dict[str, float]()
+    value = first_order.value.tolist()
+    stderr = first_order.stderr.tolist()
+    values = dict[str, float]()
+    errors = dict[str, float]()
     for number, label in enumerate(first_order.labels):
         key = f"deltaH1/{label}" if number else "deltaH1"
         for suffix, column in UNITS:
             values[f"{key}{suffix}"], errors[f"{key}{suffix}_se"] = value[number][column], stderr[number][column]
     errors["deltaH1_se_evaluation"] = float(first_order.over_evaluation.stderr[0, TOKEN])
-    one, one_error = values["deltaH1"] / learning_rate, errors["deltaH1_se"] / learning_rate
+    per_rate = values["deltaH1"] / learning_rate
+    per_rate_error = errors["deltaH1_se"] / learning_rate
     no_error = SEVERAL_RATES if math.isnan(learning_rate) else FEW
     return [
-        rate, ({"bars_dot": one}, SEVERAL_RATES), ({"bars_dot_se": one_error}, no_error),
+        rate, ({"bars_dot": per_rate}, SEVERAL_RATES), ({"bars_dot_se": per_rate_error}, no_error),
         (values, NOT_FINITE), (errors, FEW),
     ]  # fmt: skip
 
@@ -143,7 +149,8 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
     if truth is None:
         return [(in_both_units(dict.fromkeys(MEASURED)), NOT_MEASURED)]
     at = truth.whole_step
-    true, odd = at.ahead.true, at.odd
+    true = at.ahead.true
+    odd = at.odd
     numbers = {"H_orig": truth.before, "H_upd": truth.before + true, **at.changes()}
     numbers["second_order"] = None if odd is None else true - odd
     further = {

@@ -74,12 +74,12 @@ class RestoredTrainer:
         """Return the sum over the ranks: call it on all or on none."""
         return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
 
-    def gather(self, own: Sequence[T]) -> list[T]:
+    def gather(self, values: Sequence[T]) -> list[T]:
         """Return what the ranks have, one after another, on each of them."""
-        parts = [own] * self.num_ranks
+        parts = [values] * self.num_ranks
         if self.num_ranks > 1:
-            torch.distributed.all_gather_object(parts, own)
-        return [each for part in parts for each in part]
+            torch.distributed.all_gather_object(parts, values)
+        return [value for part in parts for value in part]
 
 
 def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
@@ -129,11 +129,11 @@ def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
         raise UserError(otherwise)
     if trainer.mask_truncated_completions:
         raise UserError("the step is analysed with all its responses: set mask_truncated_completions=false")
-    own = isinstance(trainer, DrGRPOTrainer)
-    trained_with = trainer.attachment.loss_settings.differs if own else loss_settings(trainer).differs
+    is_own_trainer = isinstance(trainer, DrGRPOTrainer)
+    trained_with = trainer.attachment.loss_settings.differs if is_own_trainer else loss_settings(trainer).differs
     if "loss_type" in trained_with and trainer.loss_type in BY_TOKENS_OR_SEQUENCES:
         trained_with -= {"loss_type"}
-    if not own and trained_with & NOT_READ:
+    if not is_own_trainer and trained_with & NOT_READ:
         neutral = ", ".join(f"{name}={DR_GRPO[name]!r}" for name in sorted(trained_with & NOT_READ))
         raise UserError(
             "the step that this loss makes cannot be analysed: to analyse the one that another would make from there, "
@@ -184,8 +184,8 @@ def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:
 def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str, Any]:
     """Return a saved state with as many parameter groups as this optimizer, whose additional groups are empty."""
     saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    own = optimizer.state_dict()["param_groups"][len(saved["param_groups"]) :]
-    empty = [group for group in own if not group["params"]]
+    groups = optimizer.state_dict()["param_groups"][len(saved["param_groups"]) :]
+    empty = [group for group in groups if not group["params"]]
     return {**saved, "param_groups": [*saved["param_groups"], *empty]}
 
 
@@ -238,6 +238,7 @@ def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: Opt
 
 
 def _four_tokens(device: torch.device) -> Rollout:
-    ids, mask = torch.tensor([[0, 1]], device=device), torch.ones(1, 2, dtype=torch.long, device=device)
+    ids = torch.tensor([[0, 1]], device=device)
+    mask = torch.ones(1, 2, dtype=torch.long, device=device)
     unknown = torch.full((1,), torch.nan, device=device)
     return Rollout(ids, mask, ids, mask, unknown, None, torch.zeros(1, dtype=torch.long, device=device), None, True)

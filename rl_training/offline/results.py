@@ -88,35 +88,36 @@ def _origin(restored: RestoredTrainer) -> dict[str, Any]:
 
 def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> None:
     """Print the core numbers, in thousandths of a nat with their 95 % intervals."""
-    found = analysis.results
+    results = analysis.results
     table = Table(title=f"step {restored.step + 1}, from {restored.checkpoint}", title_justify="left")
     table.add_column("change of entropy, 1e-3 nats, ± 95 %")
     for unit in ("per token", "per sequence"):
         table.add_column(unit, justify="right")
-    rows = ROWS | (DRAWN_AFRESH if found.get("resampled") else {})
+    rows = ROWS | (DRAWN_AFRESH if results.get("resampled") else {})
     for key, label in rows.items():
-        if not math.isnan(found.get(key, math.nan)):
-            table.add_row(label, _with_error(found, key), _with_error(found, f"{key}_sequence"))
+        if not math.isnan(results.get(key, math.nan)):
+            table.add_row(label, _with_error(results, key), _with_error(results, f"{key}_sequence"))
     console = Console(soft_wrap=True, markup=False, emoji=False)  # a path stays as it was typed
     console.print(table)
-    sizes = f"E {found['B_E']:.0f} sequences, U {found['B_U']:.0f} × {found['G']:.0f}"
-    teaching = f"{100 * found['zero_advantage']:.0f} % of U has zero advantage"
-    console.print(f" {sizes}; reward {found['avg_reward']:.3f}, {teaching}; learning rate {found['learning_rate']:.3g}")
+    sizes = f"E {results['B_E']:.0f} sequences, U {results['B_U']:.0f} × {results['G']:.0f}"
+    teaching = f"{100 * results['zero_advantage']:.0f} % of U has zero advantage"
+    rate = f"learning rate {results['learning_rate']:.3g}"
+    console.print(f" {sizes}; reward {results['avg_reward']:.3f}, {teaching}; {rate}")
     if analysis.truth is not None:
-        how = "fresh samples at the moved weights: effective sample size" if found["resampled"] else "ESS"
-        console.print(f" {how} {found['ESS']:.1f} of {found['B_E']:.0f}; H {found['H_orig']:.4f} nats per token")
+        how = "fresh samples at the moved weights: effective sample size" if results["resampled"] else "ESS"
+        console.print(f" {how} {results['ESS']:.1f} of {results['B_E']:.0f}; H {results['H_orig']:.4f} nats per token")
     if analysis.tables.get("conditioning"):
         shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in analysis.tables["conditioning"])
         console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
-    failed = verdict(restored.step + 1, found)
+    failed = verdict(restored.step + 1, results)
     if failed:
         console.print(f" {failed}", style="bold")
     console.print(" " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in analysis.seconds.items()))
     console.print(f" {path}")
 
 
-def _with_error(found: Mapping[str, float], key: str) -> str:
-    return normal_milli(found.get(key, math.nan), found.get(f"{key}_se", math.nan))
+def _with_error(results: Mapping[str, float], key: str) -> str:
+    return normal_milli(results.get(key, math.nan), results.get(f"{key}_se", math.nan))
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------
@@ -132,9 +133,11 @@ def write_log(
     if log.level == "none":
         return None
     summary, content = _contents(restored, analysis, log)  # all processes: each has a part of the sequences
-    own, ending = restored.checkpoint.resolve(), f".json{'.gz' * log.compress}"
+    checkpoint = restored.checkpoint.resolve()
+    ending = f".json{'.gz' * log.compress}"
     place = Path(log.directory or folder) / time.strftime("%Y-%m-%d")
-    stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{own.parent.name if own.name == 'model' else own.name}"
+    name = checkpoint.parent.name if checkpoint.name == "model" else checkpoint.name
+    stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{name}"
     if restored.rank == 0:
         stem = _not_taken(place, stem)
         text = json.dumps(to_json(content), ensure_ascii=False).encode(errors="backslashreplace")
@@ -161,7 +164,8 @@ def _contents(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -
     }
     content = dict(summary)
     with_texts = log.reaches("detailed") and log.sequences
-    evaluation, update = _evaluation_rows(restored, analysis, with_texts), _update_rows(restored, analysis, with_texts)
+    evaluation = _evaluation_rows(restored, analysis, with_texts)
+    update = _update_rows(restored, analysis, with_texts)
     if log.reaches("standard"):
         content |= {"results": analysis.results, "reasons": analysis.reasons, "tables": analysis.tables}
         content["statistics"] = statistics_of(evaluation, update)
@@ -180,8 +184,8 @@ def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, with_texts: 
         change = analysis.truth.whole_step.ahead
         after = sequence_totals(change.after)
         columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": change.log_ratios.exp()}
-    own = [*zip(e.number.tolist(), _texts(restored, e.rollout, with_texts), strict=True)]
-    texts = dict(restored.gather(own))
+    local_rows = [*zip(e.number.tolist(), _texts(restored, e.rollout, with_texts), strict=True)]
+    texts = dict(restored.gather(local_rows))
     numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [{"sequence": i, **texts[i], **dict(zip(columns, row, strict=True))} for i, row in enumerate(numbers)]
 
@@ -194,11 +198,11 @@ def _update_rows(restored: RestoredTrainer, analysis: Analysis, with_texts: bool
         "advantage": rollout.advantages,
     }  # fmt: skip
     numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
-    own = [
+    local_rows = [
         {**dict(zip(columns, row, strict=True)), **text}
         for row, text in zip(numbers, _texts(restored, rollout, with_texts), strict=True)
     ]
-    return sorted(restored.gather(own), key=lambda row: row["prompt_index"])
+    return sorted(restored.gather(local_rows), key=lambda row: row["prompt_index"])
 
 
 def _texts(restored: RestoredTrainer, rollout: Rollout, wanted: bool) -> list[dict[str, str]]:
@@ -207,7 +211,8 @@ def _texts(restored: RestoredTrainer, rollout: Rollout, wanted: bool) -> list[di
 
 def statistics_of(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any, Any]:
     """Return mean, standard deviation and quantiles over the sequences of all processes."""
-    e, u = pd.DataFrame(evaluation), pd.DataFrame(update)
+    e = pd.DataFrame(evaluation)
+    u = pd.DataFrame(update)
     columns = {
         "generation_length": (e, "length"), "sequence_entropy": (e, "entropy"), "reward": (u, "reward"),
         "advantage": (u, "advantage"), "update_length": (u, "length"), "importance_weight": (e, "weight"),
@@ -235,7 +240,8 @@ def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _tensors(analysis: Analysis) -> dict[str, Tensor]:
-    update, mask = analysis.update, analysis.evaluation.scores.mask
+    update = analysis.update
+    mask = analysis.evaluation.scores.mask
     tensors = {"delta": update.delta, "gradient": update.gradient, "mask": mask}
     if analysis.first_order is not None:
         tensors["direction"] = analysis.first_order.direction

@@ -69,9 +69,11 @@ class SequenceGradients:
         name_of = {param: name for name, param in parameters.items()}
         self._owners = []
         for path, module in model.named_modules():
-            own = {own: name_of[p] for own, p in module.named_parameters(recurse=False) if p in name_of}
-            if own:
-                self._owners.append(_Owner(path, module, own))
+            local_name = {
+                local_name: name_of[p] for local_name, p in module.named_parameters(recurse=False) if p in name_of
+            }
+            if local_name:
+                self._owners.append(_Owner(path, module, local_name))
         missing = set(parameters) - {name for owner in self._owners for name in owner.names.values()}
         if missing:
             raise UserError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
@@ -132,7 +134,9 @@ class Recording:
     """One forward, from which gradients can be taken any number of times."""
 
     def __init__(self, layout: Layout, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
-        self._layout, self._uses, self._roots = layout, uses, roots
+        self._layout = layout
+        self._uses = uses
+        self._roots = roots
 
     def fill(
         self, rows: Tensor, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
@@ -161,8 +165,13 @@ class Recording:
 
 def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
     """Add what this use of a module contributes to the gradients of its parameters, (B, entries) each by name."""
-    module, kind, x = use.owner.module, type(use.owner.module).forward, use.x
-    rows = {own: entries[name].view(len(x), *getattr(module, own).shape) for own, name in use.owner.names.items()}
+    module = use.owner.module
+    kind = type(use.owner.module).forward
+    x = use.x
+    rows = {
+        local_name: entries[name].view(len(x), *getattr(module, local_name).shape)
+        for local_name, name in use.owner.names.items()
+    }
     dtype = next(iter(rows.values())).dtype
     if kind is nn.Linear.forward:
         dy = dy.flatten(1, -2).to(dtype)
@@ -176,20 +185,20 @@ def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
         number = torch.arange(len(x), device=x.device).view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
         rows["weight"].index_put_((number, x), dy.to(dtype), accumulate=True)
     else:
-        for own, gradient in _by_vector_jacobian_product(use, dy).items():
-            rows[own].add_(gradient)
+        for local_name, gradient in _by_vector_jacobian_product(use, dy).items():
+            rows[local_name].add_(gradient)
 
 
 def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
     """Return the gradients of a module's own parameters, (B, *shape) each, through the module's forward once more."""
     module = use.owner.module
-    own = {name: getattr(module, name).detach() for name in use.owner.names}
+    tensors = {name: getattr(module, name).detach() for name in use.owner.names}
 
     def of_one(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
         def forward(parameters: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(module, parameters, (x.unsqueeze(0),)).squeeze(0)
 
-        return torch.func.vjp(forward, own)[1](dy)[0]
+        return torch.func.vjp(forward, tensors)[1](dy)[0]
 
     try:
         return torch.func.vmap(of_one)(use.x, dy)

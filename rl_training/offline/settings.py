@@ -117,7 +117,9 @@ class Settings:
     log: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
-        predicts, measures, sweep = self.first_order.enabled, self.truth.enabled, self.sweep
+        predicts = self.first_order.enabled
+        measures = self.truth.enabled
+        sweep = self.sweep
         if not (predicts or measures):
             raise UserError(
                 "neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true"
@@ -126,7 +128,8 @@ class Settings:
             raise UserError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
         if (sweep.evaluation_sizes or sweep.updates) and not (predicts and measures):
             raise UserError("a sweep compares prediction with truth: set first_order.enabled and truth.enabled to true")
-        responses, total = self.evaluation.responses, self.evaluation.num_sequences
+        responses = self.evaluation.responses
+        total = self.evaluation.num_sequences
         unit = responses if total > responses else 1  # of one prompt alone, responses are the units
         for size in sweep.evaluation_sizes:
             if size % unit or not 2 * unit <= size <= total:

@@ -31,11 +31,16 @@ from rl_training.records.jsonl import from_json
 from rl_training.statistics.clusters import participation_ratio
 from rl_training.statistics.sketches import cosines
 
-SAME_TEXT, SAME_PROMPT, OTHER_PROMPT = "same text", "same prompt, other text", "other prompt"
+SAME_TEXT = "same text"
+SAME_PROMPT = "same prompt, other text"
+OTHER_PROMPT = "other prompt"
 CLASSES = (SAME_TEXT, SAME_PROMPT, OTHER_PROMPT)
 COUPLING = "coupling (other text)"
-KERNEL_FILE, SEQUENCES_FILE = "kernel.safetensors", "sequences.jsonl"
-EVALUATION, UPDATE = "evaluation", "update"  # the buffer of a sequence
+KERNEL_FILE = "kernel.safetensors"
+SEQUENCES_FILE = "sequences.jsonl"
+# the buffer of a sequence
+EVALUATION = "evaluation"
+UPDATE = "update"
 Row = dict[str, Any]
 
 
@@ -76,7 +81,8 @@ class Structure:
     @classmethod
     def read(cls, folder: Path) -> Structure:
         """Return the kernel in this folder. Raises ValueError when it is not finished."""
-        kernel, text = load_kernel(folder), (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
+        kernel = load_kernel(folder)
+        text = (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
         rows = [from_json(json.loads(line)) for line in text.splitlines()]  # null as nan
         return cls(kernel, *([row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)))
 
@@ -129,9 +135,12 @@ def _classes(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Tensor]:
 
 def pair_table(s: Structure) -> list[Row]:
     """Return a row for each class of pairs: its share of the pairs and of δH₁'s gradient part, and its cosines."""
-    whole, cosine, moved = s.contributions, s.cosines, s.log_probability_moves
+    whole = s.contributions
+    cosine = s.cosines
+    moved = s.log_probability_moves
     masks = {"all": torch.ones_like(whole, dtype=torch.bool), **s.classes, COUPLING: ~s.classes[SAME_TEXT]}
-    right_e, right_u = s.right(s.evaluation), s.right(s.update)
+    right_e = s.right(s.evaluation)
+    right_u = s.right(s.update)
     for e, rows in (("right", right_e), ("wrong", ~right_e)):
         for u, columns in (("right", right_u), ("wrong", ~right_u)):
             masks[f"{e} in E, {u} in U"] = rows.unsqueeze(1) & columns
@@ -150,9 +159,9 @@ def pair_table(s: Structure) -> list[Row]:
 
 
 def _distribution(cosine: Tensor) -> Row:
-    own = pd.Series(cosine)  # which leaves nan out
-    quantiles = {f"cosine_{q}": own.quantile(q / 100) for q in (5, 50, 95)}
-    return {"cosine_mean": own.mean(), "cosine_sd": own.std(), **quantiles}
+    known = pd.Series(cosine)  # which leaves nan out
+    quantiles = {f"cosine_{q}": known.quantile(q / 100) for q in (5, 50, 95)}
+    return {"cosine_mean": known.mean(), "cosine_sd": known.std(), **quantiles}
 
 
 def cosine_table(s: Structure) -> list[Row]:
@@ -160,15 +169,17 @@ def cosine_table(s: Structure) -> list[Row]:
 
     cosine_stderr  the rms standard error of one such cosine: see sketches.py
     """
-    tensors, table = s.kernel.tensors, []
+    tensors = s.kernel.tensors
+    table = []
     for name, prefix, rows in (("E", "", s.evaluation), ("U", "update_", s.update)):
-        sketches, norms = tensors[f"{prefix}sketches"], tensors[f"{prefix}sq_norms"]
+        sketches = tensors[f"{prefix}sketches"]
+        norms = tensors[f"{prefix}sq_norms"]
         values, stderr = cosines(sketches, sketches, norms, norms)
         pairs = torch.ones_like(values, dtype=torch.bool).triu(1) & values.isfinite()
         for kind, mask in _classes(rows, rows).items():
-            own = mask & pairs
-            error = float(stderr[own].square().mean().sqrt())
-            table.append({"within": name, "pairs": kind, "count": int(own.sum()), **_distribution(values[own]),
+            chosen = mask & pairs
+            error = float(stderr[chosen].square().mean().sqrt())
+            table.append({"within": name, "pairs": kind, "count": int(chosen.sum()), **_distribution(values[chosen]),
                           "cosine_stderr": error})  # fmt: skip
     return table
 
@@ -185,13 +196,15 @@ def predictions(s: Structure) -> list[Row]:
 
 def top_pairs(s: Structure, count: int = 10) -> list[Row]:
     """Return the pairs that lower entropy most, then those that raise it most, with texts, rewards and distances."""
-    contributions, cosine = s.contributions, s.cosines
+    contributions = s.contributions
+    cosine = s.cosines
     order = contributions.flatten().argsort()
     chosen = [*order[:count].tolist(), *order[-count:].flip(0).tolist()]
     rows = []
     for flat in dict.fromkeys(chosen):
         i, j = divmod(flat, len(s.update))
-        e, u = s.evaluation[i], s.update[j]
+        e = s.evaluation[i]
+        u = s.update[j]
         rows.append({
             "contribution": float(contributions[i, j]), "cosine": float(cosine[i, j]), "advantage": u["advantage"],
             "evaluation": i, "update": j, "tokens_apart": edit_distance(e["ids"], u["ids"]),
@@ -205,7 +218,8 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many tokens must be inserted, deleted or replaced to turn one into the other: (1,2,3), (1,3) → 1."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
-        before, row = row, [i]
+        before = row
+        row = [i]
         for j, y in enumerate(b):
             row.append(min(before[j + 1] + 1, row[j] + 1, before[j] + (x != y)))
     return row[-1]
@@ -233,7 +247,8 @@ class Distinct:
 
 def distinct_texts(s: Structure) -> Distinct:
     """Return the distinct texts of E and U; those without a gradient are left out."""
-    tensors, rows = s.kernel.tensors, [*s.evaluation, *s.update]
+    tensors = s.kernel.tensors
+    rows = [*s.evaluation, *s.update]
     sketches = torch.cat([tensors["sketches"], tensors["update_sketches"]])
     sq_norms = torch.cat([tensors["sq_norms"], tensors["update_sq_norms"]])
     first: dict[str, int] = {}

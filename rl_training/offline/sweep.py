@@ -30,7 +30,8 @@ from rl_training.statistics.jackknife import Replicates
 
 def sweep_tables(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> dict[str, list[dict[str, Any]]]:
     """Return the tables "sizes" and "updates", those that are asked for."""
-    tables, sweep = {}, settings.sweep
+    tables = {}
+    sweep = settings.sweep
     if sweep.evaluation_sizes:
         assert analysis.truth is not None
         tables["sizes"] = over_sizes(analysis.truth, sorted(sweep.evaluation_sizes))
@@ -53,17 +54,21 @@ def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
 def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> list[dict[str, Any]]:
     """Return a row for each update: as many prompts, filtered or not, from this seed."""
     assert analysis.first_order is not None
-    own, memory, sweep = settings.update, settings.memory, settings.sweep
-    choices = sweep.update_prompts or [own.prompts], sweep.update_filtered or [own.filtered]
-    variants = [UpdateConfig(*choice) for choice in combinations(*choices, sweep.update_seeds or [own.seed])]
+    base = settings.update
+    memory = settings.memory
+    sweep = settings.sweep
+    choices = sweep.update_prompts or [base.prompts], sweep.update_filtered or [base.filtered]
+    variants = [UpdateConfig(*choice) for choice in combinations(*choices, sweep.update_seeds or [base.seed])]
     rows = []
     shown = restored.rank == 0 and not restored.trainer.args.disable_tqdm
     for variant in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):
         buffer = sample_update(restored, variant, memory.generation_size)
         update = make_update(restored, buffer, memory)
         truth = measure(restored, analysis.evaluation, update.delta, [1.0], settings.truth.odd)
-        at, over_update = truth.whole_step, without_folds(restored, update, analysis.first_order.direction)
-        value, stderr = over_update.value[0], over_update.stderr[0]
+        at = truth.whole_step
+        over_update = without_folds(restored, update, analysis.first_order.direction)
+        value = over_update.value[0]
+        stderr = over_update.stderr[0]
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
         columns = _columns(predicted, at)
         columns |= in_both_units({"covariance": covariance_of(restored, buffer, update)})

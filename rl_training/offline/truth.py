@@ -90,7 +90,8 @@ def measure(
     progress: Progress = silent,
 ) -> Truth:
     """Return the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done."""
-    before, units = evaluation.scores, evaluation.units
+    before = evaluation.scores
+    units = evaluation.units
 
     def shifted(eta: float) -> AbstractContextManager[None]:
         return restored.policy.shifted(by_name(restored, eta * delta))
@@ -98,9 +99,9 @@ def measure(
     def scores(eta: float) -> Scores:
         """Return the scores of E's tokens at θ + η δθ, (N, L)."""
         with shifted(eta):
-            own = restored.policy.score_rollout(evaluation.rollout)
+            moved = restored.policy.score_rollout(evaluation.rollout)
         progress(evaluation.num_sequences)
-        return gather_scores(restored, own, evaluation.number, evaluation.num_sequences)
+        return gather_scores(restored, moved, evaluation.number, evaluation.num_sequences)
 
     def change(eta: float) -> MeasuredChange:
         def draw_afresh() -> Tensor:

@@ -69,23 +69,27 @@ class Update:
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
     """Return the step that U makes."""
-    rollout, group = update.rollout, update.responses_per_prompt
+    rollout = update.rollout
+    group = update.responses_per_prompt
     scores = restored.policy.score_rollout(rollout)
     weights = _loss_weights(restored, rollout, scores)
     learned = rows_with_weight([weights])
     folds_of_u = plan_prompt_folds(update.num_prompts, num_folds=MOST_FOLDS)
     fold_of_prompt = folds_of_prompts(torch.arange(update.num_prompts, device=restored.device), folds_of_u)
-    fold, fold_prompts = fold_of_prompt[rollout.prompt_index], torch.bincount(fold_of_prompt)
+    fold = fold_of_prompt[rollout.prompt_index]
+    fold_prompts = torch.bincount(fold_of_prompt)
     kept = tuple(range(restored.rank, len(fold_prompts), restored.num_ranks))
-    parameters, layout = list(restored.parameters.values()), Layout(restored.parameters)
+    parameters = list(restored.parameters.values())
+    layout = Layout(restored.parameters)
     mean = torch.zeros(layout.num_entries, dtype=layout.dtype, device=restored.device)
     folds = mean.new_zeros(len(kept), len(mean), device="cpu" if memory.offload else None)
     for number, size in enumerate(fold_prompts.tolist()):
-        gradient_of_fold, rows = torch.zeros_like(mean), (learned & (fold == number)).nonzero().squeeze(1)
+        gradient_of_fold = torch.zeros_like(mean)
+        rows = (learned & (fold == number)).nonzero().squeeze(1)
         for batch in rows.split(memory.microbatch_size) if len(rows) else ():
             fresh = restored.policy.score(rollout, batch)
-            own = weights.of_rows(batch, fresh.logps.shape[1])
-            gradient = gradient_of(fresh, own.logps, own.entropies, parameters)
+            row_weights = weights.of_rows(batch, fresh.logps.shape[1])
+            gradient = gradient_of(fresh, row_weights.logps, row_weights.entropies, parameters)
             gradient_of_fold += torch.cat(layout.vector(gradient))
         gradient_of_fold = restored.reduce(gradient_of_fold)
         gradient_of_fold /= size * group
@@ -98,7 +102,8 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     clip = float(clip_coefficient(torch.linalg.vector_norm(mean, dtype=torch.float64), max_norm))
     by_piece = [piece.delta(clip * mean[piece.flat]) for piece in pieces]
     parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
-    sizes, num_prompts = fold_prompts[list(kept)], float(fold_prompts.sum())
+    sizes = fold_prompts[list(kept)]
+    num_prompts = float(fold_prompts.sum())
     vectors = layout.split(mean), layout.split(folds)
     kept_means = fold_means(*vectors, sizes.double(), num_prompts)
     without = LeaveOneOutUpdates(pieces, kept_means, max_norm, identity)
@@ -113,7 +118,8 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
 
     Their sum over U, divided by the number of its sequences, is the gradient of the loss.
     """
-    trainer, tables = restored.trainer, []
+    trainer = restored.trainer
+    tables = []
     size = math.gcd(rollout.num_sequences, trainer.args.per_device_train_batch_size)
     lengths = rollout.completion_mask.sum(dim=1).double()
     num_tokens, num_sequences = restored.reduce(torch.stack([lengths.sum(), torch.ones_like(lengths).sum()])).tolist()
@@ -121,13 +127,13 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
     # is divided by them, each microbatch is divided by its share.
     tokens = size * num_tokens / num_sequences * restored.num_ranks * trainer.args.steps_per_generation
     for rows in torch.arange(rollout.num_sequences, device=restored.device).split(size):
-        own = [values[rows].requires_grad_() for values in (scores.logps, scores.entropies)]
+        leaves = [values[rows].requires_grad_() for values in (scores.logps, scores.entropies)]
         inputs = {name: getattr(rollout, name)[rows] for name in OF_THE_LOSS}
-        inputs["importance_sampling_ratio"] = torch.ones_like(own[0])  # read where vLLM samples; U is this policy's
+        inputs["importance_sampling_ratio"] = torch.ones_like(leaves[0])  # read where vLLM samples; U is this policy's
         inputs["num_items_in_batch"] = scores.logps.new_tensor(tokens)
-        loss = _loss_of(trainer, inputs, own)
-        found = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
-        tables.append(size * torch.stack(found))
+        loss = _loss_of(trainer, inputs, leaves)
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        tables.append(size * torch.stack(gradients))
     return LossWeights.of_stacked(torch.cat(tables, dim=1))
 
 

@@ -44,7 +44,8 @@ class SGDState:
         >>> state.delta(torch.zeros(2), torch.tensor([1.0, -2.0])).total
         tensor([-0.1000,  0.2000])
         """
-        factor, buffer = self.gradient_factor(param, grad), self.momentum_buffer
+        factor = self.gradient_factor(param, grad)
+        buffer = self.momentum_buffer
         buffer_factor = self.momentum**2 if self.nesterov else self.momentum
         momentum = (-self.lr * buffer_factor) * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)

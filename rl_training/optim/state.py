@@ -41,16 +41,16 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
     A parameter that the loss does not reach gets zeros, and torch's optimizers do not update it. (ZeRO's do: to them
     zeros are a gradient.) Raises ValueError when none has a gradient.
     """
-    found = shard.gradients()
-    unreached = {name for name, gradient in found.items() if gradient is None}
-    if len(unreached) == len(found):
+    local = shard.gradients()
+    unreached = {name for name, gradient in local.items() if gradient is None}
+    if len(unreached) == len(local):
         raise UserError(
             "no trainable parameter has a gradient after the backward pass: an optimizer that steps during it, layer "
             "by layer, cannot be measured; use AdamW (optim=adamw_torch), or no probes (no attach; probe=none)"
         )
     weights = shard.weights() if unreached else {}
     dtype = shard.layout.dtype
-    gradients = {name: (torch.zeros_like(weights[name]) if g is None else g).to(dtype) for name, g in found.items()}
+    gradients = {name: (torch.zeros_like(weights[name]) if g is None else g).to(dtype) for name, g in local.items()}
     if unreached and view.states is not None:
         states = {name: state.not_updated() if name in unreached else state for name, state in view.states.items()}
         view = dataclasses.replace(view, states=states)
@@ -59,11 +59,13 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
 
 def view_optimizer(shard: Shard) -> OptimizerView:
     """Return the optimizer before its step: this process's states by parameter name, or why there is no formula."""
-    optimizer, max_grad_norm = shard.optimizer, shard.max_grad_norm
+    optimizer = shard.optimizer
+    max_grad_norm = shard.max_grad_norm
     limit = _formula_limit(optimizer, shard.readable_optimizers)
     if limit:
         return OptimizerView(None, max_grad_norm, limit)
-    groups, weights = shard.groups(), shard.weights()
+    groups = shard.groups()
+    weights = shard.weights()
     outside = [name for name in shard.trained if name not in groups]
     if outside:
         return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
@@ -92,12 +94,13 @@ def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str,
 def _formula_limit(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
     """Return why the step of this optimizer has no formula here, "" if it has one."""
     if type(optimizer) not in supported:
-        *others, last = (kind.__name__ for kind in supported)
-        names = f"{', '.join(others)} and {last}"
-        kind, library = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+        *rest, last = (kind.__name__ for kind in supported)
+        names = f"{', '.join(rest)} and {last}"
+        kind = type(optimizer).__name__
+        library = type(optimizer).__module__.partition(".")[0]
         # The name alone may be that of one that has: bitsandbytes has an AdamW with states of 8 bits.
-        own = kind if library == "torch" else f"{library}'{'s' * (library[-1] != 's')} {kind}"
-        return f"the step of {own} has no formula here, only torch's {names} have: probe=measured says what it did"
+        subject = kind if library == "torch" else f"{library}'{'s' * (library[-1] != 's')} {kind}"
+        return f"the step of {subject} has no formula here, only torch's {names} have: probe=measured says what it did"
     if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
         return "amsgrad and maximize have no formula here"
     return ""

@@ -100,7 +100,9 @@ class OptimizerPieces:
         chunk_size: int | None = None,
     ) -> None:
         """chunk_size: entries of a piece at most; None: as the layout has them."""
-        self._layout, self._parameters, self._states = layout, parameters, states or {}
+        self._layout = layout
+        self._parameters = parameters
+        self._states = states or {}
         self._chunk_size = chunk_size or layout.chunk_size
         self._runs = list(_runs(layout, parameters, states, self._chunk_size)) if states else []
         self._kept = list(self._made()) if layout.is_small else None
@@ -141,10 +143,11 @@ def _runs(
     for number, bucket in enumerate(layout.buckets):
         bounds = [columns for _, columns in bucket.bounds()]
         for first, last in _alike(bucket.names, parameters, states):
-            start, stop = bounds[first].start, bounds[last - 1].stop
+            start = bounds[first].start
+            stop = bounds[last - 1].stop
             for begin in range(start, stop, chunk_size):
                 end = min(begin + chunk_size, stop)
-                sizes = (max(0, min(own.stop, end) - max(own.start, begin)) for own in bounds[first:last])
+                sizes = (max(0, min(entries.stop, end) - max(entries.start, begin)) for entries in bounds[first:last])
                 yield ParameterSpan(
                     bucket=number,
                     columns=slice(begin, end),
@@ -208,11 +211,11 @@ def sqrt_preconditioner(
     layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState] | None
 ) -> Vector:
     """Return √P of the step before; nan for the entries of parameters without a warm state of AdamW's."""
-    roots = [torch.full_like(part, torch.nan) for part in layout.zeros()]
+    sqrt_p = [torch.full_like(part, torch.nan) for part in layout.zeros()]
     for piece in OptimizerPieces(layout, parameters, states):
         if isinstance(piece.state, AdamWState) and piece.state.is_warm:
-            piece.of(roots).copy_(piece.state.preconditioner().sqrt_())
-    return roots
+            piece.of(sqrt_p).copy_(piece.state.preconditioner().sqrt_())
+    return sqrt_p
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,10 @@ class LeaveOneOutUpdates:
         reduce: Callable[[Tensor], Tensor],
         clip: float = 1.0,
     ) -> None:
-        self.pieces, self.gradient, self.max_grad_norm, self.clip = pieces, gradient, max_grad_norm, clip
+        self.pieces = pieces
+        self.gradient = gradient
+        self.max_grad_norm = max_grad_norm
+        self.clip = clip
         squares = torch.zeros_like(gradient.share_of_mean[:, 0], dtype=torch.float64)
         for piece in pieces:
             # Of the vectors themselves: from products of g and g_k it would cancel where one fold is nearly all of g.
