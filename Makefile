@@ -123,7 +123,7 @@ compat:
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
 	$(COMPAT)/bin/pip freeze | grep -iE '^(torch|trl|transformers|peft|accelerate|datasets|huggingface.hub)=='
-	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -k 'not setup_cfg' tests/hosts/trl/test_patches.py tests/hosts/trl/test_attach.py tests/gradients/test_gradients.py \
+	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest -k 'not setup_cfg' tests/hosts/trl/test_compatibility.py tests/hosts/trl/test_attach.py tests/gradients/test_gradients.py \
 	  tests/optim/test_updates.py tests/engine/test_other_losses.py tests/entropy/test_bias.py
 	rm -rf $(COMPAT)/demo
 	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo

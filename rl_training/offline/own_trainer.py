@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.compatibility import another_trainer
 from rl_training.hosts.trl.described import settings_of_trainer
-from rl_training.hosts.trl.patches import another_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline import probe
 from rl_training.offline.kernel_at_checkpoint import add_kernel

@@ -25,7 +25,7 @@ from torch import Tensor
 from rl_training.entropy.changed_steps import rows_with_weight
 from rl_training.gradients.folds import folds_of_prompts, plan_prompt_folds
 from rl_training.gradients.loss_weights import LossWeights, gradient_of
-from rl_training.hosts.trl.patches import FORWARD_PASS, wrap
+from rl_training.hosts.trl.compatibility import FORWARD_PASS, wrap
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent

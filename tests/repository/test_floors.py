@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from imports import imported_with
 
-from rl_training.hosts.trl.patches import METHODS, TRAINER_ATTRIBUTES
+from rl_training.hosts.trl.compatibility import METHODS, TRAINER_ATTRIBUTES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "rl_training"
@@ -180,4 +180,4 @@ def test_private_members_of_the_libraries_are_those_of_the_one_table() -> None:
     files = [path for path in FILES if layer_of(path) == "hosts" and path.name != "sharding.py"]
     files = [path for path in files if path.parent.name != "verl"]  # it takes one minor version of verl only
     named = set().union(*map(private_members_named_in, files))
-    assert named <= table, f"add to hosts/trl/patches.py: {named - table}"
+    assert named <= table, f"add to hosts/trl/compatibility.py: {named - table}"

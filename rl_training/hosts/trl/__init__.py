@@ -66,7 +66,7 @@ def attach(
     from rl_training.hosts.loop_refusals import probes_in
     from rl_training.hosts.trl.attached_run import AttachedRun
     from rl_training.hosts.trl.attachment import Attachment, Options
-    from rl_training.hosts.trl.patches import another_trainer
+    from rl_training.hosts.trl.compatibility import another_trainer
     from rl_training.records.jsonl import Records
 
     if not isinstance(trainer, GRPOTrainer):

@@ -23,13 +23,13 @@ from rl_training.engine.kl_bound import KLBound
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.trl import batches, patches
+from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.attached_run import AttachedRun
 from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
+from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.described import settings_of_probes, settings_of_trainer
 from rl_training.hosts.trl.guard import Guard
 from rl_training.hosts.trl.loop import loop_of
-from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
@@ -69,17 +69,17 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def __init__(
         self, trainer: GRPOTrainer, probes: Sequence[Probe], place: AttachedRun | Records | None, options: Options
     ) -> None:
-        patches.refuse_missing_members(trainer)
+        compatibility.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
         keeps_order = options.whole_prompts is None and not batches.only_order_changes(trainer)
         whole_prompts = not keeps_order if options.whole_prompts is None else options.whole_prompts
         if whole_prompts:
-            patches.refuse_split_prompts(trainer)
+            compatibility.refuse_split_prompts(trainer)
         share = options.target_kl_share
         self._bound = None if share is None else KLBound(share)
         if probes or self._bound:
-            patches.refuse_what_cannot_be_measured(trainer)
+            compatibility.refuse_what_cannot_be_measured(trainer)
         self._trainer = trainer
         self.driver = BoundedDriver(probes, self._bound) if self._bound else StepDriver(probes)
         self.driver.refuse_impossible_folds(batches.shape_of(trainer))
@@ -145,7 +145,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def remove(self) -> None:
         """Removes everything from the trainer; what was measured is kept."""
         for batch in self._trainer._buffered_inputs or []:
-            for key in batches.RIDING_ALONG:
+            for key in batches.EXTRA_BATCH_KEYS:
                 batch.pop(key, None)
         self.driver.close()
         self._undo_engine.close()

@@ -25,7 +25,7 @@ PROMPT = "rollout_prompt"  # its number within the rollout
 REWARD = "rollout_reward"
 POLICY_MASK = "written_by_policy"  # the mask of tools before truncated responses are taken out of it
 ALL_OLD_LOGPS = "all_old_logps"  # OLD_LOGPS where truncated responses are hidden, theirs included
-RIDING_ALONG = (PROMPT, REWARD, POLICY_MASK, ALL_OLD_LOGPS)
+EXTRA_BATCH_KEYS = (PROMPT, REWARD, POLICY_MASK, ALL_OLD_LOGPS)
 # What TRL hands to the model beside tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", "image_position_ids", "image_sizes", "num_tiles"),

@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.compatibility import SHUFFLE, wrap
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
-from rl_training.hosts.trl.patches import SHUFFLE, wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.padding_check import LIMIT, LIMIT_ROUNDED

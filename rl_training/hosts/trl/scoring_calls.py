@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.hosts.trl.patches import FORWARD_PASS, METHODS, demand_graph, read_scores
+from rl_training.hosts.trl.compatibility import FORWARD_PASS, METHODS, read_scores, require_graph
 
 IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # where they stand
 NO_SCORES_TO_CHANGE = (
@@ -50,7 +50,7 @@ class ScoringCalls:
         """
         with_graph = [scores for scores in self._found if scores[0].requires_grad]
         if self._found and not with_graph:
-            demand_graph(loss)
+            require_graph(loss)
         if len(with_graph) > 1 and loss.requires_grad:
             logps = [scores[0] for scores in with_graph]
             weights = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)  # goes no further

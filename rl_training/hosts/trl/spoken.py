@@ -9,7 +9,7 @@ from pathlib import Path
 from trl import GRPOTrainer
 
 from rl_training.engine.probe import Probe
-from rl_training.hosts.trl.patches import TESTED
+from rl_training.hosts.trl.compatibility import TESTED
 from rl_training.parallel.ranks import all_ranks
 from rl_training.version import VERSION
 

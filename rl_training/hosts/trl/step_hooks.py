@@ -17,9 +17,9 @@ from trl import GRPOTrainer
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_check import MadeLoss
 from rl_training.errors import UserError
-from rl_training.hosts.trl import batches, patches
+from rl_training.hosts.trl import batches, compatibility
+from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
@@ -99,7 +99,7 @@ class StepHooks:
             if step.rollouts:
                 self._driver.gradients_ready(self._rollouts.number)
             else:
-                patches.warn_of_a_step_without_loss(self._trainer)
+                compatibility.warn_of_a_step_without_loss(self._trainer)
                 self._driver.skip_step()
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
@@ -120,7 +120,7 @@ class StepHooks:
                 self._driver.plan(self._rollouts.sizes_of_step(inputs), self._rollouts.responses_per_prompt)
         calls = ScoringCalls(inputs)
         with contextlib.ExitStack() as undo:
-            wrap(trainer, patches.FORWARD_PASS, calls.keep, undo)
+            wrap(trainer, compatibility.FORWARD_PASS, calls.keep, undo)
             loss = original(model, inputs, *args, **kwargs)
         if not self._guard.reason:
             with self._guard.watching():

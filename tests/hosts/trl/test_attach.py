@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, attach
-from rl_training.hosts.trl.batches import RIDING_ALONG
+from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS
 from rl_training.policy.policy import Policy
 from rl_training.probes import (
     CovariancePredictorProbe,
@@ -191,7 +191,7 @@ def test_nothing_is_left_on_the_trainer_after_remove(make_trainer) -> None:
     before, callbacks = set(vars(trainer)), list(trainer.callback_handler.callbacks)
     attachment = attach(trainer, probes=[SimpleEntropyProbe()], whole_prompts=True)
     assert set(vars(trainer)) != before
-    trainer._buffered_inputs = [dict.fromkeys((*RIDING_ALONG, "advantages"))]
+    trainer._buffered_inputs = [dict.fromkeys((*EXTRA_BATCH_KEYS, "advantages"))]
     attachment.remove()
     assert trainer._buffered_inputs == [{"advantages": None}]
     assert set(vars(trainer)) == before

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl.patches import METHODS, TESTED
+from rl_training.hosts.trl.compatibility import METHODS, TESTED
 from rl_training.records.jsonl import read_estimates, read_metrics
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}

@@ -20,7 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from same_estimates import differences, of_records, too_far
 
-from rl_training.hosts.trl.patches import (
+from rl_training.hosts.trl.compatibility import (
     READABLE_STAGES,
     refuse_deepspeed_that_cannot_be_read,
     refuse_fsdp_that_cannot_be_read,

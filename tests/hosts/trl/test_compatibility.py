@@ -16,8 +16,8 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from rl_training import attach
-from rl_training.hosts.trl import patches
-from rl_training.hosts.trl.patches import METHODS, SHUFFLE, TRAINER_ATTRIBUTES
+from rl_training.hosts.trl import compatibility
+from rl_training.hosts.trl.compatibility import METHODS, SHUFFLE, TRAINER_ATTRIBUTES
 from rl_training.probes import EffectiveSampleSizeProbe
 
 
@@ -29,11 +29,11 @@ def trainer(make_trainer: Callable[..., GRPOTrainer]) -> GRPOTrainer:
 
 
 def test_the_trl_that_is_named_is_the_one_that_is_installed_and_that_setup_cfg_asks_for() -> None:
-    assert Requirement(patches.WRITTEN_FOR).specifier.contains(trl.__version__)
+    assert Requirement(compatibility.WRITTEN_FOR).specifier.contains(trl.__version__)
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[3] / "setup.cfg")
-    assert patches.WRITTEN_FOR in setup["options"]["install_requires"].splitlines()
-    assert patches.WRITTEN_FOR.replace("trl", "trl[vllm]") in setup["options.extras_require"]["vllm"].splitlines()
+    assert compatibility.WRITTEN_FOR in setup["options"]["install_requires"].splitlines()
+    assert compatibility.WRITTEN_FOR.replace("trl", "trl[vllm]") in setup["options.extras_require"]["vllm"].splitlines()
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -106,7 +106,7 @@ def read_scores(found: Any, shape: torch.Size, with_entropies: bool = True) -> t
     return found[0], found[1] if with_entropies else None
 
 
-def demand_graph(loss: Tensor) -> None:
+def require_graph(loss: Tensor) -> None:
     """Raises ValueError for a loss that cannot be trained on, and whose log-probabilities have no graph either."""
     merged = "(is an adapter still merged, or switched off, after generation?)"
     _require(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")
