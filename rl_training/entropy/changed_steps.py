@@ -17,15 +17,8 @@ from torch import Tensor
 
 from rl_training.entropy.fold_gradients import add_gradients, passes_in_lockstep, shares_of_folds
 from rl_training.gradients.loss_weights import LossWeights
-from rl_training.optim.updates import (
-    EVERY_FOLD,
-    Entries,
-    FoldMeans,
-    LeaveOneOutUpdates,
-    OptimizerPiece,
-    clipping,
-    fold_means,
-)
+from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates, fold_means
+from rl_training.optim.updates import Entries, OptimizerPiece, clipping
 from rl_training.parallel.vectors import Vector, dots
 from rl_training.step.data import Step
 

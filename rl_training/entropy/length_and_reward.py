@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_training.entropy.changed_steps import ChangedSteps, Direction, multiples
 from rl_training.gradients.loss_weights import LossWeights
-from rl_training.optim.updates import LeaveOneOutUpdates
+from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.policy.rollout import centre_by_prompt
 from rl_training.step.data import Step
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rl_training.entropy.changed_steps import Change, ChangedSteps, Direction, changes_by_basis, iter_basis_gradients
 from rl_training.gradients.loss_weights import LossWeights
-from rl_training.optim.updates import FoldMeans
+from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.statistics.estimate import stderr_limit
 from rl_training.statistics.jackknife import jackknife_covariance
 from rl_training.statistics.running_pairs import Pair

@@ -36,8 +36,9 @@ from rl_training.entropy.length_and_reward import reward_gradient, reward_produc
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.entropy.products import FoldProducts
 from rl_training.gradients.folds import FoldGroup
+from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.rounding import rounded_update
-from rl_training.optim.updates import LeaveOneOutUpdates, OptimizerPieces, clipping, compute_update, fold_means
+from rl_training.optim.updates import OptimizerPieces, clipping, compute_update
 from rl_training.parallel.vectors import Vector, add, dots
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr

@@ -30,14 +30,14 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 class AdamWState:
     """AdamW's (or Adam's) view of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
 
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: int  # steps already taken
+    exp_avg: Tensor  # m, shaped like the parameter
+    exp_avg_sq: Tensor  # v, shaped like the parameter
+    step: int  # t, steps already taken
     lr: float
     betas: tuple[float, float]
     eps: float
-    weight_decay: float | Tensor  # of all entries, or of AdamW by entry
-    decoupled: bool = True  # AdamW; False is Adam
+    weight_decay: float | Tensor  # λ, one for all entries; of AdamW it may be a tensor, by entry
+    decoupled: bool = True  # True for AdamW, False for Adam
     moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
 
     def not_updated(self) -> AdamWState:
@@ -45,10 +45,12 @@ class AdamWState:
         return dataclasses.replace(self, lr=0.0, moves=False)
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
-        """Return the change that the optimizer would make with this gradient, in parts; nothing is modified.
+        """Return the change that the optimizer would make with this gradient, by cause. Nothing is modified.
 
-        `grad` after clipping. It may carry leading dimensions, (..., *param.shape): each is a step of its own from the
-        same state, as leave-fold-out needs.
+        Args:
+            param: before the step.
+            grad: after clipping, (..., *param.shape). Each entry of the leading dimensions is a separate step from the
+                same state, as leave-fold-out needs.
         """
         decay = self.weight_decay
         factor = self.gradient_factor(param, grad)
@@ -59,7 +61,7 @@ class AdamWState:
         )
 
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the sum of the parts of `delta`, in fewer passes: this is in the hot path."""
+        """Return the sum of the parts of `delta`, in fewer passes over memory: this is a hot path."""
         scale, root = self._scale_and_root(param, grad)
         moment = torch.add(self._seen(param, grad), self.exp_avg, alpha=self._inertia)
         if not self.decoupled:
@@ -67,7 +69,7 @@ class AdamWState:
         return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=scale)
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return a, elementwise: `delta(param, grad).gradient` is a · grad."""
+        """Return the elementwise factor a for which `delta(param, grad).gradient` is a · grad."""
         scale, root = self._scale_and_root(param, grad)
         return torch.tensor(scale, dtype=root.dtype) / root  # a number over a tensor would take two passes
 
@@ -82,22 +84,22 @@ class AdamWState:
 
     @property
     def _inertia(self) -> float:
-        """The weight of the old m, where that of the gradient is 1."""
+        """The weight of the old m relative to the gradient's, β1 / (1−β1)."""
         return self.betas[0] / (1.0 - self.betas[0])
 
     def _seen(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient that the moments take in: Adam's has its decay in it."""
+        """Return the gradient that updates the moments. Adam adds its decay to it."""
         return grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
 
     @property
     def is_warm(self) -> bool:
-        """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign, or scales nothing."""
+        """Whether v̂ has averaged enough gradients for its root to be a scale; True where the parameter stays put."""
         return self.step >= WARM_STEPS or not self.moves
 
     def preconditioner(self) -> Tensor:
-        """Return P = 1/(√v̂ + ε) of the step BEFORE, flat.
+        """Return P = 1/(√v̂ + ε) of the step BEFORE, (n,).
 
-        Where v is still 0, P would be 1/ε and drown everything else: those entries are 0.
+        Entries with v = 0 are 0: their P would be 1/ε and dominate everything else.
         """
         correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))  # √v̂ = √v / correction
         second = self.exp_avg_sq.reshape(-1)
@@ -106,11 +108,11 @@ class AdamWState:
 
 
 class UpdateParts(NamedTuple):
-    """The parts of a parameter's change, by cause. Their sum is the change itself."""
+    """The parts of a parameter's change by cause, which add up to the change."""
 
-    momentum: Tensor
-    gradient: Tensor
-    decay: Tensor
+    momentum: Tensor  # from the moment before the step
+    gradient: Tensor  # from this step's gradient
+    decay: Tensor  # from weight decay
 
     @property
     def total(self) -> Tensor:
@@ -130,9 +132,9 @@ def adamw_delta(
     weight_decay: float,
     decoupled: bool = True,
 ) -> UpdateParts:
-    """Return the change δθ that torch.optim.AdamW would make, in parts; with decoupled=False torch.optim.Adam's.
+    """Return the change δθ that torch.optim.AdamW would make, by cause; with decoupled=False, torch.optim.Adam's.
 
-    `exp_avg`, `exp_avg_sq` and `step` as they stood BEFORE the step. The very first one, where Adam moves by the sign:
+    `exp_avg`, `exp_avg_sq` and `step` are those BEFORE the step. In the first step Adam moves by the gradient's sign:
 
     >>> param, grad, zeros = torch.zeros(2), torch.tensor([3.0, -0.2]), torch.zeros(2)
     >>> adamw_delta(param, grad, zeros, zeros, 0, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0).total

@@ -3,7 +3,7 @@
     d = g + λ θ          b ← μ b + (1−τ) d, or d itself at the first step          δθ = −lr · b
     Nesterov:            δθ = −lr · (d + μ b)
 
-momentum is what the old b contributes, gradient what this g does, decay what λ does.
+The parts by cause: `momentum` comes from the old b, `gradient` from this g, `decay` from λ.
 
 Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"; torch.optim.SGD.
 """
@@ -35,7 +35,7 @@ class SGDState:
         return dataclasses.replace(self, lr=0.0, moves=False)
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
-        """Return the change δθ that torch.optim.SGD would make, in parts; nothing is modified.
+        """Return the change δθ that torch.optim.SGD would make, by cause. Nothing is modified.
 
         `grad` may carry leading dimensions, (..., *param.shape).
 
@@ -55,8 +55,8 @@ class SGDState:
         return self.delta(param, grad).total
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return a: `delta(param, grad).gradient` is a · grad."""
-        inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # how much of d enters b
+        """Return the factor a, (), for which `delta(param, grad).gradient` is a · grad."""
+        inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # the share of d that enters b
         if self.momentum == 0.0:
             return param.new_tensor(-self.lr)
         return param.new_tensor(-self.lr * (1.0 + self.momentum * inflow if self.nesterov else inflow))

@@ -1,4 +1,4 @@
-"""The optimizer of a training loop, before its step: the gradients that it gets, its hyperparameters and states."""
+"""The optimizer of a training loop before its step: gradients, hyperparameters and states."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from rl_training.parallel.sharding import Shard, dtype_name
 
 @dataclass(frozen=True)
 class OptimizerView:
-    """The optimizer before the step: hyperparameters and states, by parameter name.
+    """The optimizer before its step."""
 
-    `states` is None where there is no formula for the step: `limit` says why.
-    """
-
-    states: Mapping[str, AdamWState | SGDState] | None
+    states: Mapping[str, AdamWState | SGDState] | None  # by parameter name; None where the step has no formula
     max_grad_norm: float  # gradient clipping threshold; inf when there is none
-    limit: str = ""
-    rounded: str = ""  # which weights are kept in less than fp32, and what is left of a step depends on rounding
+    limit: str = ""  # the reason why `states` is None
+    rounded: str = ""  # names weights kept in less than fp32, so that rounding decides what is left of a step
 
     @property
     def first_of_adam(self) -> bool:
@@ -36,10 +33,16 @@ class OptimizerView:
 
 
 def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, Tensor], OptimizerView]:
-    """Return this process's entries of the step's gradient, in at least fp32, not clipped; and what steps on them.
+    """Read the step's gradient, and mark in the optimizer's view the parameters that it will not update.
 
-    A parameter that the loss does not reach gets zeros, and torch's optimizers do not update it. (ZeRO's do: to them
-    zeros are a gradient.) Raises ValueError when none has a gradient.
+    A parameter that the loss does not reach gets zeros here, and torch's optimizers do not update it. (ZeRO's do: for
+    them zeros are a gradient.)
+
+    Returns:
+        This process's entries of the gradient by name, (n,) each, in at least fp32, before clipping; and the view.
+
+    Raises:
+        UserError: no parameter has a gradient.
     """
     local = shard.gradients()
     unreached = {name for name, gradient in local.items() if gradient is None}
@@ -83,7 +86,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
 
 
 def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the states with all step numbers read from the device at once: fused optimizers keep them there."""
+    """Read all step numbers from the device at once, where fused optimizers keep them, and return the states."""
     steps = {name: state["step"] for name, state in states.items() if isinstance(state.get("step"), Tensor)}
     if not steps:
         return dict(states)
@@ -92,13 +95,13 @@ def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def _formula_limit(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
-    """Return why the step of this optimizer has no formula here, "" if it has one."""
+    """Return the reason why this optimizer's step has no formula here, or ""."""
     if type(optimizer) not in supported:
         *rest, last = (kind.__name__ for kind in supported)
         names = f"{', '.join(rest)} and {last}"
         kind = type(optimizer).__name__
         library = type(optimizer).__module__.partition(".")[0]
-        # The name alone may be that of one that has: bitsandbytes has an AdamW with states of 8 bits.
+        # The class name alone may be a supported one: bitsandbytes has an AdamW with 8-bit states.
         subject = kind if library == "torch" else f"{library}'{'s' * (library[-1] != 's')} {kind}"
         return f"the step of {subject} has no formula here, only torch's {names} have: probe=measured says what it did"
     if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
@@ -107,7 +110,7 @@ def _formula_limit(optimizer: torch.optim.Optimizer, supported: Sequence[type]) 
 
 
 def _read_adam_state(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
-    """Return Adam's view of one parameter; its state is zero before the first step, when torch has none yet."""
+    """Return Adam's view of one parameter. Before the first step torch has no state, and the moments are zero."""
     return AdamWState(
         exp_avg=state["exp_avg"] if state else torch.zeros_like(weight),
         exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(weight),

@@ -71,24 +71,24 @@ class ShardedVectorState:
                 "belongs to another model. Delete its probes*.safetensors, and the probes start afresh"
             )
         # Copies: sums over a part depend, in the last bits, on where in memory it begins.
-        self.vector = self._layout.vector([self._own(name, shards[name]) for name in self._layout.names])
+        self.vector = self._layout.vector([self._assemble(name, shards[name]) for name in self._layout.names])
         self.step = int(state["update_step"])
 
-    def _own(self, name: str, shards: Iterable[tuple[int, int, Tensor]]) -> Tensor:
+    def _assemble(self, name: str, shards: Iterable[tuple[int, int, Tensor]]) -> Tensor:
         """Return this process's entries of a parameter, (n,), from parts that any processes kept."""
         first, last, _ = self._places[name]
-        own = torch.empty(last - first, dtype=self._layout.dtype, device=self._layout.device)
+        entries = torch.empty(last - first, dtype=self._layout.dtype, device=self._layout.device)
         missing = last - first
         for start, stop, shard in shards:
             low, high = max(start, first), min(stop, last)
             if low < high:
-                own[low - first : high - first] = shard[low - start : high - start]
+                entries[low - first : high - first] = shard[low - start : high - start]
                 missing -= high - low
         if missing:
             raise UserError(
                 f"the vector in the checkpoint lacks {missing} entries of {name}: a process's file is missing"
             )
-        return own
+        return entries
 
 
 def _shards_in(state: Mapping[str, Tensor]) -> dict[str, list[tuple[int, int, Tensor]]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from rl_training.engine.probe import Probe
 from rl_training.entropy.changed_steps import Direction, GradientParts, iter_basis_gradients
 from rl_training.entropy.paired_effects import StepByFolds, paired_effects_limit
-from rl_training.optim.updates import FoldMeans
+from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.options import check_num_folds
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
+from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.optim.state import OptimizerView
-from rl_training.optim.updates import LeaveOneOutUpdates
 from rl_training.options import check_flag, check_share, check_whole
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Layout, Vector

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.optim.adamw import AdamWState
+from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import view_optimizer
-from rl_training.optim.updates import LeaveOneOutUpdates, OptimizerPieces, compute_update, fold_means
+from rl_training.optim.updates import OptimizerPieces, compute_update
 from rl_training.parallel import vectors
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout

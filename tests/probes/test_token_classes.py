@@ -20,8 +20,9 @@ from trainers import graded, trainer_maker
 from rl_training import Estimate, measured_loop
 from rl_training.entropy.changed_steps import Direction, GradientParts
 from rl_training.gradients.loss_weights import LossWeights
+from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.sgd import SGDState
-from rl_training.optim.updates import LeaveOneOutUpdates, OptimizerPieces, fold_means
+from rl_training.optim.updates import OptimizerPieces
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe, token_classes

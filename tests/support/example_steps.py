@@ -15,9 +15,10 @@ from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.gradients.loss_weights import LossWeights
+from rl_training.optim.leave_one_out import EVERY_FOLD, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import OptimizerView
-from rl_training.optim.updates import EVERY_FOLD, OptimizerPieces, fold_means
+from rl_training.optim.updates import OptimizerPieces
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout, Vector
