@@ -198,7 +198,9 @@ def test_means_of_a_run_and_of_a_late_branch_are_over_the_same_steps_and_a_run_t
     assert final_figures(groups[0], 9, since=6)["token entropy"].value == pytest.approx((1 / 8 + 1 / 9) / 2)
     text = write_comparison([plain, branch], tmp_path / "page.html")[0].read_text(encoding="utf-8")
     assert "compared from the branching point on" in text.replace("\n", " ")
-    assert re.findall(r"<th>([AB][^<]*)</th>", text[text.rindex("Final figures") :])[:3] == ["A", "B", "A, later"]
+    assert re.findall(r"<th>([AB][^<]*)</th>", text[text.rindex("Final figures") :])[:3] == [
+        groups[0].name, groups[1].name, "A, later",
+    ]  # fmt: skip
     assert re.findall(r"<td>(\d+; 1)</td>", text) == ["9; 1", "9; 1", "12; 1"]
 
 
@@ -462,3 +464,19 @@ def test_command_line_names_what_is_wrong_in_one_line(
         main(arguments)
     assert "\n" not in str(raised.value)
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_run_that_measured_one_step_has_no_change_to_draw_instead_of_a_0(tmp_path: Path) -> None:
+    for name, steps in (("whole", (1, 2, 3)), ("short", (1,))):
+        records = Records(tmp_path / name / "logs")
+        for step in steps:
+            records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
+            change = Estimate(0.1 - 0.1 * step, 0.0 if step == 1 else 0.01, 8)
+            sums = {f"delta_h/cumulative_{kind}": change for kind in ("measured", "predicted")}
+            records.write_estimates(step, 1, "simple", sums)
+    groups = read_groups([tmp_path / "whole", tmp_path / "short"])
+    drawn = {chart.name: chart for chart in draw_overlays(groups)}["change"]
+    assert {one.label for one in drawn.series} == {"A: whole", "A: whole, predicted"}
+    assert drawn.missing == ["B: short – no run of it has recorded this"]
+    page, _ = write_comparison([tmp_path / "whole", tmp_path / "short"], tmp_path / "page.html")
+    assert "<th>A: whole</th><th>B: short</th>" in page.read_text(encoding="utf-8")

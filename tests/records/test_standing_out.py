@@ -157,6 +157,10 @@ def test_a_setting_is_named_as_the_trainer_in_use_takes_it(tmp_path: Path) -> No
     assert attached.line(beta=0.1) == "GRPOConfig(beta=0.1)"
     assert attached.larger_batch(4) == "GRPOConfig(gradient_accumulation_steps=32)"
     assert attached.prompts == 16
+    own = "trainer: {num_generations: 8, class: GRPOTrainer}\nmodel: {trained_parameters: 48}\n"
+    (tmp_path / "config.yaml").write_text(f"batch: {{sequences_per_step: 256}}\n{own}")  # as attach leaves it
+    in_a_folder = SetUp.of(read_run(tmp_path))
+    assert (in_a_folder.line(beta=0.1), in_a_folder.trained_parameters) == ("GRPOConfig(beta=0.1)", 48)
     (tmp_path / "config.yaml").write_text("batch: {sequences_per_step: 256}\ntrainer: {num_generations: 8}\n")
     job = SetUp.of(read_run(tmp_path))
     assert (job.line(beta=0.1), job.larger_batch(4)) == ("trainer.beta=0.1", "batch.sequences_per_step=1024")

@@ -53,7 +53,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
         raise UserError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
     ends = [final.last_common_step(group) for group in groups]
     common = min(ends)  # where all can be compared; those that went on are shown at their own end too
-    columns = [(group, common, group.letter, final.begun(groups, common)) for group in groups]
+    columns = [(group, common, group.name, final.begun(groups, common)) for group in groups]
     columns += [(g, end, f"{g.letter}, later", 0) for g, end in zip(groups, ends, strict=True) if end > common]
     pairs = final.compare_groups(groups)
     findings = describe(pairs) or [one_group([member.seed for member in groups[0].members])]
@@ -105,7 +105,7 @@ def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
     charts = [
         _overlay(groups, trunks, "reward", _reward, is_share=True),
         _overlay(groups, trunks, "entropy", _entropy),
-        _overlay(groups, trunks, "change", _recorded(SUMS[0]), dotted=_predicted),
+        _overlay(groups, trunks, "change", _sum_of(SUMS[0]), dotted=_sum_of(SUMS[1])),
         _overlay(groups, trunks, "noise_scale", final.noise_scales, mean=final.mean_noise_scale),
     ]
     for evaluation, metric in _evaluated_metrics(groups):
@@ -119,10 +119,14 @@ def _recorded(metric: str, source: str = PROBES_FILE) -> Quantity:
     return lambda run: run.known(metric, source)
 
 
-def _predicted(run: Run) -> pd.DataFrame:
-    """Returns the sum of predictions by step; nothing where there is none but the 0 that it begins with."""
-    rows = run.known(SUMS[1])
-    return rows if len(rows) > len(origins(run)) else rows.iloc[:0]
+def _sum_of(metric: str) -> Quantity:
+    """Return a sum over steps; nothing of a run that has none but the 0 that it begins with."""
+
+    def found(run: Run) -> pd.DataFrame:
+        rows = run.known(metric)
+        return rows if len(rows) > len(origins(run)) else rows.iloc[:0]
+
+    return found
 
 
 def _overlay(

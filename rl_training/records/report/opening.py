@@ -37,7 +37,7 @@ def opening(run: Run) -> Opening:
     verdict, lines = judge(run), standing_out(run)
     further = spoken(_whether_predictions_hold(run), _bound(run))
     hindered, headline = on_one_line(hindrance(run)), verdict.headline
-    evidence = f"{headline} {verdict.evidence}" if hindered else verdict.evidence
+    evidence = f" {headline}{verdict.evidence}" if hindered else verdict.evidence
     return Opening(hindered or headline, evidence, advice(run, verdict, lines), further, lines)
 
 

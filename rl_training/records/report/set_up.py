@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rl_training.records.folder import CONFIG_FILE
 from rl_training.records.jsonl import read_settings
 from rl_training.records.report.series import Run
 
@@ -28,10 +27,11 @@ class SetUp:
 
     @classmethod
     def of(cls, run: Run) -> SetUp:
-        if run.settings:
-            return cls(JOB, run.settings)
-        settings = read_settings(run.folder) if not (run.folder / CONFIG_FILE).is_file() else {}
-        return cls(TRL if isinstance(settings.get("trainer"), dict) else LOOP, settings)
+        settings = run.settings or read_settings(run.folder)
+        fields = settings.get("trainer")
+        if not isinstance(fields, dict):
+            return cls(LOOP, settings)
+        return cls(TRL if "class" in fields else JOB, settings)  # a command's has a _target_
 
     def trainer(self, name: str, default: Any = None) -> Any:
         """Return a field of GRPOConfig; `default` where it is not recorded, or None."""
@@ -50,6 +50,13 @@ class SetUp:
         batch = self.settings.get("batch")
         found = batch.get("sequences_per_step") if isinstance(batch, dict) else self.settings.get("sequences_per_step")
         return float(found) if isinstance(found, int | float) else math.nan
+
+    @property
+    def trained_parameters(self) -> int | None:
+        """How many parameters are trained; None where that is not recorded."""
+        model = self.settings.get("model")
+        found = model.get("trained_parameters") if isinstance(model, dict) else self.settings.get("trained_parameters")
+        return found if isinstance(found, int) else None
 
     @property
     def responses(self) -> float:

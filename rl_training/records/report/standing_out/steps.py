@@ -78,8 +78,8 @@ def _why_so_little(found: Recorded) -> str:
         parts.append(f"the learning rate is {rate.iloc[-1]:.2g}")
     if len(norm) and 0 < clip < 0.5 * norm.median():
         parts.append(f"clipping leaves {clip / norm.median():.2g} of the gradient (norm {norm.median():.2g})")
-    trained = found.set_up.settings.get("trained_parameters")
-    if isinstance(trained, int):
+    trained = found.set_up.trained_parameters
+    if trained is not None:
         parts.append(f"{trained:,} parameters are trained")
     return f"{', '.join(parts).capitalize()}." if parts else ""
 
