@@ -28,11 +28,15 @@ from rl_training.policy.scores import Scores
 
 
 def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
-    """Return (B, 2, 4) in float64, what each sequence adds: count, Σx, Σy, Σxy with x = log π, y = A.
+    """Return each sequence's terms of the covariance: count, Σx, Σy and Σxy with x = log π, y = A.
 
-    First over its tokens, then over the sequence as one value. `minus_covariance` takes sums of these over sequences.
+    Args:
+        scores: of the sequences.
+        advantages: (B,), or (B, T) for each token; a sequence's advantage is then their mean.
 
-    advantages  (B,), or (B, T) of tokens: a sequence's is their mean
+    Returns:
+        (B, 2, 4) fp64: row 0 over the sequence's tokens, row 1 over the sequence as one value. Sums over sequences are
+        the input of `minus_covariance`.
     """
     exact = scores.exact()
     of_tokens = advantages.double().view(len(advantages), -1)
@@ -46,9 +50,13 @@ def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
 
 
 def minus_covariance(sums: Tensor) -> Tensor:
-    """Return −Cov(log π, A), (..., 2) nats, per token and per sequence, from (..., 2, 4) sums of `covariance_terms`.
+    """Return −Cov(log π, A) = Σx Σy/n² − Σxy/n, per token and per sequence. Positive: entropy is predicted to rise.
 
-    The mean over values, Σxy/n − Σx Σy/n². Positive: entropy is predicted to rise.
+    Args:
+        sums: (..., 2, 4), sums of `covariance_terms` over sequences.
+
+    Returns:
+        (..., 2), in nats per unit of η.
 
     >>> scores = Scores(torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]), torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]]))
     >>> sums = covariance_terms(scores, torch.tensor([0.5, -1.0])).sum(dim=0)

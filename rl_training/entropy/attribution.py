@@ -1,7 +1,7 @@
-"""Which part of a sum over parameters comes from where: by cause of the update, by layer and by kind of module.
+"""Splits of a sum over parameters: by cause of the update, by layer and by kind of module.
 
-Each of the three splits adds up to the whole. Kinds and layers are read from parameter names of Hugging Face models.
-A LoRA parameter counts towards the module that it adapts.
+Each of the three splits adds up to the whole. Kinds and layers are read from the parameter names of Hugging Face
+models. A LoRA parameter counts towards the module that it adapts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _WORDS = (
 
 
 class Attribution:
-    """The splits of numbers that belong to these parameters, given by name.
+    """The splits of numbers by parameter.
 
-    labels  part/momentum, part/gradient, part/decay, layer/0, …, layer/<kind outside of layers>, kind/attention, …
+    `labels` names the parts: part/momentum, part/gradient, part/decay, layer/0, …, layer/<kind> for parameters outside
+    of layers, kind/attention, ….
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -39,12 +40,12 @@ class Attribution:
         self._member = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
 
     def sum(self, products: Tensor) -> Tensor:
-        """Return the sums by label, (…, labels, q), of `split_products`, (…, causes + parameters, q)."""
+        """Sum the result of `split_products`, (…, causes + parameters, q), by label. Return (…, labels, q)."""
         return self._member.to(products.device) @ products
 
 
 def module_kind(name: str) -> str:
-    """Return the kind of the module that the parameter of this name belongs to, one of KINDS.
+    """Return the kind of a parameter's module, one of KINDS.
 
     >>> module_kind("model.layers.0.self_attn.q_proj.weight")
     'attention'
@@ -56,7 +57,7 @@ def module_kind(name: str) -> str:
 
 
 def layer(name: str) -> str:
-    """Return the number of the layer that the parameter of this name belongs to; outside of layers, its kind.
+    """Return the number of a parameter's layer; for a parameter outside of layers, its kind of module.
 
     >>> layer("model.layers.11.mlp.up_proj.lora_A.default.weight"), layer("model.norm.weight")
     ('11', 'norm')

@@ -41,38 +41,39 @@ from rl_training.statistics.kish import kish_size
 LOGP = 0
 ENTROPY = 1
 LENGTH = 2
-MIN_SEQUENCES = 2  # an error needs one to leave out and one to stay
-MIN_ESS_SHARE = 0.95  # of the sequences, below which fresh ones are drawn: see the module's docstring
+MIN_SEQUENCES = 2  # an error needs one sequence to leave out and one to stay
+MIN_ESS_SHARE = 0.95  # share of the sequences; fresh ones are drawn below it: see the module's docstring
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How far the second policy is from the first, in weights w = π'(t)/π(t) of sequences t sampled from the first."""
+    """Statistics of the weights w = π'(t)/π(t) of sequences t that were sampled from π."""
 
-    ess: float  # effective number of sequences, 1 .. N; nan when a log-probability is not a finite number
-    largest: float  # inf where it is beyond what float64 holds
-    smallest: float
+    ess: float  # effective number of sequences, 1 … N; nan when a log-probability is not finite
+    largest: float  # the largest w; inf where float64 overflows
+    smallest: float  # the smallest w
 
 
 def sequence_totals(scores: Scores) -> Tensor:
-    """Return (B, 3) in float64: S, H and T of each sequence, the sums over its tokens."""
+    """Return S, H and T of each sequence, the sums over its tokens, as (B, 3) fp64."""
     exact = scores.exact()
     return torch.stack([exact.logps, exact.entropies, exact.mask], dim=1).sum(dim=2)
 
 
 def importance_weights(before: Tensor, after: Tensor) -> Weights:
-    """Return ESS, largest and smallest of w = exp(S' − S), from `sequence_totals` of all sequences."""
+    """Return statistics of w = exp(S' − S) from (N, 3) `sequence_totals` of all sequences before and after."""
     weights = _relative_weights(before, after)
     log_ratio = after[:, LOGP] - before[:, LOGP]
     return Weights(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
 
 
 def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
-    """Return the SNIS estimate from N sequences, (2,) per token and per sequence, and without each unit of them.
+    """Return the SNIS estimate of ΔH, (2,) nats per token and per sequence, with its values without each unit.
 
-    before  (N, 3), `sequence_totals` under the policy they were sampled from
-    after   (N, 3), of the same sequences under the other
-    units   what is left out at a time instead of one sequence
+    Args:
+        before: (N, 3), `sequence_totals` under the policy that the sequences were sampled from.
+        after: (N, 3), of the same sequences under the other policy.
+        units: jackknife units; None: each sequence is one.
 
     Example: two sequences of one token with H = (1, 1), H' = (2, 4) and w = (3, 1) have ΔH = 10/4 − 2/2 = 1.5.
     """
@@ -81,33 +82,34 @@ def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits |
 
 
 def paired_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
-    """Return the difference of two samples, (2,) per token and per sequence, and without each pair, (N, 2).
+    """Return ΔH between two samples, (2,) nats per token and per sequence, with its values without each unit.
 
-    Row i of both answers the same prompt with common random numbers.
+    Row i of both samples answers the same prompt with common random numbers.
 
-    before  (N, 3), `sequence_totals` of sequences sampled and scored under the first policy
-    after   (N, 3), of others, sampled and scored under the second
-    units   what is left out at a time instead of one pair
+    Args:
+        before: (N, 3), `sequence_totals` of sequences sampled and scored under the first policy.
+        after: (N, 3), of sequences sampled and scored under the second policy.
+        units: jackknife units; None: each pair is one.
     """
     units = units or JackknifeUnits.of_rows(before)
     return replicates_of_terms(units.gather(change_terms(before, after, torch.ones_like(before[:, 0]))))
 
 
 def change_terms(before: Tensor, after: Tensor, weights: Tensor) -> Tensor:
-    """Return (N, 6): what has to be summed over sequences for `change_of_sums`: w, wH', wT', 1, H, T."""
+    """Return each sequence's terms of `change_of_sums`, (N, 6): w, wH', wT', 1, H, T."""
     columns = [weights, weights * after[:, ENTROPY], weights * after[:, LENGTH]]
     return torch.stack([*columns, torch.ones_like(weights), before[:, ENTROPY], before[:, LENGTH]], dim=1)
 
 
 def change_of_sums(sums: Tensor) -> Tensor:
-    """Return (..., 2): ΔH per token and per sequence, from (..., 6) sums of `change_terms`."""
+    """Return ΔH per token and per sequence, (..., 2), from sums of `change_terms`, (..., 6)."""
     weight, entropy_after, length_after, count, entropy, length = sums.unbind(-1)
     per_token = entropy_after / length_after - entropy / length
     return torch.stack([per_token, entropy_after / weight - entropy / count], dim=-1)
 
 
 def replicates_of_terms(terms: Tensor) -> Replicates:
-    """Return the change, (2,), of (N, 6) `change_terms` of independent units, and without each of them, (N, 2)."""
+    """Return ΔH, (2,), from the `change_terms` of independent units, (N, 6), with its values without each unit."""
     if len(terms) < MIN_SEQUENCES:
         raise UserError(f"{len(terms)} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
     sums = terms.sum(dim=0)
@@ -115,6 +117,6 @@ def replicates_of_terms(terms: Tensor) -> Replicates:
 
 
 def _relative_weights(before: Tensor, after: Tensor) -> Tensor:
-    """Return (N,) weights w / max w."""
+    """Return the weights w / max w, (N,)."""
     log_ratio = after[:, LOGP] - before[:, LOGP]
     return (log_ratio - log_ratio.max()).exp()

@@ -1,12 +1,12 @@
-"""Gradients of a backward, caught on the leaves, sent to the processes that keep their entries, and added up by fold.
+"""Gradients of a backward: caught on the leaves, sent to the processes that keep their entries, and summed by fold.
 
-A hook on a leaf sees this process's gradient alone, before a loop averages it over processes and before it is added to
-`.grad`. The layout's buckets are sent in one fixed order on all processes: a bucket is sent when it is complete
-and those before it are sent, what is missing at the end as zeros. Of each bucket a process receives its own entries
-from each of the N, and adds up those of one fold. It sends as many bytes as a reduce-scatter would.
+A hook on a leaf sees this process's own gradient, before a loop averages it over processes and before it is added to
+`.grad`. All processes send the layout's buckets in one fixed order: a bucket is sent when it is complete and those
+before it are sent; gradients that are missing at the end are sent as zeros. A process receives its entries of each
+bucket from all N processes, and sums them by fold. It sends as many bytes as a reduce-scatter would.
 
-Where each backward reduces by itself (FSDP2), and all processes are in one fold, there are no hooks, and nothing is
-sent: what the backward has added to a process's entries of `.grad` is their mean.
+Where each backward reduces by itself (FSDP2) and all processes are in one fold, there are no hooks and nothing is sent:
+what the backward adds to a process's entries of `.grad` is the mean over processes.
 """
 
 from __future__ import annotations
@@ -28,29 +28,35 @@ from rl_training.policy.scores import Scores
 
 
 class FoldReduction:
-    """Adds what reaches the leaves to a vector for each fold, of which this process keeps its entries.
+    """The sums over backwards of the gradients that reach the leaves, by fold: this process's entries.
 
     All processes call `arm` before the same backward. After one that has succeeded they call `finish`, a collective;
     after one that has failed, perhaps on this process alone, `drop`, which is none.
     """
 
     def __init__(self, shard: Shard, timed: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """timed: a context that adds up the time of what hooks do."""
-        self.shard, self._timed = shard, timed
+        """Prepare to catch the gradients of a shard's leaves.
+
+        Args:
+            shard: of the trained parameters.
+            timed: returns a context that adds up the time that hooks take.
+        """
+        self.shard = shard
+        self._timed = timed
         self._buckets = shard.layout.buckets
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket.names}
-        # Of its own, once something is sent: a loop's collectives run on the default group in the same backward.
+        # Made when something is first sent. A loop's collectives run on the default group in the same backward.
         self._group: dist.ProcessGroup | None = None
-        # The gradients of one bucket are held together in any case: a backward of our own returns them, without hooks.
+        # The gradients of a single bucket are held together anyway, so a probe's own backward returns them, unhooked.
         self._returned = len(self._buckets) == 1 and not shard.gathers_weights
         self._handles: list[RemovableHandle] = []
         self.bytes_sent = 0
-        # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
+        # Gradients that arrived after their bucket was sent: from a second backward, or from reentrant checkpointing.
         self.num_late_gradients = 0
         self.drop()
 
     def close(self) -> None:
-        """Destroys the group of processes, if one was made. A collective: training has ended on all of them."""
+        """Destroy the process group, if there is one, when training has ended. A collective."""
         self.drop()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -62,35 +68,40 @@ class FoldReduction:
             self._handles.pop().remove()
         self._target: Vector = []
         self._held: dict[str, Tensor] = {}  # gradients that are not sent or added yet
-        self._unsent = 0  # so many buckets, the first ones: a backward completes the last parameters first, roughly
-        self._reduced = False  # each backward reduces by itself
-        self._before: Vector = []  # what it adds to
+        # The number of unsent buckets, which are the first ones: a backward roughly completes the last ones first.
+        self._unsent = 0
+        self._reduced = False  # whether each backward reduces by itself
+        self._before: Vector = []  # `.grad` before such a backward
 
     def add(self, target: Vector, fresh: Scores, weights: LossWeights, keep_graph: bool = False) -> None:
-        """Adds Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of each process's rows to the target. A collective.
+        """Add Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of every process's rows to `target`. A collective.
 
-        fresh       scores of some rows, with graph; not empty on any process
-        weights     of these rows, c and d
-        keep_graph  for another backward through the same scores
+        Args:
+            target: (folds, n) per bucket.
+            fresh: scores of some rows, with graph; not empty on any process.
+            weights: c and d of these rows.
+            keep_graph: allow another backward through the same scores.
         """
         self.arm(target, consume=True)
         try:
-            found = self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
+            gradients = self.shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
             if self._returned:
-                self._held = found
+                self._held = gradients
             self.finish()
         except BaseException:
             self.drop()
             raise
 
     def arm(self, target: Vector, consume: bool = False) -> None:
-        """Sets the hooks.
+        """Set the hooks for one backward.
 
-        target   (folds, n) of each bucket; the processes of a fold are neighbours, and as many as those of any other
-        consume  the gradients go nowhere else: they are freed as they arrive
+        Args:
+            target: (folds, n) per bucket. The processes of a fold are neighbours, equally many for each fold.
+            consume: nobody else needs the gradients, so they are freed as they arrive.
         """
         self.finish()
-        shard, self._target = self.shard, target
+        shard = self.shard
+        self._target = target
         self._reduced = len(target[0]) == 1 and shard.reduces_each_backward
         if not self._reduced:
             if shard.num_ranks > 1 and self._group is None:
@@ -122,7 +133,7 @@ class FoldReduction:
         self._held = {name: gradient for name, gradient in self.shard.gradients().items() if gradient is not None}
 
     def _catch_reduced(self, name: str, param: Tensor) -> None:
-        """Takes a gradient as soon as it is reduced, so that they never exist all at once."""
+        """Take a gradient as soon as it is reduced, so that never all of them exist."""
         assert param.grad is not None
         self._hold(name, self.shard.local(name, param.grad))
         param.grad = None
@@ -130,8 +141,9 @@ class FoldReduction:
             self._add_reduced(self._bucket_of[name])
 
     def _add_reduced(self, number: int) -> None:
-        """Adds what a backward has left in `.grad` of a bucket, means over processes, to the only row."""
-        bucket, rows = self._buckets[number], self._target[number]
+        """Add what a backward has left in a bucket's `.grad`, means over processes, to the only row."""
+        bucket = self._buckets[number]
+        rows = self._target[number]
         if any(name in self._held for name in bucket.names):
             with self._timed():
                 mean = torch.cat(self._taken(bucket.names, bucket.sizes))
@@ -146,9 +158,13 @@ class FoldReduction:
         return all(name in self._held for name in self._buckets[number].names)
 
     def _taken(self, names: Sequence[str], sizes: Iterable[int]) -> list[Tensor]:
-        """Returns the gradients that are held of these parameters, so many entries of each, and holds them no more.
+        """Return the held gradients of these parameters, and hold them no longer.
 
-        Those that have none get zeros, which take no memory.
+        Parameters without a gradient get zeros that take no memory.
+
+        Args:
+            names: of the parameters.
+            sizes: the number of entries of each.
         """
         device = self.shard.layout.device
         zero = constant(0.0, self.shard.layout.dtype, device)
@@ -158,7 +174,7 @@ class FoldReduction:
         ]
 
     def _catch(self, name: str, consume: bool, gradient: Tensor) -> Tensor | None:
-        """Takes a leaf's gradient, of this process alone; a consumed one is replaced by zeros that take no memory."""
+        """Take a leaf's gradient on this process. A consumed one is replaced by zeros that take no memory."""
         if self._bucket_of[name] >= self._unsent:
             self.num_late_gradients += 1
             return None
@@ -168,16 +184,17 @@ class FoldReduction:
         return constant(0.0, gradient.dtype, gradient.device).expand(gradient.shape) if consume else None
 
     def _send_next(self) -> None:
-        """Sends a bucket, a large parameter in parts, and adds this process's entries to their folds."""
+        """Send the last unsent bucket, a large parameter in parts, and add this process's entries to their folds."""
         self._unsent -= 1
         with self._timed():
             self._send(self._buckets[self._unsent].names, self._target[self._unsent])
 
     def _send(self, names: Sequence[str], rows: Tensor) -> None:
-        """The same for these parameters: `rows` are of their bucket, by fold."""
-        shard, layout = self.shard, self.shard.layout
+        """Send the gradients of a bucket's parameters, and add what is received to `rows`, (folds, n)."""
+        shard = self.shard
+        layout = self.shard.layout
         whole = self._taken(names, map(shard.numel, names))
-        if self._group is None:  # all entries are this process's
+        if self._group is None:  # all entries belong to this process
             rows[0].add_(join(whole).to(rows.device))
             return
         for first in range(0, max(map(shard.width, names)), layout.chunk_size):
@@ -187,14 +204,19 @@ class FoldReduction:
                 for cuts in zip(*(shard.cuts[name] for name in names), strict=True)
             ]
             sent = join([*itertools.chain(*parts)]).to(layout.dtype)
-            received = self._exchanged(sent, [sum(map(len, own)) for own in parts])
+            received = self._exchanged(sent, [sum(map(len, pieces)) for pieces in parts])
             by_fold = received.unflatten(0, (len(rows), -1))
             rows[:, part].add_((by_fold.sum(dim=1) if by_fold.shape[1] > 1 else by_fold[:, 0]).to(rows.device))
 
     def _exchanged(self, sent: Tensor, sizes: list[int]) -> Tensor:
-        """Returns what each process has sent to this one, (processes, n). A collective.
+        """Exchange entries between processes. A collective.
 
-        sizes  how many entries are sent to each
+        Args:
+            sent: the entries for each process, one after another.
+            sizes: the number of entries for each process.
+
+        Returns:
+            What each process has sent to this one, (processes, n).
         """
         received = sent.new_empty(len(sizes), sizes[self.shard.rank])
         self.bytes_sent += sent.nbytes

@@ -5,8 +5,8 @@ into folds of whole prompts, take X_k from fold k and the step δθ_(−k) from 
 
     δH = Σ_k n_k X_k · δθ_(−k) / Σ_k n_k
 
-A fold may be several microbatches, the same microbatch of all processes, or of some of them: what counts is that no
-prompt is in two folds. g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated entry by entry, where the entries are kept.
+A fold may be several microbatches, or the same microbatch of all processes, or of some of them, as long as no prompt
+is in two folds. g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated entry by entry, where the entries are kept.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from torch import Tensor
 from rl_training.errors import UserError
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 
-DEFAULT_NUM_FOLDS = 8  # folds for an error bar that is known well enough
+DEFAULT_NUM_FOLDS = 8  # enough folds for a reliable error bar
 
 
 def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (F,) each: a mean without fold k is a_k g + b_k g_k.
+    """Return a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (F,) each: the mean without fold k is a_k g + b_k g_k.
 
-    fold_sizes  (F,), n_k            total_size  N; None where they add up to it
-    ValueError when a fold is everything there is.
+    Args:
+        fold_sizes: (F,), n_k.
+        total_size: N; None: the sum of `fold_sizes`.
+
+    Raises:
+        ValueError: one fold holds everything.
 
     >>> leave_out_coefficients(torch.tensor([1.0, 3.0]))
     (tensor([1.3333, 4.0000]), tensor([-0.3333, -3.0000]))
@@ -53,11 +57,11 @@ def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class FoldGroup:
-    """Folds whose gradients come from the same backwards: one fold, or one of each group of equally many processes."""
+    """Folds whose gradients come from the same backwards: one fold, or a fold per group of equally many processes."""
 
-    folds: range
-    fold_of_rank: tuple[int, ...]  # counted from the first of them, by process
-    # This process's rows of each backward, as many on every process; none where backwards mix the prompts of folds.
+    folds: range  # the numbers of the folds
+    fold_of_rank: tuple[int, ...]  # each process's fold, counted from the first of `folds`
+    # This process's rows of each backward. All processes have equally many; () where a backward mixes prompts of folds.
     passes: tuple[range, ...]
 
 
@@ -69,17 +73,26 @@ def plan_folds(
     sizes_of_ranks: Sequence[Sequence[int]] | None = None,
     cut: bool = False,
 ) -> list[FoldGroup]:
-    """Return the folds of a step, sets of whole prompts of all processes; as many groups and passes on each process.
+    """Plan the folds of a step: sets of whole prompts over all processes.
 
-    sizes           sequences of each microbatch of this process, whose prompts lie one after another
-    num_folds       over all processes; None: at least DEFAULT_NUM_FOLDS, where that takes no pass beyond the loop's own
-    sizes_of_ranks  `sizes` of every process; None where they are the same
-    cut             with num_folds=None: cut microbatches in slices where whole ones are too few for an error bar
+    A unit is the smallest number of consecutive microbatches that end with a whole prompt on every process. A fold is
+    one or several units of all processes; where there are too few units, each group of processes has a fold of its own.
+    If `num_folds` or `cut` asks for more, microbatches are cut into slices of whole prompts, each of which takes its
+    own pass.
 
-    A unit is the fewest microbatches in a row that end with a prompt, on every process. A fold is one or several units
-    of all processes; where there are too few units, one of each group of processes. Beyond that, microbatches are cut
-    into slices of whole prompts, each a pass of its own, where `num_folds` or `cut` asks for it. ValueError, naming a
-    number that would do, where `num_folds` asks for what is impossible.
+    Args:
+        sizes: sequences of each microbatch of this process, whose prompts lie one after another.
+        responses_per_prompt: G.
+        num_ranks: number of processes.
+        num_folds: over all processes; None: at least DEFAULT_NUM_FOLDS, if that takes no pass beyond the loop's own.
+        sizes_of_ranks: `sizes` of every process; None where they are the same.
+        cut: with num_folds=None, cut microbatches into slices where whole ones are too few for an error bar.
+
+    Returns:
+        Groups of folds; all processes have equally many groups and passes.
+
+    Raises:
+        UserError: `num_folds` is impossible; the message names a number that works.
 
     >>> [(group.folds, group.passes) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
     [(range(0, 1), (range(0, 4), range(4, 8))), (range(1, 2), (range(8, 12), range(12, 16)))]
@@ -87,7 +100,7 @@ def plan_folds(
     of_ranks = sizes_of_ranks or [sizes]
     ends = zip(*map(itertools.accumulate, of_ranks), strict=True)
     last_of_unit = [all(end % responses_per_prompt == 0 for end in of_microbatch) for of_microbatch in ends]
-    last_of_unit[-1] = True  # what a step's last prompt lacks is noticed when its sequences are known
+    last_of_unit[-1] = True  # a last prompt that is not whole is noticed once the sequences are known
     rows = ranges_of(sizes)
     units = []
     begin = 0
@@ -126,7 +139,7 @@ def _slices(microbatch: range, slices: int, responses_per_prompt: int) -> list[r
 def _parts_and_slices(
     units: int, microbatches: int, prompts: int, num_ranks: int, num_folds: int | None
 ) -> tuple[int, int]:
-    """Return of how many groups of processes each unit is a fold of its own, and how many slices a microbatch has."""
+    """Return the number of process groups with a fold of their own per unit, and of slices per microbatch."""
     divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if num_folds is None:
         return next((parts for parts in divisors if parts * units >= DEFAULT_NUM_FOLDS), num_ranks), 1
@@ -164,14 +177,15 @@ def _slices_for_an_error_bar(folds: int, microbatches: int, prompts: int) -> int
 def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | None = None) -> list[FoldGroup]:
     """Plan the folds of a step whose prompts are spread over its microbatches: sets of whole prompts all the same.
 
-    They serve what has passes of its own, over sequences in any order. Microbatches' gradients are not split by them.
+    They serve estimates that run their own passes, over sequences in any order. Microbatches' gradients are not split.
 
     Args:
-        num_prompts: of each process; the fewest that one has.
-        num_folds: over all processes, or the next smaller number that is possible; None: as `plan_folds` chooses.
+        num_prompts: prompts of each process; the smallest number over processes.
+        num_ranks: number of processes.
+        num_folds: over all processes; an impossible number is lowered to a possible one. None: `plan_folds` chooses.
 
     Returns:
-        Groups without passes. Processes share each fold where they have prompts enough.
+        Groups without passes. Processes share each fold where they have enough prompts.
 
     >>> [(group.folds, group.fold_of_rank) for group in plan_prompt_folds(num_prompts=4, num_ranks=2, num_folds=3)]
     [(range(0, 1), (0, 0)), (range(1, 2), (0, 0)), (range(2, 3), (0, 0))]
@@ -185,11 +199,12 @@ def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | Non
 
 
 def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: int = 0) -> Tensor:
-    """Return the fold of each sequence of a process, such that none of its prompts is in two.
+    """Assign a process's sequences to folds, (B,), so that no prompt is in two folds.
 
     Args:
-        groups: as `plan_prompt_folds` returns them. Each gets as many of the process's prompts as any other, or one
-            more.
+        prompt_index: (B,), equal for responses to the same prompt.
+        groups: from `plan_prompt_folds`. Their numbers of the process's prompts differ by one at most.
+        rank: of the process.
 
     >>> folds_of_prompts(torch.tensor([4, 9, 6, 4]), plan_prompt_folds(3, num_folds=2))
     tensor([0, 1, 0, 0])

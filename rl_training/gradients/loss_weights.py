@@ -18,36 +18,39 @@ from rl_training.policy.scores import Scores
 
 @dataclass(frozen=True)
 class LossWeights:
-    """∂loss/∂score of all sequences of a step on this rank: their gradient is the sum over both."""
+    """The derivatives of a loss by the scores of this rank's sequences. Its gradient is the sum over both kinds."""
 
-    logps: Tensor  # (B, T), c
-    entropies: Tensor | None  # (B, T), d; None where the loss does not depend on entropies
+    logps: Tensor  # (B, T), c, by log-probabilities
+    entropies: Tensor | None  # (B, T), d, by entropies; None where the loss does not depend on them
 
     def of_rows(self, rows: Tensor, width: int, share: float | Tensor = 1.0) -> LossWeights:
-        """Return the weights of some rows, as wide as their scores.
+        """Return the weights of some rows, cut to their scores' width.
 
-        share  factor on all of them, or (rows, 1) on each
+        Args:
+            rows: indices of sequences.
+            width: T of their scores.
+            share: a factor on all rows, or (rows, 1), on each.
         """
         entropies = None if self.entropies is None else self.entropies[rows, :width] * share
         return LossWeights(self.logps[rows, :width] * share, entropies)
 
     def where(self, chosen: Tensor) -> LossWeights:
-        """Return these weights, and 0 where (B, T) or (B, 1) are not chosen."""
+        """Return these weights, with 0 where `chosen`, (B, T) or (B, 1) bool, is False."""
         entropies = None if self.entropies is None else self.entropies.where(chosen, 0.0)
         return LossWeights(self.logps.where(chosen, 0.0), entropies)
 
     def stacked(self) -> Tensor:
-        """Return both as one table, (2, B, T)."""
+        """Return both kinds of weights as one table, (2, B, T)."""
         return torch.stack([self.logps, torch.zeros_like(self.logps) if self.entropies is None else self.entropies])
 
     @classmethod
     def of_stacked(cls, table: Tensor) -> LossWeights:
-        """Return the weights of such a table; those of entropies are None, which spares their backward, if all 0."""
+        """Undo `stacked`. Weights of entropies that are all 0 become None, which saves their backward."""
         return cls(table[0], table[1] if table[1].any() else None)
 
 
 def outputs_and_weights(fresh: Scores, weights: LossWeights) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what one backward starts from to give Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik: tensors, their gradients."""
+    """Return the outputs and output gradients of one backward that gives Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik."""
     if weights.entropies is None:
         return [fresh.logps], [weights.logps.to(fresh.logps)]
     return [fresh.logps, fresh.entropies], [weights.logps.to(fresh.logps), weights.entropies.to(fresh.entropies)]
@@ -56,9 +59,14 @@ def outputs_and_weights(fresh: Scores, weights: LossWeights) -> tuple[list[Tenso
 def gradient_of(
     fresh: Scores, logps: Tensor, entropies: Tensor | None, parameters: Sequence[Tensor], keep_graph: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of these weights, as wide as the scores, in one backward.
+    """Return Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik by parameter, in one backward.
 
-    keep_graph  for another backward through the same scores
+    Args:
+        fresh: scores with graph.
+        logps: c, shaped like the scores.
+        entropies: d, shaped like the scores; None: 0.
+        parameters: whose gradients are returned; zeros where the scores do not depend on them.
+        keep_graph: allow another backward through the same scores.
     """
     outputs, weights = outputs_and_weights(fresh, LossWeights(logps, entropies))
     return torch.autograd.grad(
