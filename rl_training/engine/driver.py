@@ -292,9 +292,9 @@ class StepDriver:
     def _view(self, step: StepRecorder) -> Step:
         """Returns what probes see of a step whose gradients are all in. A collective."""
         loop, rollout = self._loop, step.join_rollouts(self._loop.ranks)
-        edited = "" if self._guard is None else self._guard.edit_limit()
+        edited = None if self._guard is None else self._guard.edit_limit()
         padded = self._padding.limit(rollout, loop.policy, loop.ranks.reduce)
-        own = loop.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
+        own = loop.limits.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
         limits = step.limits(loop, self._learned.numbers, own or edited or padded)
         assert self._reduction is not None, "call start(loop) first"
         view, needs = step.as_seen(loop, rollout, limits, self._reduction, self._terms), needs_of(step.probes)

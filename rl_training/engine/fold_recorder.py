@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.prompt_gradients import fill_rows_by_prompt, weights_mismatch
-from rl_training.engine.verifier import gradient_mismatch_reason
+from rl_training.engine.verifier import gradient_mismatch
 from rl_training.entropy.fold_gradients import add_gradients
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
@@ -118,7 +118,7 @@ class GradientRows:
         tensors = [*self._reduction.shard.leaves.values(), *(self.rows or ())]
         is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
         squares = step.ranks.reduce(squares)
-        mismatch = weights_mismatch(step, squares) if is_made_anew else gradient_mismatch_reason(squares, is_rounded)
+        mismatch = weights_mismatch(step, squares) if is_made_anew else gradient_mismatch(squares, is_rounded)
         gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms, rows_limit=mismatch)
         return dataclasses.replace(step, gradients=gradients), squares[3:]
 

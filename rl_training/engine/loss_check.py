@@ -27,9 +27,10 @@ from rl_training.policy.padding_check import LIMIT as SAME_SCORES
 from rl_training.policy.padding_check import LIMIT_ROUNDED as SAME_SCORES_ROUNDED
 from rl_training.policy.precision import has_dropout
 from rl_training.policy.scores import Scores
+from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch, LossSettings
 from rl_training.step.data import Step
-from rl_training.step.limits import Limits
+from rl_training.step.limits import OTHER_GRADIENT, Limits
 
 EVERY = 16  # measured steps from one comparison to the next, after those at steps 1, 2, 4, 8
 LIMIT = 0.01  # of the norm of a fold's gradient: how far it may be from the one that its weights give
@@ -37,12 +38,9 @@ LIMIT_ROUNDED = (
     0.5  # the same where training's passes are rounded: of a sum that nearly cancels, rounding leaves percents
 )
 ROUNDING = 1e-5  # of the sum of all folds' norms
-NOT_OF_THE_WEIGHTS = (
-    "the gradient of a fold is {distance:.2g} of its norm off the one that its log-probabilities and entropies give: "
-    "the loss has another term (tell it with other_terms=True), or something changes gradients on their way"
-)
 
-NO_PARTS = "so the gradient of a part of a microbatch is not known; use 8 or more microbatches of whole prompts"
+NO_PARTS = "so the gradient of a part of a microbatch is not known"
+NO_PARTS_FIX = "use 8 or more microbatches of whole prompts"
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class TermsCheck:
 
     def __init__(self) -> None:
         self._count = 0
-        self.reason = ""  # what the latest comparison has said
+        self.limit: Limit | None = None  # what the latest comparison has said
         self.allows_parts = True  # no term is known that would hide the gradient of a part of a microbatch
 
     @property
@@ -110,16 +108,16 @@ class TermsCheck:
         count = self._count + 1
         return count % EVERY == 0 or count & (count - 1) == 0
 
-    def slicing_limit(self, folds: Sequence[FoldGroup], batch: Batch, limits: Limits) -> str:
-        """Return why microbatches are not cut into several folds, "" if they are not, or can be.
+    def slicing_limit(self, folds: Sequence[FoldGroup], batch: Batch, limits: Limits) -> Limit | None:
+        """Return the limit of microbatches that are cut into several folds and cannot be, or None.
 
         The share of a slice in another term is not known.
         """
         if len(folds) <= len(batch.microbatch_rows):
-            return ""
-        other_terms = limits.other_terms or ("" if self.is_due else self.reason)
+            return None
+        other_terms = limits.other_terms or (None if self.is_due else self.limit)
         self.allows_parts &= not other_terms
-        return f"{other_terms}: {NO_PARTS}" if other_terms else ""
+        return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_PARTS}", NO_PARTS_FIX)
 
     def checked(self, step: Step, squares: Tensor, asked: bool) -> Step:
         """Return the step with what the comparison says of its loss. A collective.
@@ -135,19 +133,20 @@ class TermsCheck:
         if is_due:
             ends = {part.stop for part in step.batch.microbatch_rows}  # what comes before in a slice is our own
             groups = [group for group in step.folds if group.passes[-1].stop in ends]
-            self.reason = _weights_limit(step, groups[self._count % len(groups)], squares, self.reason)
-        if not self.reason:
+            self.limit = _weights_limit(step, groups[self._count % len(groups)], squares, self.limit)
+        if not self.limit:
             return step
-        can = dataclasses.replace(step.limits, other_terms=self.reason)
+        can = dataclasses.replace(step.limits, other_terms=self.limit)
         rows_limit = self.slicing_limit(step.folds, step.batch, can)
         gradients = dataclasses.replace(step.gradients, rows_limit=rows_limit)
         return dataclasses.replace(step, limits=can, gradients=gradients)
 
 
-def _weights_limit(step: Step, group: FoldGroup, squares: Tensor, unknown: str) -> str:
-    """Return why the gradient of these folds is not that of their weights, "" if it is.
+def _weights_limit(step: Step, group: FoldGroup, squares: Tensor, unknown: Limit | None) -> Limit | None:
+    """Return the limit of folds whose gradient is not that of their weights, or None.
 
-    unknown  where the scores are not training's, as under dropout, and nothing can be said
+    Args:
+        unknown: What is returned where the scores are not training's, as under dropout, and nothing can be said.
     """
     if has_dropout(step.policy.model):
         return unknown
@@ -157,7 +156,7 @@ def _weights_limit(step: Step, group: FoldGroup, squares: Tensor, unknown: str) 
     is_rounded = bool(step.policy.scorer.training_rounding)
     norm, off = math.sqrt(max(found.caught, found.expected)), math.sqrt(max(found.off, 0.0))
     allowed = (LIMIT_ROUNDED if is_rounded else LIMIT) * norm + ROUNDING * float(squares.sqrt().sum())
-    return "" if off <= allowed else NOT_OF_THE_WEIGHTS.format(distance=off / norm)
+    return None if off <= allowed else OTHER_GRADIENT.filled(distance=off / norm)
 
 
 def _compare(step: Step, group: FoldGroup, squares: Tensor) -> _Comparison:

@@ -14,11 +14,13 @@ import math
 
 from torch import Tensor
 
-from rl_training.engine.loss_check import LIMIT, LIMIT_ROUNDED, NOT_OF_THE_WEIGHTS, ROUNDING
+from rl_training.engine.loss_check import LIMIT, LIMIT_ROUNDED, ROUNDING
 from rl_training.entropy.fold_gradients import add_gradients, passes_in_lockstep
 from rl_training.parallel.vectors import Vector, copy
 from rl_training.policy.precision import has_dropout
+from rl_training.statistics.limit import Limit
 from rl_training.step.data import Step
+from rl_training.step.limits import OTHER_GRADIENT
 
 
 def fill_rows_by_prompt(step: Step, rows: Vector) -> None:
@@ -33,16 +35,16 @@ def fill_rows_by_prompt(step: Step, rows: Vector) -> None:
         copy([part[group.folds.start : group.folds.stop] for part in rows], total)
 
 
-def weights_mismatch(step: Step, sums: Tensor) -> str:
-    """Return why the step's gradient is not the one that its loss's weights give, "" if it is.
+def weights_mismatch(step: Step, sums: Tensor) -> Limit | None:
+    """Return the limit of a step whose gradient is not the one that its loss's weights give, or None.
 
     Args:
         sums: Over all processes, as `FoldRecorder.finish` returns them.
     """
     if has_dropout(step.policy.model):  # the passes draw other masks
-        return ""
+        return None
     _, off, norm, *norms = sums.sqrt().tolist()
-    limit = LIMIT_ROUNDED if step.policy.scorer.training_rounding else LIMIT
-    if not math.isfinite(off) or off <= limit * norm + ROUNDING * sum(norms):
-        return ""
-    return NOT_OF_THE_WEIGHTS.format(distance=off / norm if norm else math.inf)
+    tolerance = LIMIT_ROUNDED if step.policy.scorer.training_rounding else LIMIT
+    if not math.isfinite(off) or off <= tolerance * norm + ROUNDING * sum(norms):
+        return None
+    return OTHER_GRADIENT.filled(distance=off / norm if norm else math.inf)

@@ -25,12 +25,14 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch, LossSettings
 from rl_training.step.data import Gradients, Step
 from rl_training.step.limits import (
     HOOKED,
     MISMATCHED,
     MIXED_PROMPTS,
+    ONE_FOLD,
     ONE_RESPONSE,
     OTHER_SIZES,
     OTHER_TERMS,
@@ -67,13 +69,14 @@ class LoopSpec:
     ranks: Ranks
     dr_grpo: bool = True  # by its settings the loss is Dr-GRPO's and nothing else's
     loss_settings: LossSettings | None = None  # when training begins; None where they are not known
-    mixed_prompts: str = ""  # why all steps will have microbatches of mixed prompts
-    split_prompts: str = ""  # why all steps will have some of the responses of a prompt
-    reused: str = ""  # why some will learn from responses again
-    sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
-    no_fresh_responses: str = ""  # why `policy.sample` may not be asked
+    # Those of all steps, as far as they are known when training begins; `reused` is one of some.
+    limits: Limits = field(default_factory=Limits)
     fixes: Fixes = field(default_factory=Fixes)
     opening: str = ""  # what the host says first, before what is measured
+
+    def one_fold_limit(self, probes: Sequence[Probe]) -> Limit:
+        """Return the limit of a step of one fold that these probes measure, with what to type so that it has enough."""
+        return ONE_FOLD.filled(more=self.more_folds(probes))
 
     def more_folds(self, probes: Sequence[Probe]) -> str:
         """Return what to type so that a step that these probes measure has enough folds."""
@@ -146,11 +149,12 @@ class StepRecorder:
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
-    def limits(self, loop: LoopSpec, learned: set[int], mismatch: str) -> Limits:
-        """Returns what cannot be measured at this step, and why not. What holds on one rank holds on all: a collective.
+    def limits(self, loop: LoopSpec, learned: set[int], mismatch: Limit | None) -> Limits:
+        """Return the limits of this step. A collective: what holds on one rank holds on all.
 
-        learned   prompts of this rollout and process that earlier steps have learned from
-        mismatch  why the sequences are not samples of the policy that is scored
+        Args:
+            learned: Prompts of this rollout and process that earlier steps have learned from.
+            mismatch: The sequences are not samples of the policy that is scored.
         """
         index, group = torch.cat([rollout.prompt_index for rollout in self.rollouts]), self.responses_per_prompt
         prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
@@ -162,22 +166,21 @@ class StepRecorder:
         own = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), is_misfit]
         facts = index.new_tensor(own, dtype=torch.float64)
         incomplete, mixed, reused, hooked, other_terms, mismatched, misfit = loop.ranks.reduce(facts).tolist()
-        mismatch = mismatch or (MISMATCHED if mismatched else "")
+        mismatch = mismatch or (MISMATCHED if mismatched else None)
         # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
         mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
-        split = origin.groups_limit or (f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if incomplete else "")
-        mixed_prompts = origin.groups_limit or (f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "")
+        split = origin.groups_limit or (SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if incomplete else None)
+        mixed_prompts = origin.groups_limit or (MIXED_PROMPTS.with_fix(fixes.whole_prompts) if mixed else None)
         return Limits(
             sampling_mismatch=mismatch or origin.sample_limit,
-            no_fresh_responses=mismatch or loop.no_fresh_responses,
-            reused=REUSED if reused else "",
+            no_fresh_responses=mismatch or loop.limits.no_fresh_responses,
+            reused=REUSED if reused else None,
             split_prompts=split,
             no_baseline=ONE_RESPONSE if group == 1 else split,
             mixed_prompts=OTHER_SIZES if misfit else mixed_prompts,
-            other_terms=OTHER_TERMS if other_terms else "",
-            hooked=HOOKED if hooked else "",
-            more_folds=loop.more_folds(self.probes) if sum(len(group.folds) for group in self.folds) < 2 else "",
-            another_loss=fixes.dr_grpo,
+            other_terms=OTHER_TERMS if other_terms else None,
+            hooked=HOOKED if hooked else None,
+            dr_grpo_fix=fixes.dr_grpo,
         )
 
     def _mixes(self, place: Tensor, num_prompts: int) -> bool:
@@ -230,7 +233,9 @@ class StepRecorder:
         batch = self.join(rollout, fold, folds[-1].folds.stop)
         mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
         limit = limits.mixed_prompts or terms.slicing_limit(self.folds, batch, limits)
-        rows_limit = "" if is_made_anew else limit
+        rows_limit = None if is_made_anew else limit
+        if batch.num_folds < 2:
+            limits = dataclasses.replace(limits, one_fold=loop.one_fold_limit(self.probes))
         ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
         return Step(
             number=self.number,

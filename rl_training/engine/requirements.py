@@ -21,9 +21,9 @@ from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import view_optimizer
 from rl_training.parallel.sharding import Shard, dtype_name
-from rl_training.statistics.estimate import MIN_FOLDS_STEP
+from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_limit
 from rl_training.step.data import EntropySettings
-from rl_training.step.limits import ONE_RESPONSE
+from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.needs import Need
 
 VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entropy gradient and the sum of all
@@ -102,7 +102,7 @@ class Requirements:
         groups = self.folds(shape, shape.sizes)
         count, prompts = groups[-1].folds.stop, sum(shape.sizes) // shape.responses_per_prompt
         is_few = count < MIN_FOLDS_STEP and self.num_folds is None
-        if self.may_pass_again and not loop.split_prompts and (loop.mixed_prompts or is_few) and prompts:
+        if self.may_pass_again and not loop.limits.split_prompts and (loop.limits.mixed_prompts or is_few) and prompts:
             anew = plan_prompt_folds(prompts, shape.num_ranks, self.num_folds)[-1].folds.stop
             if anew >= MIN_FOLDS_STEP:
                 return anew, 1.0
@@ -164,53 +164,64 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> tuple[str, list[
         plan += f"; these folds take {again:.0%} of a step's forward and backward passes once more"
     if loop.loss_settings is not None and loop.loss_settings.correction is not None:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
-    warnings = _fold_warnings(loop, requirements, count)
-    if loop.split_prompts:
-        warnings = [f"no prediction, and no noise scale: {loop.split_prompts}"]
-    elif loop.mixed_prompts and not again:
-        warnings = [f"no prediction, and no noise scale: {loop.mixed_prompts}"]
-    warnings += [f"no prediction at some steps: {loop.reused}"] if loop.reused else []
+    losses = _fold_losses(loop, requirements, count, is_made_anew=again > 0.0)
+    losses += [f"no prediction at some steps: {loop.limits.reused}"] if loop.limits.reused else []
     # What is missing most stands in the first line, before all that is measured.
-    sentences = [sentence for sentence in (loop.opening, *warnings[:1], plan) if sentence]
+    sentences = [sentence for sentence in (loop.opening, *losses[:1], plan) if sentence]
     plan = ". ".join(sentences[:1] + [sentence[0].upper() + sentence[1:] for sentence in sentences[1:]])
-    missing = warnings[1:]
-    if Need.ENTROPY_GRADIENT in needs:
-        missing += _of_optimizer(loop.shard)
-    if not loop.dr_grpo and Need.LOSS_CHECK in needs:
-        missing.append(f"delta_reward/forward and the split of the noise take Dr-GRPO's loss: {loop.fixes.dr_grpo}")
-    missing += [f"no entropy gradient: {ONE_RESPONSE}"] if shape.responses_per_prompt == 1 else []
-    missing += [f"no entropy gradient: {loop.sampling_mismatch}"] if loop.sampling_mismatch else []
-    missing += [f"rounded: {loop.shard.layer_rounding}"] if loop.shard.layer_rounding else []
-    return plan, missing
+    return plan, [*losses[1:], *_other_losses(loop, needs), *_rounding_remarks(loop.shard, needs)]
 
 
-def _fold_warnings(loop: LoopSpec, requirements: Requirements, count: int) -> list[str]:
-    """Returns what so many folds are too few for."""
-    if count >= DEFAULT_NUM_FOLDS:
+def _other_losses(loop: LoopSpec, needs: Need) -> list[str]:
+    """Return what other limits of a training take from it: of each what is lost, and the limit itself."""
+    formula_limit = view_optimizer(loop.shard).limit if Need.ENTROPY_GRADIENT in needs else None
+    is_other_loss = Need.LOSS_CHECK in needs and not loop.dr_grpo
+    lost = [
+        ("no prediction before the step", formula_limit),
+        (
+            "no delta_reward/forward, and no split of the noise",
+            OTHER_LOSS.with_fix(loop.fixes.dr_grpo) if is_other_loss else None,
+        ),
+        ("no entropy gradient", ONE_RESPONSE if loop.shape.responses_per_prompt == 1 else None),
+        ("no entropy gradient", loop.limits.sampling_mismatch),
+    ]
+    return [f"{what}: {limit}" for what, limit in lost if limit]
+
+
+def _fold_losses(loop: LoopSpec, requirements: Requirements, count: int, *, is_made_anew: bool) -> list[str]:
+    """Return what so many folds are too few for; or all that they give, where they cannot hold whole prompts.
+
+    Args:
+        is_made_anew: Gradients of folds come from further passes, for which it is the same where prompts lie.
+    """
+    needs, probes = requirements.needs, requirements.probes
+    no_folds = loop.limits.split_prompts or (None if is_made_anew else loop.limits.mixed_prompts)
+    if no_folds:
+        return [f"no prediction, and no noise scale: {no_folds}"]
+    predicts = Need.ENTROPY_GRADIENT in needs
+    if count < 2:
+        lost = ["no prediction"] * predicts + ["no noise scale"] * (Need.SQ_NORMS in needs)
+        return [f"{', '.join(lost)}: {loop.one_fold_limit(probes)}"] if lost else []
+    if not predicts or count >= DEFAULT_NUM_FOLDS:
         return []
-    needs, more, missing = requirements.needs, loop.more_folds(requirements.probes), []
-    if Need.SQ_NORMS in needs and count < 2:
-        missing.append(f"no noise scale: a step is one fold, and has no scatter; use {more}")
-    if Need.ENTROPY_GRADIENT in needs and count < DEFAULT_NUM_FOLDS:
-        rows = ", no interventions and no token classes" if Need.ENTROPY_ROWS in needs else ""
-        if count < 2:
-            missing.append(f"no prediction: a step is one fold, and none can be left out of it; use {more}")
-        elif count < MIN_FOLDS_STEP:
-            missing.append(f"no error bars{rows}: {count} folds are too few; use {more}")
-        else:
-            missing.append(f"uncertain error bars: they come from {count} folds; for {DEFAULT_NUM_FOLDS} use {more}")
-    return missing
+    few = stderr_limit(count)
+    if few is None:
+        more = loop.more_folds(probes)
+        return [f"uncertain error bars: they come from {count} folds; for {DEFAULT_NUM_FOLDS} use {more}"]
+    by_fold = "no interventions, no token classes, " * (Need.ENTROPY_ROWS in needs)
+    return [f"{by_fold}{few.with_fix(f'use {loop.more_folds(probes)}')}"]
 
 
-def _of_optimizer(shard: Shard) -> list[str]:
-    """Returns what the optimizer's step lacks, or loses to rounding."""
-    optimizer = view_optimizer(shard)
-    missing = [f"no prediction before the step: {optimizer.limit}"] if optimizer.limit else []
-    missing += [ROUNDED.format(which=optimizer.rounded)] if optimizer.rounded else []
-    adam = [state for state in (optimizer.states or {}).values() if isinstance(state, AdamWState)]
-    stuck = [state for state in adam if 1.0 - state.betas[1] < torch.finfo(state.exp_avg_sq.dtype).eps / 2.0]
-    missing += [NO_DECAY.format(dtype=dtype_name(state.exp_avg_sq.dtype), beta2=state.betas[1]) for state in stuck[:1]]
-    return missing
+def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:
+    """Return what steps and passes lose to rounding."""
+    remarks = []
+    if Need.ENTROPY_GRADIENT in needs:
+        optimizer = view_optimizer(shard)
+        remarks += [ROUNDED.format(which=optimizer.rounded)] if optimizer.rounded else []
+        adam = [state for state in (optimizer.states or {}).values() if isinstance(state, AdamWState)]
+        stuck = [state for state in adam if 1.0 - state.betas[1] < torch.finfo(state.exp_avg_sq.dtype).eps / 2.0]
+        remarks += [NO_DECAY.format(dtype=dtype_name(s.exp_avg_sq.dtype), beta2=s.betas[1]) for s in stuck[:1]]
+    return remarks + ([f"rounded: {shard.layer_rounding}"] if shard.layer_rounding else [])
 
 
 def _pluralize(number: int, what: str) -> str:

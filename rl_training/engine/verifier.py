@@ -21,9 +21,19 @@ from rl_training.optim.rounding import rounded_update
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout, sums_of_spans
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
 from rl_training.step.data import Step
+from rl_training.step.limits import (
+    EDITED_AFTER_STEP,
+    EDITED_BEFORE_STEP,
+    EDITED_WITHIN_STEP,
+    GRADIENT_IN_PARTS,
+    GRADIENT_MISMATCH,
+    LEFT_OUT,
+    NOT_FINITE,
+    NOT_THE_FORMULA,
+)
 from rl_training.step.needs import Need
-from rl_training.step.quantities import NOT_FINITE
 
 SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
 LIMIT = 1e-3  # of the norm of what was calculated
@@ -31,48 +41,29 @@ LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
 LIMIT_OF_ROUNDED_WEIGHTS = 0.25  # a sixteenth of those that move may be others
 HALF_PRECISION = 2.0**-5  # of a step: how much that of an optimizer may differ that calculates in half precision
 KEPT = 0.9  # share of a step below which what is lost is worth a remark
-NOT_THE_FORMULA = (
-    "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
-    "(step/formula_error); clip as max_grad_norm says, step once, with this optimizer and learning rate, and change "
-    "weights by nothing else"
-)
 NOT_TO_NEAREST = "; if all of that is so, it rounds otherwise than to nearest, and its steps are not predicted"
 SHARE = "update/surviving_share"
 LEAST = f"{SHARE}/least"  # of a layer, which its detail names; outside of layers, of a kind of module
 NO_STEP = "the formula moves no weight here"
 NO_BAR = "no error bar: it describes this step"
 LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
-IN_PARTS = (
-    "the gradient differs from that of the microbatches, since parameters got theirs in several parts: call backward "
-    "once for each microbatch, and use checkpointing with use_reentrant=False"
-)
-OTHERS = "something else than the optimizer that probes know of (a second one, an average of weights, an edit)"
-EDITED = f"weights were changed after it by {OTHERS}"
-EDITED_BEFORE = f"weights were changed between the probes' look at it and its optimizer's step by {OTHERS}"
-LEFT_OUT = "this step was left out: the optimizer has not changed the weights"
-EDITED_WITHIN = (
-    "weights were changed in this step before the optimizer's, so its responses and gradients are not those of the "
-    "policy that is updated: swap or edit weights between steps"
-)
 ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
 
 
-def gradient_mismatch_reason(sums: Tensor, rounded: bool) -> str:
-    """Returns why the step's gradient is not the mean of its folds' gradients, "" if it is.
+def gradient_mismatch(sums: Tensor, rounded: bool) -> Limit | None:
+    """Return the limit of a step whose gradient is not the mean of its folds' gradients, or None.
 
-    sums     as GradientRows.finish returns them, over all processes
-    rounded  gradients are summed in half precision
+    Args:
+        sums: As GradientRows.finish returns them, over all processes.
+        rounded: Gradients are summed in half precision.
     """
     late, off, norm, *norms = sums.sqrt().tolist()
     if late:
-        return IN_PARTS
+        return GRADIENT_IN_PARTS
     allowed = (LIMIT_ROUNDED if rounded else LIMIT) * norm + ROUNDING * sum(norms)
     if not math.isfinite(off) or off <= allowed:
-        return ""
-    return (
-        f"the gradient differs from that of the microbatches by {off / norm if norm else math.inf:.2g} of its norm: a "
-        "backward too many, a zero_grad missing or between microbatches, a GradScaler, or gradients that were edited"
-    )
+        return None
+    return GRADIENT_MISMATCH.filled(distance=off / norm if norm else math.inf)
 
 
 def refuse_other_parameters(shard: Shard) -> None:
@@ -107,7 +98,8 @@ class UpdateVerifier:
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
         self._probes: list[Probe] = []  # of the step that is checked
         self._states: list[Mapping[str, Tensor]] = []  # theirs before it
-        self._limit = self._rounded = ""
+        self._limit: Limit | None = None  # where the optimizer has no formula, or there is no prediction
+        self._rounded = ""
         self._begun: Tensor | None = None  # some weights, when the step begins
         self._before = torch.empty(0)  # when the probes look at it, and what the formula adds to them
         self._formula: Tensor | None = None
@@ -118,15 +110,15 @@ class UpdateVerifier:
         """Forgets the step before where weights are no longer those that it ended with. A collective."""
         self._begun = self._sampled_weights()
         if self._after is not None and self._differ(self._begun, self._after):
-            self._memory.forget(EDITED)
+            self._memory.forget(EDITED_AFTER_STEP)
         self._after = None
 
-    def edit_limit(self) -> str:
-        """Returns that weights were changed since the step has begun, "" if they were not. A collective."""
+    def edit_limit(self) -> Limit | None:
+        """Return the limit of a step in which weights were changed since it has begun, or None. A collective."""
         self._before = self._sampled_weights()
         if self._begun is None or not self._differ(self._begun, self._before):
-            return ""
-        return EDITED_WITHIN
+            return None
+        return EDITED_WITHIN_STEP
 
     def _sampled_weights(self) -> Tensor:
         return sampled(self._layout, self._shard.weights().values())
@@ -163,18 +155,20 @@ class UpdateVerifier:
             if not made:
                 self._memory.forget(LEFT_OUT)
             elif at_step is not None and self._differ(self._before, at_step):
-                self._memory.forget(EDITED_BEFORE)
+                self._memory.forget(EDITED_BEFORE_STEP)
+            assert self._limit is not None
             return dict.fromkeys(names, Estimate.missing(self._limit))
         error, share, *of_layers = self._compare(self._after - self._before, self._formula)
         if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT) or not made:
-            reason = NOT_THE_FORMULA.format(error=error) + (NOT_TO_NEAREST if self._rounded else "")
+            limit = NOT_THE_FORMULA.filled(error=error)
+            limit = limit.with_fix(limit.fix + NOT_TO_NEAREST) if self._rounded else limit
             is_made = made and self._differ(self._before, self._after)
-            reason = reason if is_made else LEFT_OUT
+            limit = limit if is_made else LEFT_OUT
             if not self._rounded or not is_made:  # then δθ is the formula's, and not measured
-                self._memory.forget(reason)
+                self._memory.forget(limit)
             for probe, state in zip(self._probes, self._states, strict=True):
                 probe.load_state_dict(state)
-                probe.discard(reason)
+                probe.discard(limit)
         moved = [(own, name) for own, name in zip(of_layers, self._layers, strict=True) if not math.isnan(own)]
         least, layer_name = min(moved, default=(math.nan, ""))
         return {

@@ -24,14 +24,11 @@ from rl_training.entropy.changed_steps import ChangedSteps, Direction, multiples
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.policy.rollout import centre_by_prompt
+from rl_training.statistics.limit import Limit
 from rl_training.step.data import Step
-from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS
+from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS
 
 ROUNDING = 1e-6  # of a sum of squares of weights: what the loss's may be off a multiple of the reward's
-NO_MULTIPLE = (
-    "the loss weighs log-probabilities otherwise than by reward less the mean of the prompt's, so that the step's "
-    "gradient is no multiple of the reward's"
-)
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,9 @@ class RewardGradient:
     """J of a step, as cheap as it comes."""
 
     weights: LossWeights | None  # of a loss whose gradient is J; None where it is not known
-    limit: str  # "" where it is known
+    limit: Limit | None  # J is not known
     factor: float | None  # J as a multiple of the step's own gradient; None where it is none
-    factor_limit: str  # "" where it is one
+    factor_limit: Limit | None  # it is none
 
 
 def reward_gradient(step: Step) -> RewardGradient:
@@ -55,11 +52,11 @@ def reward_gradient(step: Step) -> RewardGradient:
         return RewardGradient(None, limit, None, limit)
     weights = _on_tokens(step, by_response * logs.sum(dim=1).exp())
     factor, factor_limit = _multiple_of_the_step(step, weights)
-    return RewardGradient(weights, "", factor, factor_limit)
+    return RewardGradient(weights, None, factor, factor_limit)
 
 
-def reward_multiple_limit(step: Step) -> str:
-    """Return why the step's gradient is not that of rewards less their groups' means, "" if it is. A collective.
+def reward_multiple_limit(step: Step) -> Limit | None:
+    """Return the limit of a gradient that is not of rewards less their groups' means, or None. A collective.
 
     Whoever has sampled the responses: ratios to a sampler are not in it.
     """
@@ -67,7 +64,7 @@ def reward_multiple_limit(step: Step) -> str:
     return limit or _multiple_of_the_step(step, _on_tokens(step, by_response))[1]
 
 
-def _above_the_others(step: Step) -> tuple[Tensor, str]:
+def _above_the_others(step: Step) -> tuple[Tensor, Limit | None]:
     """Return (r_i − mean) n/(n−1) / S of each response, (B,), and why it is not known. A collective.
 
     Times the number of processes: as training's weights, of whose sums the mean over processes is taken.
@@ -84,7 +81,7 @@ def _above_the_others(step: Step) -> tuple[Tensor, str]:
     number, number_with_others, unknown = ranks.reduce(counts.double()).tolist()
     if unknown or not number_with_others:
         return rewards, NO_REWARDS if unknown else NO_OTHERS
-    return (above * sizes / (sizes - 1.0)).where(has_others, 0.0) * (ranks.count / number), ""
+    return (above * sizes / (sizes - 1.0)).where(has_others, 0.0) * (ranks.count / number), None
 
 
 def _on_tokens(step: Step, by_response: Tensor) -> LossWeights:
@@ -92,7 +89,7 @@ def _on_tokens(step: Step, by_response: Tensor) -> LossWeights:
     return LossWeights(weights.to(step.batch.scores.logps), None)
 
 
-def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | None, str]:
+def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | None, Limit | None]:
     """Return the gradient of these weights as a multiple of the step's own; None and why it is none. A collective."""
     if step.limits.other_terms:
         return None, step.limits.other_terms
@@ -104,9 +101,8 @@ def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | Non
     rounding = ROUNDING + torch.finfo(step.batch.loss_weights.logps.dtype).eps ** 2  # bf16 rounds the loss's own
     factors = multiples(table, 1, [0], rounding)
     if factors is not None:
-        return factors[0], ""
-    settings = step.limits.another_loss
-    return None, f"{NO_MULTIPLE}: {settings}" if settings else NO_MULTIPLE
+        return factors[0], None
+    return None, OTHER_LOSS.with_fix(step.limits.dr_grpo_fix)
 
 
 def reward_factor(step: Step) -> float | None:

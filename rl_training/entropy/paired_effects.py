@@ -12,25 +12,27 @@ from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.statistics.estimate import stderr_limit
 from rl_training.statistics.jackknife import jackknife_covariance
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair
 from rl_training.step.data import Step
 
 
-def paired_effects_limit(step: Step, off_policy: str) -> str:
-    """Return why there are no products by folds, with errors, "" if there are.
+def paired_effects_limit(step: Step, off_policy: Limit) -> Limit | None:
+    """Return the limit of a step without products by folds, with errors, or None.
 
-    off_policy  why not off-policy
+    Args:
+        off_policy: The limit of an off-policy step.
     """
     change = step.prediction
     reused = step.limits.reused
-    other_policy = "" if step.batch.rollout.on_policy else off_policy
+    other_policy = None if step.batch.rollout.on_policy else off_policy
     return reused or other_policy or change.limit or change.forward_limit or stderr_limit(step.num_folds)
 
 
 class StepByFolds:
     """The steps without each fold, X of each, and the numbers that their products are divided by. A collective.
 
-    Only where `paired_effects_limit` is "".
+    Only where `paired_effects_limit` is None.
     """
 
     def __init__(self, step: Step) -> None:
@@ -67,7 +69,7 @@ def paired_effects(
 ) -> dict[str, Pair]:
     """Return ΔH per token and Δreward per response of each change, by name. A collective.
 
-    Only where `paired_effects_limit` is "".
+    Only where `paired_effects_limit` is None.
 
     changes  that need no gradient but the step's own; None for the step as it is
     weights  (2, B, T), of losses changed

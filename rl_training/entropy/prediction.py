@@ -43,20 +43,16 @@ from rl_training.parallel.vectors import Vector, add, dots
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
+from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropyPrediction, Step
-from rl_training.step.limits import NO_SAMPLING_LOGPS
+from rl_training.step.limits import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR
 from rl_training.step.needs import Need
-from rl_training.step.quantities import LENGTH_AND_REWARD, NO_TOKENS, PRODUCTS, Quantity
+from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS, Quantity
 from rl_training.step.score_check import ScoreCheck
 
 LEVELS = 3  # columns of a row before the products
 FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
-TOO_FAR = (
-    "the sampler is too far from this policy: the effective sample size is {ess:.2f} of the sequences, below {least}. "
-    "Fewer stale steps, sampling in fp32 or shorter responses help"
-)
-ONE_FOLD = "there is only one fold, so none can be left out: use {more_folds}"
 
 
 def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyPrediction:
@@ -118,8 +114,8 @@ def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyP
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 
-def _entropy_gradient_limit(step: Step) -> str:
-    """Return why X is not available, "" if it is. With another sampler a collective.
+def _entropy_gradient_limit(step: Step) -> Limit | None:
+    """Return the limit of a step without X, or None. With another sampler a collective.
 
     X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
     """
@@ -129,16 +125,16 @@ def _entropy_gradient_limit(step: Step) -> str:
     if reason or logs is None:
         return reason or NO_SAMPLING_LOGPS
     if step.batch.rollout.sampling_logps is None:
-        return ""
+        return None
     total, total_of_squares = step.ranks.reduce(kish_sums(logs.sum(dim=1).exp())).tolist()
     ess = kish_size_of_sums(total, total_of_squares) / step.num_sequences
-    return "" if ess >= MIN_ESS else TOO_FAR.format(ess=ess, least=MIN_ESS)
+    return None if ess >= MIN_ESS else TOO_FAR.filled(ess=ess, least=MIN_ESS)
 
 
-def _forward_limit(step: Step) -> str:
-    """Return why no fold can be left out of the step, "" if one can."""
-    one_fold = ONE_FOLD.format(more_folds=step.limits.more_folds) if step.num_folds < 2 else ""
-    return step.optimizer.limit or step.gradients.rows_limit or one_fold or step.limits.reused
+def _forward_limit(step: Step) -> Limit | None:
+    """Return the limit of a step of which no fold can be left out, or None."""
+    limits = step.limits
+    return step.optimizer.limit or step.gradients.rows_limit or limits.one_fold or limits.reused
 
 
 def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdates | None]:
@@ -195,7 +191,7 @@ def _with_quantities(
     half_step = stderrs[-1] if step.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
     if step.num_folds < MIN_FOLDS_STEP:
         stderrs = torch.full_like(stderrs, torch.nan)
-    reasons = {"entropy": "", "backward": change.backward_limit, "reuse": step.optimizer.limit}
+    reasons = {"entropy": None, "backward": change.backward_limit, "reuse": step.optimizer.limit}
     entropy, *rows = (
         Quantity(name, value, stderr, step.number).masked_if(reasons.get(name, change.forward_limit))
         for name, value, stderr in zip(names, values, stderrs, strict=False)

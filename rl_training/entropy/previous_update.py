@@ -10,7 +10,9 @@ from rl_training.entropy.attribution import Attribution
 from rl_training.parallel.sharded_state import ShardedVectorState
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
+from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropySettings
+from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED
 
 
 class PreviousUpdate(ShardedVectorState):
@@ -20,7 +22,7 @@ class PreviousUpdate(ShardedVectorState):
     """
 
     _before: Mapping[str, Tensor] = {}  # weights, (n,) each
-    _limit = ""  # why δθ of the step that was kept is not known
+    _limit: Limit | None = None  # where δθ of the step that was kept is not known
 
     def __init__(self, shard: Shard, settings: EntropySettings, offload: bool = False) -> None:
         super().__init__(shard, settings.error_decay)
@@ -41,26 +43,26 @@ class PreviousUpdate(ShardedVectorState):
         """Return δθ of step − 1, None if it is not known."""
         return self.vector if self.step == step - 1 else None
 
-    def limit(self, step: int) -> str:
-        """Return why δθ of step − 1 is not known, "" if it is."""
+    def limit(self, step: int) -> Limit | None:
+        """Return the limit where δθ of step − 1 is not known, or None."""
         if self.step is None:
-            return "this is the first measured step: there is no earlier update to look back on"
+            return FIRST_STEP
         if self.step != step - 1:
-            return f"step {step - 1} was not measured, so its update is not known; backward needs every=1"
+            return STEP_NOT_MEASURED.filled(step=step - 1)
         return self._limit
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
         """Keep this step's δθ; where there is none, a copy of the weights that it starts from."""
         self.step = step
         self.vector = update
-        self._limit = ""
+        self._limit = None
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
-    def leave_out(self, step: int, reason: str) -> None:
-        """Keep nothing of a step, for this reason."""
+    def leave_out(self, step: int, limit: Limit) -> None:
+        """Keep nothing of a step with this limit."""
         self.step = step
         self._before = {}
-        self.forget(reason)
+        self.forget(limit)
 
     def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
         """Stores δθ of a step of which weights are kept, as the difference of those after it and before."""
@@ -70,12 +72,12 @@ class PreviousUpdate(ShardedVectorState):
             self.vector = self._layout.vector(changes)
             self._before = {}
 
-    def forget(self, reason: str) -> None:
+    def forget(self, limit: Limit) -> None:
         """Discards δθ of the step that was kept last: the step was another one."""
         self.vector = None
-        self._limit = f"step {self.step}: {reason}"
+        self._limit = limit.prefixed(f"step {self.step}")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._before = {}
-        self._limit = ""
+        self._limit = None
         super().load_state_dict(state)

@@ -51,7 +51,8 @@ from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.limits import Fixes
+from rl_training.step import limits
+from rl_training.step.limits import Fixes, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,10 @@ def measured_loop(
         shard=(FullyShard if is_sharded else Shard)(module, optimizer, max_grad_norm),
         policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
         ranks=all_ranks(),
-        sampling_mismatch=sampling_mismatch,
-        no_fresh_responses="" if sample is not None else NO_SAMPLE,
+        limits=Limits(
+            sampling_mismatch=limits.sampling_mismatch(sampling_mismatch),
+            no_fresh_responses=None if sample is not None else NO_SAMPLE,
+        ),
         fixes=Fixes(dr_grpo=SAYS_DR_GRPO if dr_grpo else ""),
     )
     return MeasuredLoop(probes, loop, records, None if target_kl_share is None else KLBound(target_kl_share))

@@ -13,9 +13,14 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, join_rollouts
 from rl_training.policy.scorer import Scorer
+from rl_training.statistics.limit import Limit
 
 Sample = Callable[[int], Rollout]
-NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample them: measured_loop(..., sample=...)"
+NO_SAMPLE = Limit(
+    "no_sample",
+    "fresh responses are needed, and the loop does not say how to sample them",
+    fix="measured_loop(..., sample=...)",
+)
 
 
 class LoopPolicy(Policy):

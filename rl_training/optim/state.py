@@ -14,6 +14,15 @@ from rl_training.errors import UserError
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.sgd import SGDState
 from rl_training.parallel.sharding import Shard, dtype_name
+from rl_training.statistics.limit import Limit
+
+NO_FORMULA = Limit(
+    "no_formula",
+    "the step of {optimizer} has no formula here, only torch's {supported} have",
+    fix="probe=measured says what it did",
+)
+NO_AMSGRAD = Limit("no_formula", "amsgrad and maximize have no formula here")
+NOT_IN_OPTIMIZER = Limit("not_in_optimizer", "parameter {name} is trainable but not in the optimizer")
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class OptimizerView:
 
     states: Mapping[str, AdamWState | SGDState] | None  # by parameter name; None where the step has no formula
     max_grad_norm: float  # gradient clipping threshold; inf when there is none
-    limit: str = ""  # the reason why `states` is None
+    limit: Limit | None = None  # the reason why `states` is None
     rounded: str = ""  # names weights kept in less than fp32, so that rounding decides what is left of a step
 
     @property
@@ -71,7 +80,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
     weights = shard.weights()
     outside = [name for name in shard.trained if name not in groups]
     if outside:
-        return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
+        return OptimizerView(None, max_grad_norm, NOT_IN_OPTIMIZER.filled(name=outside[0]))
     known = _with_steps_as_numbers({name: optimizer.state.get(tensor, {}) for name, tensor in shard.optimized.items()})
     states = {
         name: {key: shard.local_of_optimizer(name, v) if isinstance(v, Tensor) else v for key, v in state.items()}
@@ -94,8 +103,8 @@ def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str,
     return {**states, **{name: {**states[name], "step": n} for name, n in zip(steps, numbers, strict=True)}}
 
 
-def _formula_limit(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
-    """Return the reason why this optimizer's step has no formula here, or ""."""
+def _formula_limit(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> Limit | None:
+    """Return the limit of an optimizer whose step has no formula here, or None."""
     if type(optimizer) not in supported:
         *rest, last = (kind.__name__ for kind in supported)
         names = f"{', '.join(rest)} and {last}"
@@ -103,10 +112,10 @@ def _formula_limit(optimizer: torch.optim.Optimizer, supported: Sequence[type]) 
         library = type(optimizer).__module__.partition(".")[0]
         # The class name alone may be a supported one: bitsandbytes has an AdamW with 8-bit states.
         subject = kind if library == "torch" else f"{library}'{'s' * (library[-1] != 's')} {kind}"
-        return f"the step of {subject} has no formula here, only torch's {names} have: probe=measured says what it did"
+        return NO_FORMULA.filled(optimizer=subject, supported=names)
     if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
-        return "amsgrad and maximize have no formula here"
-    return ""
+        return NO_AMSGRAD
+    return None
 
 
 def _read_adam_state(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:

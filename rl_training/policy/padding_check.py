@@ -10,14 +10,17 @@ from torch import Tensor
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, first_tokens
 from rl_training.policy.rotary import depends_on_longest_row
+from rl_training.statistics.limit import Limit
 
 ROWS = 4  # responses per rank, those with the most padding
 TOKENS = 128  # tokens of each response, the first ones
 LIMIT = 0.01  # of the mean difference per token, in nats
 LIMIT_ROUNDED = 0.1  # the same for weights below fp32
-PADDING_MATTERS = (
+PADDING_MATTERS = Limit(
+    "padding_matters",
     "a response's log-probabilities change with the padding on the left of its prompt (absolute position "
-    "embeddings?), so sampling, training and measurement see different policies: use a model with rotary positions"
+    "embeddings?), so sampling, training and measurement see different policies",
+    fix="use a model with rotary positions",
 )
 
 
@@ -30,14 +33,14 @@ class PaddingCheck:
     def __init__(self) -> None:
         self._count = 0
         self._next = 1
-        self._reason = ""
+        self._limit: Limit | None = None
 
-    def limit(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> str:
-        """Return the reason why padding changes scores, or "". A collective: all ranks get the same answer."""
+    def limit(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
+        """Return the limit of a model for which padding matters, or None. A collective: all ranks get the same one."""
         self._count += 1
-        if self._reason or self._count < self._next or depends_on_longest_row(policy.model):
+        if self._limit or self._count < self._next or depends_on_longest_row(policy.model):
             # Models with such tables do not tell padding from length here: step/score_check.py does.
-            return self._reason
+            return self._limit
         self._next *= 10
         rollout = first_tokens(rollout, TOKENS)
         rows = rollout.prompt_mask.sum(dim=1).argsort(stable=True)[:ROWS]
@@ -47,6 +50,6 @@ class PaddingCheck:
         mask = unpadded.mask.bool()
         difference = (unpadded.logps - padded.logps[:, : mask.shape[1]])[mask].double().abs()
         total, count = reduce(torch.stack([difference.sum(), mask.sum().double()])).tolist()
-        limit = LIMIT_ROUNDED if policy.scorer.rounding_reason else LIMIT
-        self._reason = PADDING_MATTERS if count and not total / count <= limit else ""
-        return self._reason
+        tolerance = LIMIT_ROUNDED if policy.scorer.rounding_reason else LIMIT
+        self._limit = PADDING_MATTERS if count and not total / count <= tolerance else None
+        return self._limit

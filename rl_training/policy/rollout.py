@@ -16,23 +16,24 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_training.errors import UserError
+from rl_training.statistics.limit import Limit
 
 
 @dataclass(frozen=True)
 class Origin:
     """The reasons why sequences are not the latest policy's own sample, with equally many responses per prompt."""
 
-    sample_limit: str = ""  # why they are no sample of a policy whose log-probabilities are known
-    groups_limit: str = (
-        ""  # why responses cannot be assigned to prompts, or prompts have different numbers of responses
-    )
+    # They are no sample of a policy whose log-probabilities are known.
+    sample_limit: Limit | None = None
+    # Responses cannot be assigned to prompts, or prompts have different numbers of responses.
+    groups_limit: Limit | None = None
     learned: bool = False  # whether an optimizer step has learned from some of them, in an earlier rollout
 
 
@@ -54,7 +55,8 @@ class Rollout:
     images: Mapping[str, Any] | None = None  # further inputs of the model by name: a tensor or a list of B rows each
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
     old_logps: Tensor | None = None  # (B, T), the denominators of the loss's ratios; None: the sampler's
-    sampling_mismatch: str | None = None  # why they are no samples of the scored policy; None: as the loop says
+    # A Limit where they are no samples of the scored policy, "" where they are; None: as the loop says.
+    sampling_mismatch: Limit | Literal[""] | None = None
     origin: Origin = Origin()
     token_advantages: Tensor | None = None  # (B, T), where advantages differ within a response
 
@@ -99,8 +101,8 @@ def as_rollout(
 def join_origins(parts: Sequence[Origin]) -> Origin:
     """Return the origin of several rollouts together: the first reason of each kind."""
     return Origin(
-        next((part.sample_limit for part in parts if part.sample_limit), ""),
-        next((part.groups_limit for part in parts if part.groups_limit), ""),
+        next((part.sample_limit for part in parts if part.sample_limit), None),
+        next((part.groups_limit for part in parts if part.groups_limit), None),
         any(part.learned for part in parts),
     )
 
@@ -115,7 +117,8 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     written = None
     if any(part.environment_mask is not None for part in parts):
         written = pad_and_concat([part.token_mask - part.completion_mask for part in parts])
-    mismatches = [part.sampling_mismatch for part in parts if part.sampling_mismatch is not None]
+    mismatch = next((part.sampling_mismatch for part in parts if part.sampling_mismatch), None)
+    is_said = any(part.sampling_mismatch is not None for part in parts)
     on_the_left = functools.partial(pad_and_concat, on_the_left=True)
     return Rollout(
         **{name: joined(name, on_the_left) for name in ("prompt_ids", "prompt_mask")},
@@ -129,7 +132,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         origin=join_origins([part.origin for part in parts]),
         environment_mask=written,
         images=_join_images(parts),
-        sampling_mismatch=max(mismatches, key=len, default=None),  # a reason, where there is one
+        sampling_mismatch="" if is_said and mismatch is None else mismatch,
     )
 
 

@@ -59,11 +59,11 @@ class EffectiveSampleSizeProbe(Probe):
         sums = step.ranks.reduce(torch.cat([part.double() for part in (*sizes, counts, zeros)])).tolist()
         *size_sums, num_sequences, num_prompts, num_zero, num_zero_prompts = sums
 
-        def estimate(value: float, reason: str = "") -> Estimate:
+        def estimate(value: float, reason: str | None = None) -> Estimate:
             return Estimate(math.nan if reason else value, math.nan, int(num_sequences), reason or NO_ERROR_BAR)
 
         importance = kish_size_of_sums(*size_sums[:2])
-        no_ratios = NO_SAMPLING_LOGPS if logs is None else NO_RATIO if math.isnan(importance) else ""
+        no_ratios = NO_SAMPLING_LOGPS if logs is None else NO_RATIO if math.isnan(importance) else None
         no_importance = step.limits.sampling_mismatch or no_ratios
         self._answers = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),

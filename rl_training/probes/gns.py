@@ -32,14 +32,14 @@ from rl_training.parallel.vectors import dot
 from rl_training.policy.rollout import response_index
 from rl_training.statistics import noise_scale as noise
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import BOUNDS
 from rl_training.step.data import Step
 from rl_training.step.needs import Need
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
-ONE_BLOCK = "there is only one block, which has no scatter: use {more_folds}"
-NOT_DR_GRPO = "the trace can be split only for Dr-GRPO's loss: {why}"
+NOT_SPLIT = "the trace can be split only for Dr-GRPO's loss"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
@@ -80,8 +80,7 @@ class GradientNoiseScaleProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         blocks, group = step.num_folds, step.batch.responses_per_prompt
-        one_block = ONE_BLOCK.format(more_folds=step.limits.more_folds) if blocks < 2 else ""
-        reason = step.gradients.rows_limit or step.limits.reused or one_block
+        reason = step.gradients.rows_limit or step.limits.reused or step.limits.one_fold
         if reason:
             self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return
@@ -91,7 +90,7 @@ class GradientNoiseScaleProbe(Probe):
         of_blocks, of_batch = _channels(sq_norms[:-1].mean(dim=0), kinds), _channels(sq_norms[-1], kinds)
         block_size, batch_size = blocks / float((1.0 / prompts).sum()), float(prompts.sum())
         moments = noise.noise_moments(of_blocks, of_batch, block_size, batch_size)
-        split_limit = _split_limit(step) if self.split_prompts else ""
+        split_limit = _split_limit(step) if self.split_prompts else None
         if self.split_prompts and not split_limit:
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
@@ -110,7 +109,7 @@ class GradientNoiseScaleProbe(Probe):
                 raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
             self._history, self._numbers = state["history"], state["steps"]
 
-    def _estimates(self, step: Step, blocks: int, batch_size: float, split_limit: str) -> dict[str, Estimate]:
+    def _estimates(self, step: Step, blocks: int, batch_size: float, split_limit: Limit | None) -> dict[str, Estimate]:
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
@@ -136,15 +135,15 @@ class GradientNoiseScaleProbe(Probe):
         return answers
 
 
-def _split_limit(step: Step) -> str:
-    """Returns why the noise cannot be split into that of prompts and that of responses, "" if it can. A collective.
+def _split_limit(step: Step) -> Limit | None:
+    """Return the limit of a step whose noise cannot be split into that of prompts and of responses, or None.
 
-    The split takes a gradient of rewards less their groups' means, and nothing beside it.
+    The split takes a gradient of rewards less their groups' means, and nothing beside it. A collective.
     """
     if step.limits.sampling_mismatch:
         return step.limits.sampling_mismatch
-    why = reward_multiple_limit(step)
-    return NOT_DR_GRPO.format(why=why) if why else ""
+    limit = reward_multiple_limit(step)
+    return limit and limit.prefixed(NOT_SPLIT)
 
 
 def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:

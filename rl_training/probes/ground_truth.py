@@ -90,6 +90,7 @@ class GroundTruthProbe(Probe):
 
     def after_step(self, step: Step) -> None:
         if self._buffer is None:
+            assert step.limits.no_fresh_responses is not None
             self._answers |= dict.fromkeys(MEASURED, Estimate.missing(step.limits.no_fresh_responses))
         else:
             self._answers |= self._measured(step, self._buffer)

@@ -37,6 +37,7 @@ from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import OptimizerView
 from rl_training.options import check_num_folds, check_share
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
 from rl_training.step.data import Step
 from rl_training.step.needs import Need
@@ -51,7 +52,11 @@ PLAIN_METRICS = tuple(
 )
 KEPT = "/kept"  # after a name, of the running mean of what it does when it is kept
 SMALLEST = 1e-4  # nats: predictions below it were not confirmed
-OFF_POLICY = "off-policy: predictions of what ratios change came out 1.6 times too large; use one step per rollout"
+OFF_POLICY = Limit(
+    "off_policy",
+    "off-policy: predictions of what ratios change came out 1.6 times too large",
+    fix="use one step per rollout",
+)
 LOST = "the interval of its ΔH includes 0"
 TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
 FIRST_OF_ADAM = "Adam's first step, whose size does not depend on the gradient's"
@@ -123,7 +128,7 @@ class InterventionsProbe(Probe):
     def _metrics(self) -> list[str]:
         return [f"intervention/{each.name}/{quantity}" for each in self.which for quantity in QUANTITIES]
 
-    def _estimates(self, each: Intervention, pair: Pair, step: Step, no_reward: str) -> list[Estimate]:
+    def _estimates(self, each: Intervention, pair: Pair, step: Step, no_reward: Limit | None) -> list[Estimate]:
         """Returns the QUANTITIES of an intervention at this step, and adds it to the means.
 
         pair       ΔH per token and Δreward per response, less those of the step as it is

@@ -37,6 +37,7 @@ from rl_training.policy.rollout import centre_by_prompt, response_index, take_ro
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.step.data import Step
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS
@@ -48,8 +49,11 @@ NAMES = (*CHANGES, KL, ESS, STEPS)
 SPAN = 3  # steps to either side, where numbers are rounded
 SAME = 1e-5  # nats: mean difference of log-probabilities that come from the same weights in fp32
 MIN_ESS = 0.5  # share of the responses below which importance weights are worthless
-FIRST = "the weights before the last step are not known yet"
-OLD_ROLLOUT = "this rollout was sampled before an earlier step: its steps are measured together, with the next rollout"
+FIRST = Limit("first_step", "the weights before the last step are not known yet")
+OLD_ROLLOUT = Limit(
+    "old_rollout",
+    "this rollout was sampled before an earlier step: its steps are measured together, with the next rollout",
+)
 ROUNDED = "a central difference over ± {span} steps, of first order: {why}"
 FAR = "the effective sample size is {ess:.2f} of the responses, below {least}: measure smaller steps, or every=1"
 NO_BAR = "no error bar: it is a number of steps"
@@ -84,7 +88,7 @@ class MeasuredStepProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         kept, fresh = self._kept_of(step), step.batch.rollout.on_policy
-        why = step.limits.sampling_mismatch or step.limits.no_baseline or ("" if fresh else OLD_ROLLOUT)
+        why = step.limits.sampling_mismatch or step.limits.no_baseline or (None if fresh else OLD_ROLLOUT)
         why = why or self._scores_limit(step)
         if why or kept.vector is None:
             self._answers = dict.fromkeys(NAMES, Estimate.missing(why or FIRST))
@@ -119,10 +123,10 @@ class MeasuredStepProbe(Probe):
         number = response_index(step.batch.rollout.prompt_index)
         return (number < self.responses_per_prompt).nonzero().squeeze(1)
 
-    def _scores_limit(self, step: Step) -> str:
-        """Returns why the policy that is scored here is not the one that is trained, "" if it is. A collective."""
+    def _scores_limit(self, step: Step) -> Limit | None:
+        """Return the limit of a step whose scored policy is not the one that is trained, or None. A collective."""
         if step.prediction_if_any is not None and not step.prediction_if_any.limit:
-            return ""  # its entropy gradient has been held against training's scores
+            return None  # its entropy gradient has been held against training's scores
         check = ScoreCheck(step.batch, step.policy)
         check.look(self._rows(step))
         return check.limit(step.ranks.reduce)

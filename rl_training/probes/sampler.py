@@ -62,7 +62,7 @@ class SamplerProbe(Probe):
         logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
-        unknown = step.limits.sampling_mismatch if batch.rollout.sampling_logps is None else ""
+        unknown = step.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
         if logs is None or unknown:  # else the ratios to whoever sampled would be called 1
             self._answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
         else:

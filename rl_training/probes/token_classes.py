@@ -29,10 +29,11 @@ from rl_training.entropy.paired_effects import StepByFolds, paired_effects_limit
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.options import check_num_folds
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
 from rl_training.step.data import Step
+from rl_training.step.limits import NO_TOKENS
 from rl_training.step.needs import Need
-from rl_training.step.quantities import NO_TOKENS
 
 CLASSES = {  # of each kind, in the order of their numbers
     "entropy": ("lower_half", "middle", "top_fifth"),
@@ -43,8 +44,12 @@ CLASSES = {  # of each kind, in the order of their numbers
 QUANTILES = (0.5, 0.8)  # of entropy, between its classes
 DECAY = 0.9  # weight of an optimizer step relative to the next, measured or not, in the means
 TAG = re.compile(r"<[^<>\s]+>")
-FIRST = "Adam's first step goes by the gradient's signs alone: no class has a share in it"
-OFF_POLICY = "off-policy: a class's share is not weighted by importance ratios; use one step per rollout"
+FIRST = Limit("first_of_adam", "Adam's first step goes by the gradient's signs alone: no class has a share in it")
+OFF_POLICY = Limit(
+    "off_policy",
+    "off-policy: a class's share is not weighted by importance ratios",
+    fix="use one step per rollout",
+)
 NO_TEXT = "how tokens are decoded is not known: give measured_loop(..., decode=...), or verl a tokenizer"
 
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 
 from scipy.special import stdtrit
 
+from rl_training.statistics.limit import Limit
+
 MIN_UNITS_OFFLINE = 8  # from fewer units, a jackknife error is itself too noisy to be quoted
 MIN_FOLDS_STEP = 4  # folds of one step; the error is then known to some 40 %, which Student's t accounts for
+FEW_FOLDS = Limit("few_folds", "no error bar: it needs {least} folds of whole prompts, the step has {count}")
 
 
-def stderr_limit(num_folds: int) -> str:
-    """Return the reason why this number of folds gives no error bar, or "" where it does."""
-    if num_folds >= MIN_FOLDS_STEP:
-        return ""
-    return f"no error bar: it needs {MIN_FOLDS_STEP} folds of whole prompts, the step has {num_folds}"
+def stderr_limit(num_folds: int) -> Limit | None:
+    """Return the limit of a step with too few folds for an error bar, or None."""
+    return None if num_folds >= MIN_FOLDS_STEP else FEW_FOLDS.filled(least=MIN_FOLDS_STEP, count=num_folds)
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Estimate:
     # Independent units behind the error, such as folds of prompts: Student's t has num_samples − 1 degrees of freedom.
     # Where errors of several steps are averaged, the number that has the average's degrees of freedom.
     num_samples: int = 0
-    reason: str = ""  # why `value` or `stderr` is nan; otherwise empty, or a remark
+    reason: str = ""  # why `value` or `stderr` is nan, often a Limit; otherwise empty, or a remark
     about_step: int | None = None  # the optimizer step that it refers to, if it was measured at another one
     detail: Mapping[str, str | float] = field(default_factory=dict)  # further facts, written to probes.jsonl
     # The 95 % interval, where it is not value ± half_width(), as for a share near 1 or for a ratio.
@@ -40,8 +41,13 @@ class Estimate:
 
     @classmethod
     def missing(cls, reason: str) -> Estimate:
-        """Return an estimate without a value, for this reason."""
+        """Return an estimate without a value, for this reason: a Limit, or a text of your own."""
         return cls(math.nan, reason=reason)
+
+    @property
+    def code(self) -> str:
+        """The code of the Limit that is its reason, "" for any other. Records hold the text alone."""
+        return self.reason.code if isinstance(self.reason, Limit) else ""
 
     def half_width(self, coverage: float = 0.95) -> float:
         """Return h for which value ± h is the Student-t interval of this coverage.

@@ -90,7 +90,7 @@ def estimates_over_units(
     statistic: Callable[[Tensor], Tensor],
     by_unit: Tensor,
     reduce: Callable[[Tensor], Tensor] = identity,
-    no_bar: str = "",
+    no_bar: str | None = None,
 ) -> dict[str, Estimate]:
     """Return the numbers of statistic(Σ by_unit) by name, with jackknife errors where there are enough units.
 
@@ -99,7 +99,7 @@ def estimates_over_units(
         statistic: maps (..., m) sums to (..., p) values.
         by_unit: (units, m); what each independent unit contributes, such as a fold or a prompt with all its responses.
         reduce: sums a tensor over the processes, where each process holds other units.
-        no_bar: the reason to give no error, where the units are not independent.
+        no_bar: the reason to give no error, where the units are not independent; None where they are.
     """
     total = reduce(by_unit.sum(dim=0))
     value = statistic(total)

@@ -72,7 +72,7 @@ class Pair:
         variance = float(self.covariance[number, number])
         return Estimate(float(self.values[number]), math.sqrt(max(variance, 0.0)), int(self.degrees) + 1, remark)
 
-    def both(self, second_limit: str, remark: str = "") -> tuple[Estimate, Estimate]:
+    def both(self, second_limit: str | None, remark: str = "") -> tuple[Estimate, Estimate]:
         """Return both estimates with their errors. The second is missing where a reason `second_limit` is given."""
         second = Estimate.missing(second_limit) if second_limit else self.estimate(1, remark)
         return self.estimate(0, remark), second

@@ -19,6 +19,7 @@ from rl_training.options import check_flag, check_share, check_whole
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Layout, Vector
 from rl_training.policy.policy import Policy
+from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import Limits
 from rl_training.step.quantities import Quantity
@@ -36,7 +37,7 @@ class Gradients:
     layout: Layout
     reduction: FoldReduction
     rows: Vector | None  # (F, n) of each bucket: the mean gradient of each fold
-    rows_limit: str = ""  # where a probe asks for them
+    rows_limit: Limit | None = None  # where a probe asks for them, and there are none
     # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, last of the mean, over all processes
     sq_norms: Tensor | None = None
 
@@ -65,24 +66,24 @@ class EntropySettings:
 class EntropyPrediction:
     """What the step does to entropy to first order: prediction.py has the formulas.
 
-    Vectors lie as the layout of the step's gradients says. Reasons are "" where the thing is there.
+    Vectors lie as the layout of the step's gradients says. A Limit is None where the thing is there.
     """
 
     settings: EntropySettings
     labels: tuple[str, ...]  # of forward's splits
-    limit: str = ""  # why there is no entropy gradient, and nothing of what follows
-    other_scores: str = ""  # the same, where the probes' scores of the step's responses are not training's
-    forward_limit: str = ""  # why no fold can be left out of the step
-    backward_limit: str = ""  # why the step before cannot be multiplied with the entropy gradient
-    reward_limit: str = ""  # why the gradient of the reward is no multiple of the step's own; with per_sequence
+    limit: Limit | None = None  # there is no entropy gradient, and nothing of what follows
+    other_scores: Limit | None = None  # the same, where the probes' scores of the step's responses are not training's
+    forward_limit: Limit | None = None  # no fold can be left out of the step
+    backward_limit: Limit | None = None  # the step before cannot be multiplied with the entropy gradient
+    reward_limit: Limit | None = None  # the gradient of the reward is no multiple of the step's own; with per_sequence
     intended: Vector | None = None  # δθ by the optimizer's formula; None where its step has none
     update: Vector | None = None  # what the rounding of the weights leaves of it: in fp32 the same vector
-    levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `limit` is ""
+    levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `limit` is None
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     # (2,), of ½(forward + backward) from this batch, of two folds or more: of a sum; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
     rows: Vector | None = None  # (F, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
-    steps_without: LeaveOneOutUpdates | None = None  # each fold; where `forward_limit` is ""
+    steps_without: LeaveOneOutUpdates | None = None  # each fold; where `forward_limit` is None
 
 
 @dataclass(frozen=True)

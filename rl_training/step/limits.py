@@ -1,4 +1,8 @@
-"""What cannot be measured at a step, in words that name the fix."""
+"""What cannot be measured at a step or in a training: a code, a message and a fix for each reason.
+
+The announcement at the start of a training and the nan of a step have the same Limit. Limits of what lies below the
+step (an optimizer without formula, padding that matters) are beside what they limit.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,117 @@ from dataclasses import dataclass
 
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, plan_folds
+from rl_training.statistics.limit import Limit
 
-REUSED = (
+# The sequences.
+REUSED = Limit(
+    "reused",
     "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1; a replay buffer): "
-    "they are not a fresh sample, and the optimizer's momentum holds their noise. Learn from each response once"
+    "they are not a fresh sample, and the optimizer's momentum holds their noise",
+    fix="learn from each response once",
 )
-MISMATCHED = "on another process, the responses are no samples of the policy that is scored"
-SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
-ONE_RESPONSE = "a prompt has one response, and no others that it could be held against: sample at least two"
-MIXED_PROMPTS = "the microbatches mix prompts, so their gradients cannot be split into folds of whole prompts"
-OTHER_SIZES = "the step's microbatches have other sizes than its folds were made for when the first one came"
-OTHER_TERMS = (
+SAMPLING_MISMATCH = Limit("sampling_mismatch", "the responses are no samples of the policy that is scored")
+MISMATCHED = SAMPLING_MISMATCH.prefixed("on another process")
+SPLIT_PROMPTS = Limit(
+    "split_prompts", "the responses of a prompt are spread over several optimizer steps, or processes"
+)
+ONE_RESPONSE = Limit(
+    "one_response",
+    "a prompt has one response, and no others that it could be held against",
+    fix="sample at least two",
+)
+NO_SAMPLING_LOGPS = Limit(
+    "no_sampling_logps",
+    "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios",
+)
+NO_REWARDS = Limit("no_rewards", "the rewards of these responses are not known")
+NO_OTHERS = Limit("no_others", "no two responses to one prompt of this step have rewards")
+# The folds.
+MIXED_PROMPTS = Limit(
+    "mixed_prompts", "the microbatches mix prompts, so their gradients cannot be split into folds of whole prompts"
+)
+OTHER_SIZES = Limit(
+    "other_sizes", "the step's microbatches have other sizes than its folds were made for when the first one came"
+)
+ONE_FOLD = Limit("one_fold", "a step is one fold, which has no scatter and cannot be left out", fix="use {more}")
+# The policy that is scored.
+OTHER_SCORES = Limit(
+    "other_scores",
+    "{cause} (training's {what} are {off:.2g} nats per token off those that probes calculate with the same weights at "
+    "temperature={temperature:g}, and up to {limit:.2g} could be rounding)",
+)
+TOO_FAR = Limit(
+    "sampler_too_far",
+    "the sampler is too far from this policy: the effective sample size is {ess:.2f} of the sequences, below {least}",
+    fix="fewer stale steps, sampling in fp32 or shorter responses help",
+)
+NO_TOKENS = Limit("no_tokens", "no response of this step has a token of the policy")
+# The loss and its backward.
+OTHER_LOSS = Limit(
+    "other_loss",
+    "the loss weighs log-probabilities otherwise than by reward less the mean of the prompt's, so that the step's "
+    "gradient is no multiple of the reward's",
+)
+OTHER_TERMS = Limit(
+    "other_terms",
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts, a loss on "
-    "other sequences), whose share per response is not known"
+    "other sequences), whose share per response is not known",
 )
-HOOKED = (
+HOOKED = Limit(
+    "hooked",
     "parameters have hooks on their gradients (register_hook, wandb.watch), which entropy gradients would run through "
-    "too: edit .grad after the backward, or use register_post_accumulate_grad_hook"
+    "too",
+    fix="edit .grad after the backward, or use register_post_accumulate_grad_hook",
 )
-NO_SAMPLING_LOGPS = (
-    "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
+OTHER_GRADIENT = Limit(
+    "other_terms",
+    "the gradient of a fold is {distance:.2g} of its norm off the one that its log-probabilities and entropies give: "
+    "the loss has another term (tell it with other_terms=True), or something changes gradients on their way",
 )
-NO_REWARDS = "the rewards of these responses are not known"
-NO_OTHERS = "no two responses to one prompt of this step have rewards"
+GRADIENT_IN_PARTS = Limit(
+    "gradient_in_parts",
+    "the gradient differs from that of the microbatches, since parameters got theirs in several parts",
+    fix="call backward once for each microbatch, and use checkpointing with use_reentrant=False",
+)
+GRADIENT_MISMATCH = Limit(
+    "gradient_mismatch",
+    "the gradient differs from that of the microbatches by {distance:.2g} of its norm: a backward too many, a "
+    "zero_grad missing or between microbatches, a GradScaler, or gradients that were edited",
+)
+# The weights, and the optimizer's step.
+_OTHERS = "something else than the optimizer that probes know of (a second one, an average of weights, an edit)"
+EDITED_AFTER_STEP = Limit("edited_weights", f"weights were changed after it by {_OTHERS}")
+EDITED_BEFORE_STEP = Limit(
+    "edited_weights", f"weights were changed between the probes' look at it and its optimizer's step by {_OTHERS}"
+)
+EDITED_WITHIN_STEP = Limit(
+    "edited_weights",
+    "weights were changed in this step before the optimizer's, so its responses and gradients are not those of the "
+    "policy that is updated",
+    fix="swap or edit weights between steps",
+)
+NOT_THE_FORMULA = Limit(
+    "not_the_formula",
+    "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
+    "(step/formula_error)",
+    fix="clip as max_grad_norm says, step once, with this optimizer and learning rate, and change weights by nothing "
+    "else",
+)
+LEFT_OUT = Limit("left_out", "this step was left out: the optimizer has not changed the weights")
+FIRST_STEP = Limit("first_step", "this is the first measured step: there is no earlier update to look back on")
+STEP_NOT_MEASURED = Limit(
+    "step_not_measured", "step {step} was not measured, so its update is not known; backward needs every=1"
+)
+NOT_FINITE = Limit("not_finite", "the gradient or the update is not finite")
+
+
+def sampling_mismatch(reason: str) -> Limit | None:
+    """Return the limit of responses that are no samples of the policy that is scored, in a loop's own words; or None.
+
+    Args:
+        reason: "" where they are.
+    """
+    return Limit(SAMPLING_MISMATCH.code, reason) if reason else None
 
 
 @dataclass(frozen=True)
@@ -86,15 +178,15 @@ class Fixes:
 
 @dataclass(frozen=True)
 class Limits:
-    """Why something cannot be measured at a step, by what is missing; "" where it is there."""
+    """What cannot be measured at a step, or in a whole training: a Limit by what is missing, None where it is there."""
 
-    sampling_mismatch: str = ""  # the sequences are not samples of the policy that is scored (top-p)
-    no_fresh_responses: str = ""  # `policy.sample` may not be asked
-    reused: str = ""  # an earlier optimizer step has already learned from some of these sequences
-    split_prompts: str = ""  # on some rank, a prompt of the step lacks some of its G responses
-    no_baseline: str = ""  # that, or G is 1: a response has no others to the same prompt
-    mixed_prompts: str = ""  # or lies in several folds
-    other_terms: str = ""  # the loss has terms beside log-probabilities and entropies: its weights are not all of it
-    hooked: str = ""  # on some rank, gradients run through hooks of the loop
-    more_folds: str = ""  # where a step is one fold, what to do so that it has more
-    another_loss: str = ""  # a hint: what to set so that the loss is Dr-GRPO's. What it is, its weights say
+    sampling_mismatch: Limit | None = None  # the sequences are not samples of the policy that is scored (top-p)
+    no_fresh_responses: Limit | None = None  # `policy.sample` may not be asked
+    reused: Limit | None = None  # an earlier optimizer step has already learned from some of these sequences
+    split_prompts: Limit | None = None  # on some rank, a prompt of the step lacks some of its G responses
+    no_baseline: Limit | None = None  # that, or G is 1: a response has no others to the same prompt
+    mixed_prompts: Limit | None = None  # or lies in several folds
+    one_fold: Limit | None = None  # the step is one fold
+    other_terms: Limit | None = None  # the loss has terms beside log-probabilities and entropies
+    hooked: Limit | None = None  # on some rank, gradients run through hooks of the loop
+    dr_grpo_fix: str = ""  # a hint: what to set so that the loss is Dr-GRPO's. What it is, its weights say

@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from rl_training.statistics.estimate import Estimate, stderr_limit
+from rl_training.statistics.limit import Limit
+from rl_training.step.limits import NOT_FINITE
 
 # What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
 LENGTH_AND_REWARD = "length_and_reward"  # the two numbers of this quantity
-NO_TOKENS = "no response of this step has a token of the policy"
-NOT_FINITE = "the gradient or the update is not finite"
+SPLIT_WITHOUT_ERROR = Limit(
+    "split_without_error",
+    "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
+)
 NO_ERROR = {
-    "reuse": "no error bar: the same-batch product is biased",
-    "layer": "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
-    "kind": "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
+    "reuse": Limit("biased", "no error bar: the same-batch product is biased"),
+    "layer": SPLIT_WITHOUT_ERROR,
+    "kind": SPLIT_WITHOUT_ERROR,
 }
 
 
@@ -31,13 +35,13 @@ class Quantity:
     value: Tensor  # (2,)
     stderr: Tensor  # (2,)
     about_step: int  # the step that it refers to
-    reason: str = ""  # why it is missing, if it is
+    reason: str = ""  # why it is missing, if it is: a Limit
     # (2,): batches of equal variance that the error is from, Satterthwaite's
     batches: Tensor = field(default_factory=lambda: torch.ones(2))
     stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
     remark: str = ""  # on a value or an error bar that is there, or why the bar alone is not
 
-    def masked_if(self, reason: str) -> Quantity:
+    def masked_if(self, reason: str | None) -> Quantity:
         """Returns this quantity, but nan with the reason if there is one."""
         if not reason:
             return self
@@ -46,8 +50,7 @@ class Quantity:
 
     def estimates(self, num_folds: int) -> list[Estimate]:
         """Returns the two numbers as a probe answers them; an error bar takes enough folds."""
-        no_error = NO_ERROR.get(self.name.split("/")[0], "")
-        no_error = no_error or stderr_limit(num_folds)
+        no_error = NO_ERROR.get(self.name.split("/")[0]) or stderr_limit(num_folds)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""

@@ -20,16 +20,14 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import response_index
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.policy.scores import Scores
+from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
+from rl_training.step.limits import OTHER_SCORES
 
 LIMIT, LIMIT_ROUNDED = 0.002, 0.05  # nats per token, of the mean difference; the second where training rounds
 NOISES = 3.0  # so many times the mean difference that noise makes are allowed beside
 ROWS = 8  # of each process, that are scored twice more
 SEED = 24  # of what these draw: any but training's own
-DIFFER = (
-    " (training's {what} are {off:.2g} nats per token off those that probes calculate with the same weights at "
-    "temperature={temperature:g}, and up to {limit:.2g} could be rounding)"
-)
 OF_ROTARY_TABLES = (
     "the model's rotary tables depend on the longest row of a batch (rope_type dynamic or longrope), and probes have "
     "other batches: keep prompts and responses within its original_max_position_embeddings, or use another rope_type"
@@ -61,21 +59,22 @@ class ScoreCheck:
         for part in self._policy.in_batches(rows, max(map(len, self._batch.microbatch_rows))):
             self.add(part, self._policy.scorer.score(self._batch.rollout, part, graph=False))
 
-    def limit(self, reduce: Callable[[Tensor], Tensor]) -> str:
-        """Returns why the scores of all processes are not training's, "" if they are. A collective."""
+    def limit(self, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
+        """Return the limit of a step whose scores on all processes are not training's, or None. A collective."""
         off, limit = _means(reduce(self._sums)), torch.full((2,), LIMIT, dtype=torch.float64)
         if bool((off <= limit).all()):
-            return ""
+            return None
         if self._policy.scorer.training_rounding:
             limit += LIMIT_ROUNDED - LIMIT
         if bool((off > limit).any()):
             limit += NOISES * torch.stack([_means(reduce(sums)) for sums in self._noises()]).amax(dim=0)
         differing = (off > limit).tolist()
         if not any(differing):
-            return ""
+            return None
         number = differing.index(True)
         cause = OF_ROTARY_TABLES if depends_on_longest_row(self._policy.model) else OF_THE_LOOP
-        return cause + DIFFER.format(
+        return OTHER_SCORES.filled(
+            cause=cause,
             what=("log-probabilities", "entropies")[number],
             off=float(off[number]),
             temperature=self._policy.scorer.temperature,

@@ -36,9 +36,10 @@ from rl_training.parallel.sharding import Shard
 from rl_training.policy.rollout import Origin
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
 from rl_training.statistics.estimate import Estimate, stderr_limit
+from rl_training.statistics.limit import Limit
 from rl_training.step.batch import LossSettings
 from rl_training.step.data import EntropySettings, Step
-from rl_training.step.limits import ONE_RESPONSE, Fixes
+from rl_training.step.limits import ONE_FOLD, Fixes, Limits
 from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
@@ -51,7 +52,8 @@ def step() -> Step:
 
 def test_products_by_folds_take_four_folds(step: Step) -> None:
     steps = [dataclasses.replace(step, fold_sizes=step.fold_sizes[:n]) for n in (3, 4)]
-    assert [paired_effects_limit(each, "") for each in steps] == [stderr_limit(3), ""]
+    off_policy = Limit("off_policy", "")
+    assert [paired_effects_limit(each, off_policy) for each in steps] == [stderr_limit(3), None]
 
 
 def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
@@ -73,12 +75,10 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         shape, ranks = SimpleNamespace(responses_per_prompt=2), Ranks(2, reduce, rank)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(
-            shape=shape, ranks=ranks, fixes=Fixes(), no_fresh_responses="", dr_grpo=True, shard=shard
-        )
+        loop: Any = SimpleNamespace(shape=shape, ranks=ranks, fixes=Fixes(), limits=Limits(), dr_grpo=True, shard=shard)
         rollout: Any = SimpleNamespace(prompt_index=torch.tensor([0, 0, 1, 1]), num_sequences=4, origin=Origin())
         step = StepRecorder(1, [], plan_folds([4], 2, 2), sizes=[4], responses_per_prompt=2, rollouts=[rollout])
-        why = step.limits(loop, learned={1} if rank == 0 else set(), mismatch="")
+        why = step.limits(loop, learned={1} if rank == 0 else set(), mismatch=None)
         return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
 
     assert [each.tolist() for each in on_two_ranks(found)] == [[False, False, True]] * 2
@@ -89,9 +89,10 @@ def measured(probes: list[Probe], responses_per_prompt: int = G_OF_LOOP, **setti
     torch.manual_seed(0)
     model = load_tiny()[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    size = settings.pop("microbatch_size", MICROBATCH)
     loop = measured_loop(
-        model, optimizer, probes, responses_per_prompt=responses_per_prompt, microbatch_size=MICROBATCH,
-        microbatches=PROMPTS * G_OF_LOOP // MICROBATCH, max_grad_norm=plain_loop.CLIP, dr_grpo=True, **settings,
+        model, optimizer, probes, responses_per_prompt=responses_per_prompt, microbatch_size=size,
+        microbatches=PROMPTS * G_OF_LOOP // size, max_grad_norm=plain_loop.CLIP, dr_grpo=True, **settings,
     )  # fmt: skip
     return plain_loop.train(model, optimizer, loop, steps=2)
 
@@ -103,7 +104,7 @@ def test_single_responses_have_no_entropy_gradient_and_say_why_and_training_goes
 
     monkeypatch.setattr(plain_loop, "rollout_of", each_a_prompt)
     _, found = measured([SimpleEntropyProbe(), MeasuredStepProbe(), GradientNoiseScaleProbe()], responses_per_prompt=1)
-    assert found["delta_h/forward"].reason == found["measured/delta_h"].reason == ONE_RESPONSE
+    assert found["delta_h/forward"].code == found["measured/delta_h"].code == "one_response"
     assert found["gns/trace"].value > 0
 
 
@@ -259,4 +260,20 @@ def test_a_noise_scale_that_one_fold_does_not_have_is_said_when_training_begins(
     model = load_tiny()[0]
     shape = {"responses_per_prompt": 8, "microbatch_size": 64, "microbatches": 1}
     with measured_loop(model, torch.optim.AdamW(model.parameters()), [GradientNoiseScaleProbe()], **shape):
-        assert caplog.messages[0].startswith("no noise scale: a step is one fold, and has no scatter; use smaller")
+        assert caplog.messages[0].startswith(f"no noise scale: {ONE_FOLD.message}: use smaller")
+
+
+def test_the_announcement_and_the_estimates_of_a_step_have_the_same_limits(caplog: pytest.LogCaptureFixture) -> None:
+    """Responses to one prompt, and samples of another policy: said once at the start, and at each estimate."""
+    short = {"responses_per_prompt": G_OF_LOOP, "microbatch_size": G_OF_LOOP, "microbatches": 1}
+    for settings, code in (({}, "one_fold"), ({"sampling_mismatch": "top-p cuts them"}, "sampling_mismatch")):
+        caplog.clear()
+        model = load_tiny()[0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        loop = measured_loop(
+            model, optimizer, [SimpleEntropyProbe()], max_grad_norm=plain_loop.CLIP, **short, **settings
+        )
+        first, *_ = plain_loop.train(model, optimizer, loop, steps=1, size=G_OF_LOOP, count=1)
+        limit = first["delta_h/forward"]
+        assert limit.code == code
+        assert limit.reason in "\n".join(caplog.messages)

@@ -15,7 +15,6 @@ from trl import GRPOTrainer
 
 from rl_training import Rollout, attach
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.entropy.length_and_reward import NO_MULTIPLE
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, zero_advantage_share
@@ -73,7 +72,7 @@ def test_every_probe_measures_a_step_whose_tokens_have_advantages_of_their_own(m
     sizes = (step.batch.rollout.token_advantages.double().abs() * mask).sum(dim=1)
     for name, weights in {"ess/token_weight": sizes, "ess/advantage": sizes / mask.sum(dim=1)}.items():
         assert found[name].value == pytest.approx(float(weights.sum() ** 2 / weights.square().sum()), rel=1e-6)
-    assert found["delta_reward/forward"].reason == NO_MULTIPLE
+    assert found["delta_reward/forward"].code == "other_loss"
     for name in ("delta_h/forward", "intervention/psr/delta_h", "intervention/psr/delta_reward", "covariance/token"):
         assert math.isfinite(found[name].value), name
     # Positive tokens alone and negative ones alone are all of the loss.

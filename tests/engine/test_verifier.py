@@ -104,12 +104,15 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+CODES = {"gradient_mismatch", "gradient_in_parts", "not_the_formula", "edited_weights", "hooked"}
+
+
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(wrong: dict[str, Any]) -> None:
     last = estimates(**wrong)[-1]
     for name in ("delta_h/forward", "intervention/lr:0.5/delta_h"):
         assert math.isnan(last[name].value)
-        assert re.search("gradient differs|not the optimizer's formula|weights were changed|hooks", last[name].reason)
+        assert last[name].code in CODES
     assert last["entropy/token"].value > 0.0 or last["entropy/token"].reason == last["delta_h/forward"].reason
 
 
@@ -187,13 +190,13 @@ def test_norms_alone_are_held_against_the_gradient_of_the_step_too(name: str) ->
     probe = [GradientNoiseScaleProbe()]
     right, wrong = (estimates(probes=probe, **action)[-1]["gns/trace_step"] for action in ({}, WRONG[name]))
     assert right.value > 0
-    assert "differs from that of the microbatches" in wrong.reason
+    assert wrong.code == "gradient_mismatch"
 
 
 def test_weights_that_become_no_numbers_are_no_step_of_the_optimizer() -> None:
     first, _ = estimates(late=each_weight(lambda weight: torch.full_like(weight, math.nan)))
     assert first["step/formula_error"].value == math.inf
-    assert "step/formula_error" in first["delta_h/forward"].reason
+    assert first["delta_h/forward"].code == "not_the_formula"
 
 
 def test_a_right_loop_is_the_formula_to_rounding() -> None:

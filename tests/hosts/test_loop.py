@@ -49,7 +49,7 @@ from rl_training.probes import (
 )
 from rl_training.records.jsonl import Records, read_estimates
 from rl_training.step.batch import Correction, LossSettings
-from rl_training.step.limits import REUSED, Fixes
+from rl_training.step.limits import REUSED, Fixes, Limits
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
@@ -587,15 +587,13 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
     for own in (Fixes(), Fixes("do this", "do that"), of_trl):
         shape = SimpleNamespace(responses_per_prompt=4)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(
-            fixes=own, no_fresh_responses="", shape=shape, ranks=all_ranks(), shard=shard, more_folds=str
-        )
+        loop: Any = SimpleNamespace(fixes=own, limits=Limits(), shape=shape, ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = StepRecorder(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
-        why = step.limits(loop, set(), mismatch="")
+        why = step.limits(loop, set(), mismatch=None)
         reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {own.whole_prompts}") for reason in reasons)
-        assert why.another_loss == own.dr_grpo
+        assert why.dr_grpo_fix == own.dr_grpo
         assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (own is of_trl)
 
 

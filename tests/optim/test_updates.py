@@ -23,6 +23,7 @@ from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.jackknife import identity
 from rl_training.step.data import EntropySettings
+from rl_training.step.limits import STEP_NOT_MEASURED
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # entries that are joined at most, here
@@ -161,20 +162,20 @@ def history_of(entries: int) -> PreviousUpdate:
 
 def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
     history, update, nowhere = history_of(3), [torch.tensor([1.0, -2.0, 0.5])], {"w": torch.zeros(3)}
-    assert "first measured step" in history.limit(1)
+    assert history.limit(1).code == "first_step"
     history.keep(4, update, nowhere)
     resumed = history_of(3)
     resumed.load_state_dict(history.state_dict())
     for kept in (history, resumed):
         assert kept.before(5)[0].tolist() == [1.0, -2.0, 0.5]
-        assert kept.limit(5) == ""
+        assert kept.limit(5) is None
         assert kept.before(6) is None
-        assert "step 5 was not measured" in kept.limit(6)
+        assert kept.limit(6) == STEP_NOT_MEASURED.filled(step=5)
     with pytest.raises(ValueError, match="not of the 2 numbers that are trained"):
         history_of(2).load_state_dict(history.state_dict())
     resumed.load_state_dict({})
     assert resumed.before(5) is None
-    assert "first measured step" in resumed.limit(5)
+    assert resumed.limit(5).code == "first_step"
 
 
 def test_averaged_errors_that_another_version_has_written_are_refused_in_one_line() -> None:

@@ -16,6 +16,7 @@ from rl_training.engine.recorder import StepRecorder
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Origin, Rollout, join_origins
 from rl_training.policy.scores import Scores
+from rl_training.statistics.limit import Limit
 
 IDS = torch.ones(2, 3, dtype=torch.long)
 OWN = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
@@ -78,6 +79,7 @@ def test_what_one_process_knows_or_lacks_holds_on_all(of_second_rank: Rollout, e
 
 
 def test_what_is_said_of_one_microbatch_s_origin_is_said_of_the_step() -> None:
-    parts = [Origin(), Origin("drawn elsewhere", "", True), Origin("", "unlike", False)]
-    assert join_origins(parts) == Origin("drawn elsewhere", "unlike", True)
+    drawn, unlike = Limit("not_generated", "drawn elsewhere"), Limit("uneven_prompts", "unlike")
+    parts = [Origin(), Origin(drawn, None, True), Origin(None, unlike, False)]
+    assert join_origins(parts) == Origin(drawn, unlike, True)
     assert join_origins([Origin()] * 2) == Origin()

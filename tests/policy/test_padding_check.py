@@ -66,7 +66,7 @@ def test_one_token_that_is_far_off_is_no_reason() -> None:
     """Of 1000 tokens, by 5: the mean is .005."""
     padded = torch.zeros(SEQUENCES, TOKENS)
     padded[1, 17] = -5.0
-    assert answer(Said(padded)) == ""
+    assert answer(Said(padded)) is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_mean_decides_and_weights_below_fp32_have_more_of_it(
 def test_what_stands_behind_the_end_of_a_response_does_not_count() -> None:
     padded = torch.full((SEQUENCES, TOKENS), torch.nan)
     padded[:, 0] = 0.0
-    assert answer(Said(padded, mask=(torch.arange(TOKENS) < 1).expand(SEQUENCES, -1).long())) == ""
+    assert answer(Said(padded, mask=(torch.arange(TOKENS) < 1).expand(SEQUENCES, -1).long())) is None
 
 
 class Scoring(Policy):
@@ -101,7 +101,7 @@ def absolute() -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("model", "reason"), [(lambda: load_tiny()[0], ""), (absolute, PADDING_MATTERS)])
+@pytest.mark.parametrize(("model", "reason"), [(lambda: load_tiny()[0], None), (absolute, PADDING_MATTERS)])
 def test_absolute_positions_are_told_from_rounding(dtype: torch.dtype, model: Any, reason: str) -> None:
     model = model().to(dtype)
     assert answer(Scoring(model, Scorer(model), 4), rollout=sampled(tokens=60)) == reason
@@ -111,7 +111,7 @@ def test_it_looks_again_at_measured_steps_1_10_and_100_at_the_rows_with_the_most
     policy, check, asked_at = Said(torch.zeros(4, 3)), PaddingCheck(), []
     rollout = sampled(sequences=9)
     for step in range(1, 102):
-        assert check.limit(rollout, policy, one_rank) == ""  # type: ignore[arg-type]
+        assert check.limit(rollout, policy, one_rank) is None  # type: ignore[arg-type]
         if len(policy.asked) > len(asked_at):
             asked_at.append(step)
     assert asked_at == [1, 10, 100]
@@ -140,9 +140,9 @@ def test_a_rank_whose_responses_are_empty_meets_the_other_and_says_the_same(of_o
         answer(rank, send)
     assert len(sent) == 2  # one reduction a rank
     said = {answer(rank, lambda _: torch.stack(sent).sum(dim=0)) for rank in ranks}
-    assert said == {PADDING_MATTERS if matters else ""}
+    assert said == {PADDING_MATTERS if matters else None}
 
 
 def test_empty_responses_everywhere_are_no_reason() -> None:
     zeros = torch.zeros(SEQUENCES, TOKENS)
-    assert answer(Said(zeros, mask=zeros)) == ""
+    assert answer(Said(zeros, mask=zeros)) is None

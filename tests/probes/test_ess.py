@@ -169,7 +169,7 @@ def test_prompts_spread_over_steps_have_no_share_and_say_the_fix(make_trainer) -
     for answer, step in zip(probe.all, probe.steps, strict=True):
         assert step.limits.split_prompts
         assert math.isnan(answer["ess/zero_advantage_prompts"].value)
-        assert "whole_prompts=True" in answer["ess/zero_advantage_prompts"].reason
+        assert answer["ess/zero_advantage_prompts"].code == "split_prompts"
         advantages = step.batch.rollout.advantages.tolist()
         assert answer["ess/advantage"].value == pytest.approx(plain_size(advantages), rel=1e-12)
         assert answer["ess/zero_advantage"].value == advantages.count(0.0) / 32

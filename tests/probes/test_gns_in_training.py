@@ -169,7 +169,7 @@ def test_a_step_that_reuses_responses_is_nan_with_the_reason(make_trainer) -> No
     probe = Answers()
     make_trainer(probes=[probe], num_iterations=2, **FEW).train()
     assert math.isfinite(probe.all[0]["gns/trace_step"].value)
-    assert all(math.isnan(e.value) and "not a fresh sample" in e.reason for e in probe.all[1].values())
+    assert all(math.isnan(e.value) and e.code == "reused" for e in probe.all[1].values())
 
 
 def test_a_later_step_of_a_rollout_that_learns_from_fresh_prompts_is_measured(make_trainer) -> None:
@@ -184,4 +184,4 @@ def test_microbatches_that_mix_prompts_are_nan_with_the_fix(make_trainer) -> Non
     with attach(trainer, probes=[probe], whole_prompts=False):
         trainer.train()
     assert set(SPLIT) < set(probe.all[0])
-    assert all(math.isnan(e.value) and "whole_prompts=True" in e.reason for e in probe.all[0].values())
+    assert all(math.isnan(e.value) and e.code == "mixed_prompts" for e in probe.all[0].values())

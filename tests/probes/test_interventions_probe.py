@@ -321,7 +321,7 @@ def test_too_few_folds_give_no_effect_and_the_reason(make_trainer: Callable[...,
     few, enough = Answers(["lr"], num_folds=2), Answers(["lr"], num_folds=None)
     for probe in (few, enough):
         make_trainer(probes=[probe], max_steps=1).train()
-    assert "needs 4 folds" in few.all[0]["intervention/lr/delta_h"].reason
+    assert few.all[0]["intervention/lr/delta_h"].code == "few_folds"
     assert math.isfinite(enough.all[0]["intervention/lr/delta_h"].value)
 
 

@@ -149,7 +149,7 @@ def test_without_another_sampler_every_ratio_is_one_and_off_policy_they_are_miss
     values = [each.value for each in answers(own).values()]
     assert values == [0, 0, 1, 1, 0, 0]
     later = dataclasses.replace(own, rollout=dataclasses.replace(own.rollout, on_policy=False))
-    assert all("no sampling log-probabilities" in each.reason for each in answers(later).values())
+    assert all(each.code == "no_sampling_logps" for each in answers(later).values())
 
 
 @pytest.mark.parametrize(("top_p", "flagged"), [(0.95, True), (1.0, False)])

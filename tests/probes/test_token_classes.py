@@ -270,7 +270,7 @@ def test_where_no_class_has_a_share_it_is_said_and_tokens_are_counted(
 def test_too_few_folds_for_an_error_give_no_parts_and_the_reason(make_trainer: Callable[..., Any]) -> None:
     probe = Answers(num_folds=2)
     make_trainer(probes=[probe], max_completion_length=8).train()
-    assert "needs 4 folds" in probe.all[-1]["tokens/entropy/middle/delta_h"].reason
+    assert probe.all[-1]["tokens/entropy/middle/delta_h"].code == "few_folds"
 
 
 def in_a_loop(decode: Callable[[Tensor], str] | None) -> dict[str, Estimate]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl.generated import rows_as_bytes
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
+from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.limits import Fixes
 
@@ -188,14 +189,14 @@ def read_rollout(
     on_policy: bool,
     pad_token_id: int | None = None,
     ends: Sequence[int] = (),
-    sampling_mismatch: str | None = None,
+    sampling_mismatch: Limit | Literal[""] | None = None,
 ) -> Rollout:
     """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
 
     on_policy     no optimizer step has learned from them yet, and they are this very policy's
     pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
     ends          tokens that end a response, and the padding token: a response that ends with none is truncated
-    sampling_mismatch  why the responses are no samples of the trainer's policy
+    sampling_mismatch  of responses that are no samples of the trainer's policy; "" of others
     """
     tokens, advantages, old_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(OLD_LOGPS)
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rl_training.statistics.limit import Limit
+
 REMEMBERED = 2**16  # responses of earlier rollouts
 
 
@@ -24,7 +26,7 @@ class Response:
     reward: float | None = None  # nan where no reward function says anything; None where it is not known
     tool_mask: list[int] | None = None  # (T,), 1 on the policy's own tokens; None where all are
     learned: bool = False  # it was in a batch
-    mismatch: str = ""  # why it is no sample of the policy that is scored
+    mismatch: Limit | None = None  # it is no sample of the policy that is scored
 
 
 def key_of(prompt: bytes, completion: bytes) -> bytes:
@@ -57,7 +59,7 @@ class GeneratedResponses:
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
         tool_masks: Sequence[list[int]] | None,
-        mismatch: str = "",
+        mismatch: Limit | None = None,
     ) -> None:
         """Take the tokens of what was just generated, row by row, and why all of it is no sample of the policy."""
         self._order = [

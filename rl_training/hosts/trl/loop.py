@@ -10,7 +10,7 @@ from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_limit, s
 from rl_training.hosts.trl.sharding import shard_of
 from rl_training.parallel.ranks import all_ranks
 from rl_training.step.batch import LossSettings
-from rl_training.step.limits import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS
+from rl_training.step.limits import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Limits
 
 
 def loop_of(
@@ -34,10 +34,12 @@ def loop_of(
         ranks=all_ranks(),
         dr_grpo=settings.is_dr_grpo,
         loss_settings=settings,
-        mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if is_shuffled else "",
-        split_prompts=f"{SPLIT_PROMPTS}: {fixes.whole_prompts}" if is_split else "",
-        reused=REUSED if trainer.num_iterations > 1 else "",
-        sampling_mismatch=sampling_limit(trainer),
-        no_fresh_responses=fresh_responses_limit(trainer),
+        limits=Limits(
+            mixed_prompts=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,
+            split_prompts=SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if is_split else None,
+            reused=REUSED if trainer.num_iterations > 1 else None,
+            sampling_mismatch=sampling_limit(trainer),
+            no_fresh_responses=fresh_responses_limit(trainer),
+        ),
         fixes=fixes,
     )

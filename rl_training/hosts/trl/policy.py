@@ -30,6 +30,8 @@ from rl_training.policy.rng import preserve_rng, seed_torch
 from rl_training.policy.rollout import Rollout, as_rollout, take_rows
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
+from rl_training.statistics.limit import Limit
+from rl_training.step.limits import SAMPLING_MISMATCH
 
 REGEX = "vllm_structured_outputs_regex"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what TRL has settings of its own for
@@ -49,9 +51,22 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
 }
 
 
-STREAM = (
-    "prompts can be drawn at random only from a training set with a length: load it without streaming, or measure "
-    "without fresh samples"
+STREAM = Limit(
+    "streamed",
+    "prompts can be drawn at random only from a training set with a length",
+    fix="load it without streaming, or measure without fresh samples",
+)
+KEEPS_STATE = Limit(
+    "generation_keeps_state",
+    "fresh responses would call the tools, environments or rollout_func once more; if these keep state, training would "
+    "differ from training without probes",
+)
+IMAGES = Limit("images", "fresh responses can only be sampled for text prompts", fix="validate in a run without images")
+OTHER_SAMPLING = Limit(
+    SAMPLING_MISMATCH.code,
+    "{setting} makes the sampled policy differ from the scored one, so its entropy gradient cannot be estimated from "
+    "these samples",
+    fix="set {name}={neutral}",
 )
 SHARE = 1 / 8  # of a GPU's memory: for keys and values of responses that a probe generates
 
@@ -217,8 +232,8 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
 
 
-def sampling_limit(trainer: GRPOTrainer) -> str:
-    """Returns why a response that is sampled now is none of the policy that is scored, with the fix; "" if it is.
+def sampling_limit(trainer: GRPOTrainer) -> Limit | None:
+    """Return the limit of responses that, sampled now, are none of the policy that is scored, or None.
 
     By what generation reads, which a callback may have changed since the trainer was made.
     """
@@ -233,11 +248,8 @@ def sampling_limit(trainer: GRPOTrainer) -> str:
         value = effective.get(key)
         if value is not None and value != neutral:
             place = "" if requested.get(key) == value else f" in {where[key]}"
-            return (
-                f"{key}={value}{place} makes the sampled policy differ from the scored one, so its entropy gradient "
-                f"cannot be estimated from these samples: set {key}={neutral}"
-            )
-    return ""
+            return OTHER_SAMPLING.filled(setting=f"{key}={value}{place}", name=key, neutral=neutral)
+    return None
 
 
 def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str, str]]:
@@ -261,15 +273,10 @@ def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str,
     return effective, where
 
 
-def fresh_responses_limit(trainer: GRPOTrainer) -> str:
-    """Returns why no extra responses can be sampled during training, "" if they can."""
+def fresh_responses_limit(trainer: GRPOTrainer) -> Limit | None:
+    """Return the limit of a trainer that cannot sample extra responses during training, or None."""
     if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
-        return (
-            "fresh responses would call the tools, environments or rollout_func once more; if these keep state, "
-            "training would differ from training without probes"
-        )
+        return KEEPS_STATE
     if not hasattr(trainer.train_dataset, "__len__"):
         return STREAM
-    if trainer._is_vlm:
-        return "fresh responses can only be sampled for text prompts: validate in a run without images"
-    return ""
+    return IMAGES if trainer._is_vlm else None

@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,18 +27,24 @@ from rl_training.policy.padding_check import LIMIT, LIMIT_ROUNDED
 from rl_training.policy.precision import has_dropout
 from rl_training.policy.rollout import Origin, Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
+from rl_training.statistics.limit import Limit
 
-NOT_GENERATED = (
+NOT_GENERATED = Limit(
+    "not_generated",
     "{count} of the {rows} responses in this batch were not generated for it (a replay buffer, demonstrations), and it "
-    "has no log-probabilities of the policy that they are from (old_per_token_logps)"
+    "has no log-probabilities of the policy that they are from (old_per_token_logps)",
 )
-NOT_ALL_KEPT = (
+NOT_ALL_KEPT = Limit(
+    "not_all_kept",
     "the batch has {kept} of the {generated} responses that are generated to a prompt: those that are left were "
-    "chosen, and are no sample of the policy. Keep or leave out whole prompts"
+    "chosen, and are no sample of the policy",
+    fix="keep or leave out whole prompts",
 )
-UNEVEN = (
+UNEVEN = Limit(
+    "uneven_prompts",
     "which responses answer one prompt is not known: the batch has unlike numbers of them to its prompts, or rows with "
-    "images that do not lie as they were generated. Keep or leave out whole prompts"
+    "images that do not lie as they were generated",
+    fix="keep or leave out whole prompts",
 )
 
 
@@ -62,7 +68,8 @@ class Rollouts:
         self._sampled_at = -1  # global_step
         self._is_fresh = True  # all of it was generated for it, as far as that is known
         self._origin = Origin()
-        self._mismatch = ""  # why some of its responses are no samples of the policy that is scored
+        # Of responses that are no samples of the policy that is scored; "" where there are none.
+        self._mismatch: Limit | Literal[""] = ""
 
     def on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
         before = sampling_limit(self._trainer)
@@ -107,7 +114,9 @@ class Rollouts:
         self._settle(output, facts, group, is_measured)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
         said = [response.mismatch for response in responses if response is not None]
-        self._mismatch = max(said, key=len) if said else sampling_limit(trainer)  # by settings, of its own code
+        self._mismatch = (
+            next(filter(None, said), "") if said else sampling_limit(trainer) or ""
+        )  # by settings, of its own code
         self._generated.begin_next(keys)
         keeps_old_logps = batches.steps_per_rollout(trainer.args) > 1 or not self._is_fresh
         if is_measured and trainer.mask_truncated_completions and keeps_old_logps and batches.OLD_LOGPS in output:
@@ -160,12 +169,12 @@ class Rollouts:
         is_even = len(groups) == 1 and groups != {0}
         self.responses_per_prompt = groups.pop() if is_even else expected
         self._is_fresh = not foreign
-        why = ""
+        why = None
         if foreign and not {batches.OLD_LOGPS, batches.SAMPLING_LOGPS} & output.keys():
-            why = NOT_GENERATED.format(count=int(foreign), rows=int(rows))
+            why = NOT_GENERATED.filled(count=int(foreign), rows=int(rows))
         elif self.responses_per_prompt < expected:
-            why = NOT_ALL_KEPT.format(kept=self.responses_per_prompt, generated=expected)
-        uneven = "" if is_even else UNEVEN
+            why = NOT_ALL_KEPT.filled(kept=self.responses_per_prompt, generated=expected)
+        uneven = None if is_even else UNEVEN
         self._origin = Origin(why or uneven, uneven, bool(learned))
         if unrewarded:
             output.pop(batches.REWARD, None)

@@ -35,8 +35,10 @@ from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
+from rl_training.statistics.limit import Limit
+from rl_training.step import limits
 from rl_training.step.batch import LossSettings
-from rl_training.step.limits import Fixes
+from rl_training.step.limits import Fixes, Limits
 
 SETTINGS = "rl_training"  # the key of a batch under which the trainer says what is to be measured
 ENTROPIES = "entropies of probes"  # the key of a model's output where verl has none
@@ -45,7 +47,7 @@ DR_GRPO = (
     "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
     "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff"
 )
-NO_SAMPLE = "fresh responses are needed, and verl's rollout server sleeps while the engine trains"
+NO_SAMPLE = Limit("no_sample", "fresh responses are needed, and verl's rollout server sleeps while the engine trains")
 
 
 class Measurement:
@@ -154,8 +156,9 @@ def _describe_loop(
         ranks=ranks,
         dr_grpo=loss is not None,
         loss_settings=loss,
-        sampling_mismatch=settings["sampling_mismatch"],
-        no_fresh_responses=NO_SAMPLE,
+        limits=Limits(
+            sampling_mismatch=limits.sampling_mismatch(settings["sampling_mismatch"]), no_fresh_responses=NO_SAMPLE
+        ),
         fixes=Fixes(settings["keep_prompts_whole"], DR_GRPO, BATCH, "probes.{name}.num_folds={folds}"),
     )
 

@@ -100,7 +100,7 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
         "rollout": step,
         "fresh": versions == {step - 1},
         "plain_advantages": is_grpo and not algorithm.norm_adv_by_std_in_grpo and not algorithm.use_kl_in_reward,
-        "sampling_mismatch": sampling_limit(rollout) or selection_limit(algorithm),
+        "sampling_mismatch": sampling_mismatch_reason(rollout) or selection_reason(algorithm),
         "max_response_length": config.data.max_response_length,
         "end_tokens": [] if end is None else [end],
         "keep_prompts_whole": what_splits_prompts(config)
@@ -134,8 +134,8 @@ def refuse_what_cannot_be_measured(config: DictConfig) -> None:
         raise UserError("no probe is selected: give probe=all, or run python -m verl.trainer.main_ppo")
 
 
-def sampling_limit(rollout: Any) -> str:
-    """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are."""
+def sampling_mismatch_reason(rollout: Any) -> str:
+    """Return the reason that responses are not sampled from the policy that is scored, with the fix, or ""."""
     for name, neutral in NEUTRAL.items():
         value = rollout.get(name)
         if value is not None and value not in neutral:
@@ -143,8 +143,8 @@ def sampling_limit(rollout: Any) -> str:
     return ""
 
 
-def selection_limit(algorithm: Any) -> str:
-    """Returns why the responses that are trained on are chosen by their ratios, with the fix; "" if they are not."""
+def selection_reason(algorithm: Any) -> str:
+    """Return the reason that responses are chosen for training by their ratios, with the fix, or ""."""
     rejection = OmegaConf.select(algorithm, "rollout_correction.rollout_rs")
     if rejection in (None, "null"):
         return ""

@@ -516,7 +516,7 @@ def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(ma
     trainer.train()
     forward = trainer.attachment.latest["delta_h/forward"]
     assert math.isnan(forward.value)
-    assert re.search("gradient differs|not the optimizer's formula|weights were changed in", forward.reason)
+    assert forward.code in ("gradient_mismatch", "not_the_formula", "edited_weights")
 
 
 def test_weights_that_a_callback_edits_between_steps_are_no_step_of_the_optimizer(make_trainer) -> None:
@@ -545,6 +545,6 @@ def test_a_step_that_the_optimizer_does_not_make_is_noticed_as_left_out(make_tra
     trainer.add_callback(Acting(trainer, "on_train_begin", no_step))
     trainer.train()
     latest = trainer.attachment.latest
-    assert latest["delta_h/forward"].reason == "this step was left out: the optimizer has not changed the weights"
+    assert latest["delta_h/forward"].code == "left_out"
     assert latest["delta_h/backward"].reason.startswith("step 1: this step was left out")
     assert math.isfinite(latest["entropy/token"].value)

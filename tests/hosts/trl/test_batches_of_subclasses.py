@@ -17,7 +17,6 @@ from trl import GRPOTrainer
 from rl_training import attach
 from rl_training.hosts.trl import generated
 from rl_training.hosts.trl.generated import GeneratedResponses
-from rl_training.hosts.trl.rollouts import UNEVEN
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -26,7 +25,6 @@ from rl_training.probes import (
     SamplerProbe,
     SimpleEntropyProbe,
 )
-from rl_training.step.limits import NO_REWARDS, OTHER_SIZES, REUSED
 
 G = 4
 # Eight microbatches of one prompt each.
@@ -101,7 +99,7 @@ def test_replayed_responses_have_their_own_rewards_and_are_weighed_by_the_log_pr
     assert [step.batch.rollout.on_policy for step in steps] == [True, False]
     assert steps[0].batch.rollout.sampling_logps is None
     for name in ("delta_h/forward", "delta_h/backward", "intervention/lr/delta_h"):
-        assert found[name].reason == REUSED
+        assert found[name].code == "reused"
 
 
 def test_replayed_responses_without_log_probabilities_are_a_sample_of_no_known_policy(make_trainer: Any) -> None:
@@ -143,7 +141,7 @@ def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(
     """What describes the batch and its gradient is measured, from the folds that the smaller batch has."""
     found, steps = measured(keeps(make_trainer, shortest_half))
     for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "ess/importance", "measured/delta_h"):
-        assert found[name].reason.startswith("the batch has 2 of the 4 responses")
+        assert found[name].code == "not_all_kept"
     for name in ("entropy/visited_prefixes", "ess/zero_advantage_prompts", "gns/trace_step"):
         assert math.isfinite(found[name].value)
     assert steps[-1].fold_sizes.tolist() == [2.0] * 8
@@ -168,7 +166,7 @@ def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(m
 def test_prompts_with_unlike_numbers_of_responses_are_named(make_trainer: Any) -> None:
     found, _ = measured(keeps(make_trainer, unlike_numbers))
     for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
-        assert found[name].reason == UNEVEN
+        assert found[name].code == "uneven_prompts"
     assert math.isfinite(found["ess/zero_advantage"].value)
 
 
@@ -233,7 +231,7 @@ def test_a_batch_that_a_subclass_makes_anew_keeps_its_prompts_and_knows_no_rewar
     plain, other = (measured(make_trainer(kind, **STEP | {"max_steps": 1}))[0] for kind in (GRPOTrainer, Anew))
     for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
         assert other[name].value == pytest.approx(plain[name].value, rel=1e-6)
-    assert other["delta_reward/forward"].reason == NO_REWARDS
+    assert other["delta_reward/forward"].code == "no_rewards"
 
 
 def test_microbatches_of_sizes_that_nobody_foretold_have_no_folds_and_training_goes_on(make_trainer: Any) -> None:
@@ -247,7 +245,7 @@ def test_microbatches_of_sizes_that_nobody_foretold_have_no_folds_and_training_g
     found, steps = measured(make_trainer(Shrinks, **settings))
     assert steps[-1].batch.rollout.num_sequences == 28
     for name in ("delta_h/forward", "gns/trace_step"):
-        assert found[name].reason == OTHER_SIZES
+        assert found[name].code == "other_sizes"
     assert math.isfinite(found["entropy/token"].value)
 
 

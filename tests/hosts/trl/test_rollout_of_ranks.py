@@ -24,7 +24,7 @@ NONE: Any = None
 
 @pytest.fixture(autouse=True)
 def sampled_as_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "sampling_limit", lambda trainer: "")
+    monkeypatch.setattr(module, "sampling_limit", lambda trainer: None)
 
 
 def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int = 4) -> Rollouts:
@@ -113,7 +113,7 @@ def test_prompts_rewards_and_origins_are_those_of_the_rows_that_arrive(
     assert (found.prompt_index - 6).tolist() == prompts
     assert rollouts.responses_per_prompt == group
     assert (None if found.rewards is None else found.rewards.tolist()) == rewards
-    assert found.origin.sample_limit.startswith(why)
+    assert (found.origin.sample_limit or "").startswith(why)
     assert bool(found.origin.sample_limit) == bool(why)
 
 

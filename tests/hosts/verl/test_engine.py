@@ -167,7 +167,7 @@ def test_a_second_step_on_a_rollout_is_off_policy_and_is_still_measured(ranks: C
 def test_responses_learned_from_again_are_named_with_verl_s_own_setting(ranks: Callable[..., Any]) -> None:
     forward = ranks("two_epochs_1")[0]["latest"]["delta_h/forward"]
     assert math.isnan(forward.value)
-    assert "ppo_epochs > 1" in forward.reason
+    assert forward.code == "reused"
 
 
 def test_interventions_are_predicted_on_the_loss_of_verl(ranks: Callable[..., Any]) -> None:
