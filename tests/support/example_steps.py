@@ -27,7 +27,7 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, Step
-from rl_training.step.limits import Limits
+from rl_training.step.limits import ONE_FOLD, Limits
 from rl_training.step.needs import Need
 
 ALONE = Ranks(1, lambda tensor: tensor)
@@ -102,7 +102,7 @@ def step_of(
         ranks=ranks,
         folds=[FoldGroup(range(k, k + 1), (0,) * ranks.count, (own,)) for k, own in enumerate(microbatch_rows)],
         fold_sizes=torch.full((microbatches,), float(size * ranks.count), dtype=torch.float64),
-        limits=Limits(),
+        limits=Limits(one_fold=ONE_FOLD.filled(more="more") if microbatches < 2 else None),
     )
     if memory is None:
         return step
