@@ -151,7 +151,7 @@ def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
         floors.append({"setting": setting, "reward": untrained(lines, setting)["reward"]})
     axes = {
         "x": {"field": "rate", "type": "quantitative", "scale": {"type": "log"}, "title": "start rate",
-              "axis": {"format": ".0e", "values": sorted({point["rate"] for point in points})[::2], "grid": False}},
+              "axis": {"format": "~e", "values": sorted({point["rate"] for point in points})[::2], "grid": False}},
         "y": {"field": "reward", "type": "quantitative", "title": "held-out reward", "scale": {"zero": True}},
     }  # fmt: skip
     colors = {"domain": ["fixed rate", "bounded step"], "range": [GREY, BLUE]}
