@@ -1,9 +1,9 @@
 """The effect of changing a step: products of each fold's directions with the difference of the two steps.
 
-    Δ_(−k) = δθ_(−k)(changed) − δθ_(−k)          both made by the other folds alone, each with its own clipping
+    Δ_(−k) = δθ_(−k)(changed) − δθ_(−k)          both from the other folds alone, each with its own clipping
 
-A change gives the step another gradient, (1 + a) g + b D, where D is the gradient of further weights on the same
-scores (a basis), other learning rates, or another threshold of clipping. One basis serves all its multiples.
+A change gives the step another gradient, (1 + a) g + b D, another learning rate, or another clipping threshold. D is
+the gradient of further weights on the same scores, a basis; one basis serves all its multiples.
 """
 
 from __future__ import annotations
@@ -22,40 +22,46 @@ from rl_training.optim.updates import Entries, OptimizerPiece, clipping
 from rl_training.parallel.vectors import Vector, dots
 from rl_training.step.data import Step
 
-CHUNK_BYTES = 2**28  # bytes of bases' rows that are held together
-SHARE_OF_GPU = 1 / 32  # the same on a GPU, of its memory
-ROUNDING = 1e-11  # of a sum of squares of weights in fp32: what they may be off a multiple
+CHUNK_BYTES = 2**28  # bytes of bases' rows to hold at once
+SHARE_OF_GPU = 1 / 32  # the same on a GPU, as a share of its memory
+ROUNDING = 1e-11  # relative error of a sum of squares of fp32 weights within which they count as multiples
 
 
 @dataclass(frozen=True)
 class Change:
-    """How the step is changed. By default, not at all."""
+    """A change of the step; the defaults change nothing."""
 
-    gradient: float = 0.0  # a
-    basis: float = 0.0  # b
-    lr_factor: float = 1.0
-    max_grad_norm: float | None = None  # None: as it is
+    gradient: float = 0.0  # a, of the step's own gradient
+    basis: float = 0.0  # b, of the basis D
+    lr_factor: float = 1.0  # of all learning rates
+    max_grad_norm: float | None = None  # clipping threshold; None: the step's own
 
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction of each fold, factor · rows, and where it is given that of all folds, factor · mean."""
+    """A direction X of each fold, factor · rows, and of all folds, factor · mean."""
 
-    rows: Vector  # (F, n) of each bucket
-    mean: Entries | None = None  # Σ n_k rows_k / Σ n_k, where the step is not taken as given
+    rows: Vector  # (F, n) per bucket
+    mean: Entries | None = None  # Σ n_k rows_k / Σ n_k; None: leave-one-out corrections of the step are not needed
     factor: float = 1.0
 
 
 def changes_by_basis(
     further: Mapping[str, Tensor], plain: Tensor | None, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, Change], dict[str, dict[str, Change]]]:
-    """Return the changes that need no basis, by name, and by the name of each whose weights are a basis those of it.
+    """Find out which changed losses share a basis, from their weights. A collective, alike on all ranks.
 
-    further  what each adds to the `plain` weights, of the same shape. A collective: the same on all ranks
-    plain    whose gradient is the step's own; None where the step's has other terms too
+    A multiple of the loss needs no basis. Positive samples only and negative samples only share one basis; bonuses of
+    any strength share another.
 
-    The loss scaled as a whole needs no basis. Positive samples alone and negative ones alone share one, a bonus of any
-    strength another. This is found from the weights.
+    Args:
+        further: what each changed loss adds to the `plain` weights, of the same shape, by name.
+        plain: weights whose gradient is the step's own; None where the step's loss has other terms too.
+        reduce: sums a tensor over the processes.
+
+    Returns:
+        The changes that need no basis, by name; and for each basis, under the name of the loss that gives it, the
+        changes that are multiples of it, by name.
     """
     without_basis: dict[str, Change] = {}
     by_basis: dict[str, dict[str, Change]] = {}
@@ -78,10 +84,13 @@ def changes_by_basis(
 
 
 def multiples(products: Tensor, row: int, indices: Sequence[int], rounding: float = ROUNDING) -> list[float] | None:
-    """Return the factors with which a vector is a sum of multiples of others; None if it is not.
+    """Return the factors of vector `row` as a linear combination of other vectors; None if it is none.
 
-    products  the inner products of all vectors        row, others  their numbers
-    rounding  of its square: what it may be off
+    Args:
+        products: (n, n), the inner products of all vectors.
+        row: index of the vector.
+        indices: of the other vectors.
+        rounding: the largest squared distance from a combination, relative to the vector's square norm.
 
     >>> vectors = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [3.0, -1.0, 6.0]], dtype=torch.float64)
     >>> [round(factor, 9) for factor in multiples(vectors @ vectors.T, 2, [0, 1])]
@@ -97,10 +106,10 @@ def multiples(products: Tensor, row: int, indices: Sequence[int], rounding: floa
 
 
 def iter_basis_gradients(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
-    """Yield the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
+    """Yield (index, per-fold gradient) for each weighting, in the same order on all ranks, index 0 first. A collective.
 
-    The first comes first. A forward pass over the sequences with any weight, and a backward. Weights on at least half
-    of all such sequences share their forward passes, as many as fit. A collective.
+    Each takes forward passes and backwards over the sequences with any weight. Weightings that cover at least half of
+    all such sequences share forward passes, as many as fit into memory.
     """
     if not weights:
         return
@@ -132,7 +141,7 @@ def _bytes_at_once(device: torch.device) -> int:
 
 
 def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
-    """Return the mean gradient of each fold, (F, n) of each bucket, for each of these weights."""
+    """Return each fold's mean gradient, (F, n) per bucket, for each weighting. A collective."""
     layout = step.gradients.layout
     batch = step.batch
     rows_of_weights = [layout.zeros(batch.num_folds) for _ in weights]
@@ -145,21 +154,27 @@ def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
 
 
 def rows_with_weight(weights: Sequence[LossWeights]) -> Tensor:
-    """Return the sequences that have any of these weights, (B,)."""
+    """Return which sequences have a weight that is not 0, (B,) bool."""
     parts = [part for weight in weights for part in (weight.logps, weight.entropies) if part is not None]
     return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
 
 
 class ChangedSteps:
-    """The steps without each fold and what they would be with changes that share a basis.
+    """The steps without each fold, as they are and with changes that share a basis.
 
-    Tables have a row for each fold that is left out, and last one for the whole step.
+    Tables have a row for each fold that is left out, and a last row for the whole step.
     """
 
     def __init__(
         self, plain: LeaveOneOutUpdates, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
     ) -> None:
-        """basis: the gradient of further weights, D. A collective, as is `products`."""
+        """Calculate the gradients' inner products. A collective, as is `products`.
+
+        Args:
+            plain: the steps as they are.
+            reduce: sums a tensor over the processes.
+            basis: D, the gradient of further weights.
+        """
         self._plain = plain
         self._reduce = reduce
         self._pieces = plain.pieces.halved()
@@ -170,10 +185,15 @@ class ChangedSteps:
     def products(
         self, changes: Sequence[Change | None], directions: Sequence[Direction]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return X_k · Δ_(−k) of each fold and Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ) without each, both (F, directions).
+        """Return the products of each change with each direction X, by fold. A collective.
 
-        For each change, and each direction X; the second is 0 of a direction without a mean. A change of None is the
-        plain step itself, δθ in the place of Δ.
+        Args:
+            changes: None stands for the step itself, with δθ in place of Δ.
+            directions: X.
+
+        Returns:
+            For each change, X_k · Δ_(−k) of each fold k, and the correction Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ)
+            of each fold l, both (F, directions). The correction is 0 for a direction without a mean.
         """
         of_fold, corrections = (
             self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2)
@@ -198,11 +218,11 @@ class ChangedSteps:
         return list(zip(*parts, strict=True))
 
     def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:
-        """Return those of the step and of the basis, not clipped, (F + 1, n) each."""
+        """Return the gradients of the step and of the basis in a piece, before clipping, (F + 1, n) each."""
         return [torch.cat([term.without(EVERY_FOLD, piece), piece.of(term.mean)[None]]) for term in self._terms]
 
     def _inner_products(self) -> Tensor:
-        """Return (F + 1, s, s): g · g, and with a basis g · D and D · D."""
+        """Return the inner products g · g and, with a basis, g · D and D · D, (F + 1, s, s). A collective."""
         count = len(self._terms)
         squares = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
         for piece in self._pieces:
@@ -213,7 +233,7 @@ class ChangedSteps:
         return self._reduce(squares)
 
     def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        """Return the steps that the optimizer makes of the changed gradients in this piece, (F + 1, n)."""
+        """Return the optimizer's steps with the changed gradients in a piece, (F + 1, n)."""
         shares = [1.0 + change.gradient, change.basis][: len(gradients)]
         vector = self._squares.new_tensor(shares)
         square = (self._squares @ vector @ vector).clamp(min=0.0)  # below 0 by rounding only
@@ -227,12 +247,12 @@ class ChangedSteps:
 
 
 class GradientParts(ChangedSteps):
-    """The part of each step that comes from a basis, as a summand of its fresh gradient.
+    """The part of each step that comes from one summand of its gradient, the basis.
 
-        a_(−k) D_(−k),      a the factor on the gradient: of AdamW −lr P (1−β1)/(1−β1^t), clipping included
+        a_(−k) D_(−k),      a the factor of the gradient in the step: for AdamW −lr P (1−β1)/(1−β1^t), with clipping
 
-    a is the plain step's, so parts of bases that add up to g add up to the part of g, which is the one without a basis.
-    `products([None], …)` are products with these parts.
+    a is the plain step's, so the parts of bases that add up to g add up to the part of g, which is the part without a
+    basis. `products([None], …)` are products with these parts.
     """
 
     def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:

@@ -1,8 +1,8 @@
-"""The entropy gradient of each fold of a step, by a small forward and backward over some responses of every prompt.
+"""The entropy gradient of each fold of a step, from a small forward and backward over some responses of every prompt.
 
-Where the responses come from another sampler μ — an engine with other numerics, or older weights —, each token is
-weighed by the ratio of its prefix, ρ_ik = exp Σ_{j<k} log π(t_ij) − log μ(t_ij), normalised at each position over all
-sequences: entropy/weights.py. On-policy ρ = 1.
+Where the responses come from another sampler μ, such as an engine with other numerics or older weights, each token is
+weighted by the ratio of its prefix, ρ_ik = exp Σ_{j<k} log π(t_ij) − log μ(t_ij), normalised at each position over all
+sequences (entropy/weights.py). On-policy, ρ = 1.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rl_training.step.score_check import ScoreCheck
 
 
 def prefix_ratios(step: Step) -> PrefixRatios | None:
-    """Return the ratios of prefixes to the sampler, normalised over all sequences of the step; None where all are 1.
+    """Return the prefix ratios to the sampler, normalised over all sequences; None where all are 1. A collective.
 
-    Those of the widest process in width. A collective.
+    Tables are as wide as the widest process's.
     """
     logs = step.batch.log_ratios()
     mask = step.batch.scores.mask
@@ -36,10 +36,10 @@ def prefix_ratios(step: Step) -> PrefixRatios | None:
 
 
 def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
-    """Return (F, 3): the sequences of each fold, Σ ρh and Σ ρ over their tokens. A collective.
+    """Return each fold's number of sequences, Σ ρh and Σ ρ over their tokens, (F, 3). A collective.
 
-    What a sequence does to the normaliser of position k, (1 − ρ_ik) times the mean there, is in its row for the sake of
-    errors, and adds up to 0 over all.
+    A sequence's effect on the normaliser of position k, (1 − ρ_ik) times the mean there, is in its fold's row, so that
+    the jackknife accounts for it. These effects add up to 0 over all sequences.
     """
     exact = step.batch.scores.exact()
     entropies = exact.entropies
@@ -59,15 +59,21 @@ def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
 def fold_gradients(
     step: Step, ratios: PrefixRatios | None, level: float, settings: EntropySettings, check: ScoreCheck
 ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
-    """Yield X of the folds of each group, (folds, n) of each bucket, from some responses of each of its prompts.
+    """Yield each group of folds with its entropy gradients X. A collective.
 
-    One or two directions, each a mean over the fold's responses: ∂H_seq − H_tok ∂E[T], and ∂H_seq; baselines use all
-    responses of a prompt. A collective.
+    It takes a small forward pass, and a backward for each direction, over some responses of each prompt; baselines use
+    all responses of a prompt. `.grad` and the loop's own reduction are not touched.
 
-    level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
-    check  takes all scores that X is made of
+    Args:
+        step: the step.
+        ratios: prefix ratios to the sampler; None: all are 1.
+        level: H_tok of the whole step; with it, E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes one backward.
+        settings: how many responses of a prompt to use, and whether X per sequence is wanted.
+        check: receives all scores that X is made of.
 
-    A small forward pass and a backward for each direction; `.grad` and a loop's own reduction are not touched.
+    Yields:
+        A group and its directions, (folds, n) per bucket: ∂H_seq − H_tok ∂E[T] and, per sequence, ∂H_seq, each a mean
+        over the fold's responses.
     """
     batch = step.batch
     gradients = step.gradients
@@ -91,12 +97,12 @@ def fold_gradients(
 
 
 def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
-    """Yield the chosen rows of each group of folds, in as many parts on every process, of which some may be empty.
+    """Yield each group of folds with the chosen rows in its folds, in equally many parts on every process.
 
-    Rows go by the fold that they are in, wherever they lie. The passes of the groups follow one another. A collective,
-    once.
+    Parts may be empty. Rows belong to the group that has their fold, wherever they lie. One collective, at the start.
 
     Args:
+        step: the step.
         chosen: (B,) bool.
     """
     batch = step.batch
@@ -120,11 +126,16 @@ def add_gradients(
     rollout: Rollout | None = None,
     check: ScoreCheck | None = None,
 ) -> None:
-    """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target, for its weights. A collective.
+    """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target. A collective.
 
-    rows    of this process; where there are none it runs the passes as the others do, with weight 0
-    shares  (B, 1)            rollout  whose rows they are, where it is not the step's
-    check   takes the scores, where they are of the step's
+    Args:
+        step: the step.
+        targets: (folds, n) per bucket each.
+        rows: of this process. Without any it runs the same passes as other processes, with weight 0.
+        weights: c and d of all sequences, one for each target.
+        shares: (B, 1).
+        rollout: the rows' rollout; None: the step's.
+        check: receives the scores, where the rollout is the step's.
     """
     fresh = None
     last = len(weights) - 1
@@ -145,9 +156,9 @@ def add_gradients(
 
 
 def shares_of_folds(step: Step) -> Tensor:
-    """Return what makes of the loss's weights those of the mean gradient of each sequence's fold, (B, 1).
+    """Return the factors, (B, 1), that turn the loss's weights into those of the mean gradient of a sequence's fold.
 
-    Weights are of a process's own mean over its sequences, and the loss is the mean over processes.
+    The loss's weights are those of a mean over a process's sequences, and the loss is the mean over processes.
     """
     share_of_fold = step.num_sequences / step.ranks.count / step.fold_sizes
     return share_of_fold.to(step.batch.fold.device)[step.batch.fold].unsqueeze(1)
@@ -160,9 +171,14 @@ def gradients_of_processes(
     shares: Tensor,
     rollout: Rollout | None = None,
 ) -> Iterator[list[Vector]]:
-    """Yield what `add_gradients` adds, part after part: a row for each process, of its own part. A collective.
+    """Yield the gradients of one part of each process's rows at a time, (processes, n) per bucket. A collective.
 
-    parts  rows of this process; a process that has fewer parts than others gets zeros for the rest
+    Args:
+        step: the step.
+        parts: rows of this process. The rows of a process with fewer parts than others are then zero.
+        weights: one for each vector that is yielded.
+        shares: (B, 1), a factor on each sequence.
+        rollout: the rows' rollout; None: the step's.
     """
     layout = step.gradients.layout
     none = torch.zeros(0, dtype=torch.long, device=shares.device)

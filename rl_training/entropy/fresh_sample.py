@@ -1,4 +1,4 @@
-"""What a step does to the entropy of fresh responses: E, sampled at θ, of which the step has learned nothing.
+"""The effect of a step on the entropy of fresh responses: E, sampled at θ, from which the step has not learned.
 
     predicted   X_E · δθ = Σ_b x_b · δθ,   x_b = Σ_{i in block b} Σ_k (w_ik ∂log π(t_ik) + u_ik ∂h_ik) / N
     measured    ΔH from θ to θ' by per-decision importance sampling (per_decision.py); by the weights of whole sequences
@@ -42,26 +42,26 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 TARGETS: tuple[Target, ...] = ("token", "sequence")
-MOST_BLOCKS = 32  # as many are enough for an error; small microbatches make more
+MOST_BLOCKS = 32  # enough blocks for an error; small microbatches are joined to reach it
 
 
 @dataclass(frozen=True)
 class EvaluationBuffer:
-    """E: this process's sequences, and what the policy says of them, or of those of all processes, at θ."""
+    """E: this process's sequences, and the scores at θ of these or of all processes' sequences."""
 
-    rollout: Rollout
+    rollout: Rollout  # of this process
     number: Tensor  # (B,), the row of `scores` of each sequence in the rollout
-    scores: Scores  # of one width on every process
-    sequences: JackknifeUnits  # each sequence a unit of its own
-    units: JackknifeUnits  # what is independent: sequences, or prompts with several responses each
+    scores: Scores  # of the same width on every process
+    sequences: JackknifeUnits  # each sequence is a unit
+    units: JackknifeUnits  # independent units: sequences, or prompts with several responses each
 
     @property
     def num_sequences(self) -> int:
-        """N, over all processes."""
+        """N, the number of sequences over all processes."""
         return self.sequences.count
 
     def blocks(self, microbatch_size: int) -> JackknifeUnits:
-        """Return the block of each row: neighbouring units, as many as a microbatch holds, or fewer."""
+        """Join neighbouring units into blocks of at most a microbatch's sequences."""
         fitting = microbatch_size * self.units.count // self.num_sequences
         return self.units.in_blocks(max(1, min(fitting, self.units.count // MOST_BLOCKS)))
 
@@ -70,7 +70,7 @@ class EvaluationBuffer:
 
 
 def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> list[LossWeights]:
-    """Return w and u of this process's sequences, in the order of the rollout, for each target. A collective."""
+    """Return w and u of this process's sequences, in the rollout's order, for each target. A collective."""
     scores = buffer.scores
     sequences = buffer.sequences
     entropies = scores.entropies.double()
@@ -82,10 +82,10 @@ def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> li
 
 
 def without_blocks(products: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Replicates:
-    """Return the sum over blocks of (blocks, …, targets), and without each block: divided by what is left of E.
+    """Sum (blocks, …, targets) products over blocks, with the sums without each block, scaled up to all of E.
 
-    Per token that is its share of E's tokens, per sequence of its sequences. The level H_tok inside of the weights and
-    their baseline are taken as given.
+    A sum without a block is divided by the remaining share of E's tokens (per token) or sequences (per sequence). The
+    level H_tok inside the weights and their baseline are taken as given.
     """
     lengths = mask.double().sum(dim=1)
     sizes = blocks.gather(torch.stack([lengths, torch.ones_like(lengths)], dim=1))  # (blocks, 2): tokens, sequences
@@ -99,30 +99,32 @@ def without_blocks(products: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Re
 
 @dataclass(frozen=True)
 class MeasuredChange:
-    """What E says of the change of entropy from θ to θ'. Replicates are (2,), nats per token and per sequence."""
+    """The measured change of entropy on E from θ to θ'. Replicates are (2,), nats per token and per sequence."""
 
     before: Scores  # at θ
     after: Scores  # of the same tokens, at θ'
-    sequences: JackknifeUnits
-    units: JackknifeUnits
-    fresh: Tensor | None  # (N, 3), totals of responses drawn afresh at θ', where the weights are not trusted
+    sequences: JackknifeUnits  # each sequence is a unit
+    units: JackknifeUnits  # independent units
+    fresh: Tensor | None  # (N, 3), totals of responses drawn afresh at θ'; None where importance weights are trusted
     true: Replicates  # by per-decision importance sampling, or pair by pair where E was drawn afresh
-    snis: Replicates  # by the weights of whole sequences
-    weights: Weights
-    log_ratios: Tensor  # (N,), log π'(t)/π(t)
+    snis: Replicates  # by importance weights of whole sequences
+    weights: Weights  # statistics of these weights
+    log_ratios: Tensor  # (N,), log π'(t)/π(t) of whole sequences
 
     @property
     def resampled(self) -> bool:
-        """Whether `true` is of responses drawn afresh."""
+        """Whether `true` compares with responses that were drawn afresh."""
         return self.fresh is not None
 
 
 def measure_change(buffer: EvaluationBuffer, after: Scores, draw_afresh: Callable[[], Tensor]) -> MeasuredChange:
-    """Return the change of entropy on E. A collective.
+    """Measure the change of entropy on E. A collective.
 
-    after        scores of E's tokens at θ', rows and width as in the buffer
-    draw_afresh  returns the totals, (N, 3), of fresh responses at θ' with E's prompts and random numbers. All processes
-                 call it, or none
+    Args:
+        buffer: E.
+        after: scores of E's tokens at θ', with the buffer's rows and width.
+        draw_afresh: returns the totals, (N, 3), of fresh responses at θ' with E's prompts and random numbers. All
+            processes call it, or none does.
     """
     weights = importance_weights(*(_totals(scores, buffer.sequences) for scores in (buffer.scores, after)))
     trusted = not weights.ess < MIN_ESS_SHARE * buffer.num_sequences  # also where it is nan
@@ -133,7 +135,7 @@ def measure_change(buffer: EvaluationBuffer, after: Scores, draw_afresh: Callabl
 def change_between(
     before: Scores, after: Scores, sequences: JackknifeUnits, units: JackknifeUnits, fresh: Tensor | None
 ) -> MeasuredChange:
-    """Return the change of entropy between two scorings of the same sequences. A collective."""
+    """Measure the change of entropy between two scorings of the same sequences. A collective."""
     then, now = (_totals(scores, sequences) for scores in (before, after))
     return MeasuredChange(
         before, after, sequences, units, fresh,
@@ -147,27 +149,24 @@ def change_between(
 def true_change(
     before: Scores, after: Scores, sequences: JackknifeUnits, units: JackknifeUnits, fresh: Tensor | None
 ) -> Replicates:
-    """Return ΔH by per-decision importance sampling, or pair by pair where E was drawn afresh. A collective.
-
-    units  what is left out at a time
-    """
+    """Return ΔH by per-decision importance sampling, or pair by pair where E was drawn afresh. A collective."""
     if fresh is None:
         return per_decision_change(before, after, units)
     return paired_replicates(_totals(before, sequences), fresh, _global_units(units, sequences))
 
 
 def _totals(scores: Scores, sequences: JackknifeUnits) -> Tensor:
-    """Return `sequence_totals` of all sequences of E, (N, 3)."""
+    """Return `sequence_totals` of the sequences of all processes, (N, 3). A collective."""
     return sequences.gather(sequence_totals(scores))
 
 
 def _global_units(units: JackknifeUnits, sequences: JackknifeUnits) -> JackknifeUnits:
-    """Return the unit of each sequence of all processes, for tables that every process has."""
+    """Return the units of the sequences of all processes, for tables that every process holds. A collective."""
     return JackknifeUnits(sequences.gather(units.number.double()).long(), units.count)
 
 
 def score_in_other_batches(policy: Policy, rollout: Rollout) -> Scores:
-    """Return the scores of all rows once more, each in a batch with others of about its length: for the floor."""
+    """Score all rows once more, batched with others of about their length, for the rounding floor."""
     order = rollout.completion_mask.sum(dim=1).argsort(stable=True)
     parts = [policy.score_rollout(take_rows(rollout, rows)) for rows in order.chunk(2)]
     table = torch.cat([torch.stack([part.logps, part.entropies]) for part in parts], dim=1)

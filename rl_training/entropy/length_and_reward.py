@@ -1,16 +1,16 @@
-"""What a step does to length and reward to first order, leave-fold-out like `forward`, from what is there for entropy.
+"""The first-order change of length and reward by a step, leave-fold-out like `forward`, from entropy's own gradients.
 
 length  Σ_k n_k ∂E[T]_k · δθ_(−k) / N     X per sequence less X per token is H_tok ∂E[T]: no further backward
 reward  Σ_k n_k J_k · δθ_(−k) / N         J_k is the gradient of the mean reward
 
     J = 1/S Σ_i (r_i − mean of the n responses to its prompt) n/(n−1) ρ_i Σ_k ∂log π(t_ik)
 
-over the S responses that have a reward; one that is alone with it has no mean to be held against, and adds nothing.
-n/(n−1) takes a response's own reward out of its group's mean, and ρ_i is its ratio to the sampler, 1 where the policy
-sampled itself.
+over the S responses that have a reward. A prompt's only rewarded response has no baseline and contributes 0. n/(n−1)
+takes a response's own reward out of its group's mean, and ρ_i is its ratio to the sampler, 1 where the policy itself
+sampled.
 
-Dr-GRPO's gradient is a multiple of J, which then costs nothing. Whether a step's is one is seen from the weights that
-its loss had, and from nothing else: settings may say otherwise, and a loss may be anybody's own.
+Dr-GRPO's gradient is a multiple of J, so J then costs nothing. Whether a step's gradient is a multiple is decided from
+the weights of its loss alone: settings may say something else, and the loss may be a user's.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.data import Step
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS
 
-ROUNDING = 1e-6  # of a sum of squares of weights: what the loss's may be off a multiple of the reward's
+ROUNDING = 1e-6  # relative error of a sum of squared weights within which the loss's are a multiple of the reward's
 
 
 @dataclass(frozen=True)
 class RewardGradient:
-    """J of a step, as cheap as it comes."""
+    """J of a step, as a multiple of the step's own gradient where it is one."""
 
     weights: LossWeights | None  # of a loss whose gradient is J; None where it is not known
     limit: Limit | None  # J is not known
@@ -67,7 +67,7 @@ def reward_multiple_limit(step: Step) -> Limit | None:
 def _above_the_others(step: Step) -> tuple[Tensor, Limit | None]:
     """Return (r_i − mean) n/(n−1) / S of each response, (B,), and why it is not known. A collective.
 
-    Times the number of processes: as training's weights, of whose sums the mean over processes is taken.
+    It is multiplied by the number of processes, like training's weights, whose sums are averaged over processes.
     """
     rollout = step.batch.rollout
     ranks = step.ranks
@@ -90,7 +90,7 @@ def _on_tokens(step: Step, by_response: Tensor) -> LossWeights:
 
 
 def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | None, Limit | None]:
-    """Return the gradient of these weights as a multiple of the step's own; None and why it is none. A collective."""
+    """Return the factor that makes the step's gradient that of these weights, or None and the reason. A collective."""
     if step.limits.other_terms:
         return None, step.limits.other_terms
     of_loss, of_reward = (table.stacked().double().flatten() for table in (step.batch.loss_weights, weights))
@@ -106,14 +106,14 @@ def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | Non
 
 
 def reward_factor(step: Step) -> float | None:
-    """Return J as a multiple of the step's own gradient; None where it is none. A collective."""
+    """Return the factor that makes the step's own gradient J; None where it is no multiple. A collective."""
     return reward_gradient(step).factor
 
 
 def reward_products(step: Step, steps: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
-    """Return n_k J_k · δθ_(−k) of each fold, and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) without each, (F, 2) fp64.
+    """Return n_k J_k · δθ_(−k) and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) by fold, (F, 2) fp64. A collective.
 
-    A collective. nan where J is not a multiple of the step's own gradient, and without steps.
+    Both are nan where J is no multiple of the step's own gradient, and where there are no steps without a fold.
     """
     if factor is None or steps is None:
         return torch.full((step.num_folds, 2), torch.nan, dtype=torch.float64)

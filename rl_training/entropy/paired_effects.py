@@ -1,4 +1,4 @@
-"""Sums over a step's folds of products with its changes: ΔH and Δreward, with errors."""
+"""ΔH and Δreward of changes of a step, with errors: products with the changes, summed over folds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def paired_effects_limit(step: Step, off_policy: Limit) -> Limit | None:
 
 
 class StepByFolds:
-    """The steps without each fold, X of each, and the numbers that their products are divided by. A collective.
+    """The steps without each fold, X of each fold, and the counts that products are divided by.
 
     Only where `paired_effects_limit` is None.
     """
@@ -48,9 +48,12 @@ class StepByFolds:
         self._by_fold = change.levels[:, [0, 2]].cpu()
 
     def pair(self, of_fold: Tensor, corrections: Tensor) -> Pair:
-        """Return ΔH per token and Δreward per response of one change, from its products by fold.
+        """Return ΔH per token and Δreward per response of one change.
 
-        own, lost  (F, directions), as ChangedSteps.products has them, of X, or of X and the gradient of the reward
+        Args:
+            of_fold: (F, directions), the products by fold from `ChangedSteps.products`. The directions are X and,
+                where it is known, the gradient of the reward.
+            corrections: (F, directions), their leave-one-out corrections.
         """
         by_fold = torch.cat([self._by_fold, self._by_fold[:, :1] * of_fold], dim=1)
         total = by_fold.sum(dim=0)
@@ -71,9 +74,12 @@ def paired_effects(
 
     Only where `paired_effects_limit` is None.
 
-    changes  that need no gradient but the step's own; None for the step as it is
-    weights  (2, B, T), of losses changed
-    reward   its gradient, as a multiple of the step's own, or by the weights of a loss; None: every Δreward is nan
+    Args:
+        step: the step.
+        changes: changes that need no gradient but the step's own; None stands for the step as it is.
+        weights: (2, B, T) of each changed loss.
+        reward: the reward's gradient, as a multiple of the step's own or by the weights of a loss; None: every Δreward
+            is nan.
     """
     folds = StepByFolds(step)
     reduce = step.ranks.reduce
@@ -94,16 +100,17 @@ def paired_effects(
         pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
 
     measure({**changes, **without_basis})
-    for number, basis in bases:  # one after another: they are large
+    for number, basis in bases:  # one at a time: they are large
         measure(by_basis[names[number - len(first)]], basis)
         del basis
     return pairs
 
 
 def _per_unit(sums: Tensor) -> Tensor:
-    """Return (..., 2): ΔH per token and Δreward per response, nan where that has no gradient.
+    """Return ΔH per token and Δreward per response, (..., 2). Δreward is nan without the gradient of the reward.
 
-    sums  (..., 2 + directions): responses, tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k)
+    Args:
+        sums: (..., 2 + directions), responses, tokens, Σ n_k X_k · Δ_(−k) and perhaps Σ n_k J_k · Δ_(−k).
     """
     number = sums[..., 0:1]
     length = sums[..., 1:2]

@@ -8,14 +8,13 @@ only, where importance.py weights the whole sequence: for sequences t_i ~ π sco
     T'     = Σ_k  Σ_i ρ_ik m_ik       / Σ_i ρ_ik
     ΔH_seq = H'_seq − mean H,   ΔH_tok = H'_seq / T' − Σ H / Σ T
 
-The normaliser of position k runs over ALL N sequences. One that has ended counts with entropy 0 from there on and with
-the ratio that it ended with. Leaving it out, or giving it weight 1, is wrong where the step makes responses longer or
+The normaliser of position k runs over ALL N sequences. A sequence that has ended counts with entropy 0 and with the
+ratio that it ended with. Leaving it out, or giving it weight 1, is wrong where the step makes responses longer or
 shorter.
 
 To first order in the step this is the estimator of entropy.py with the baseline of the buffer, in which ended sequences
 count as 0; SNIS corresponds to a noisier one. So PDIS and `first_order_change` on the same sequences share their noise,
-and their difference is the curvature of the step. That function works from the slopes of every
-token along the step.
+and their difference is the curvature of the step. That function works from the slopes of every token along the step.
 
 Errors are delete-one jackknife over sequences, or over units of them that are independent, such as prompts with several
 responses: each left-out value is exact, baseline and normalisers included.
@@ -36,12 +35,13 @@ from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 
 def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | None = None) -> Replicates:
-    """Return ΔH, (2,) nats per token and per sequence, and without each sequence, (N, 2), from N sequences.
+    """Return the PDIS estimate of ΔH, (2,) nats per token and per sequence, with its values without each unit.
 
-    before  scores under the policy that they were sampled from
-    after   scores of the same tokens under the other
-    units   what is left out at a time instead of one sequence, and over which processes the sequences are spread, whose
-            tables must be of one width. Processes exchange a few sums for each position
+    Args:
+        before: scores under the policy that the sequences were sampled from.
+        after: scores of the same tokens under the other policy.
+        units: jackknife units, perhaps spread over processes, which exchange a few sums per position; their tables must
+            have one width. None: each sequence is a unit.
 
     Example: a = "x." and b = ".", h = 1 everywhere before the step, h' = 2 at the first tokens and 4 after "x". The
     step makes "x" 1.5 times as likely and "." at the start half as likely, so that at k = 1 ρ_a = 1.5, and b has ended
@@ -51,7 +51,7 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     now = _exact(before, units)
     then = _exact(after, units)
     log_ratios = sums_before(then.logps - now.logps)
-    # Relative to the largest of each position, which cancels: none overflows, not all underflow.
+    # Relative to the largest ratio of each position, which cancels: none overflows, and not all underflow.
     ratios = (log_ratios - units.max(log_ratios)).exp()
     terms = torch.stack([ratios * then.entropies, ratios * now.mask, ratios], dim=1)  # (B, 3, T)
     total = units.reduce(terms.sum(dim=0))
@@ -62,12 +62,12 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
 
     without = total.new_zeros(units.count, 2)
     without[local_units] = sum_of_positions(total - unit_sums)
-    changed = Replicates(sum_of_positions(total), units.reduce(without))  # each row is one process's
+    changed = Replicates(sum_of_positions(total), units.reduce(without))  # a row is 0 on all processes but one
     return _per_token_and_sequence(changed) - mean_entropy(before, units)
 
 
 def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replicates:
-    """Return H, (2,) nats per token and per sequence, of sequences under the policy that they were sampled from."""
+    """Return H, (2,) nats per token and per sequence, under the policy that the sequences were sampled from."""
     units = units or JackknifeUnits.of_rows(scores.mask)
     exact = _exact(scores, units)
     sums = _sums(torch.stack([exact.entropies, exact.mask], dim=1).sum(dim=2), units)
@@ -77,13 +77,16 @@ def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replica
 def first_order_change(
     scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor, units: JackknifeUnits | None = None
 ) -> Replicates:
-    """Return X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2); baseline "buffer".
+    """Return X·δθ, (2,) nats per token and per sequence, with its values without each unit.
 
-    logp_slopes, entropy_slopes  (N, T): ∂log π(t_ik)·δθ and ∂h_ik·δθ; see `slopes`
-    units                        what is left out at a time instead of one sequence
+    It equals the product with the gradient of `surrogate_weights(baseline="buffer")`, without a backward. A unit is
+    also left out of the baseline, of the level H_tok and of the mean length.
 
-    It is what weights by `surrogate_weights(baseline="buffer")` give, without a backward; a left-out sequence is left
-    out of the baseline, of the level H_tok and of the mean length too.
+    Args:
+        scores: of the sequences.
+        logp_slopes: (N, T), ∂log π(t_ik)·δθ, from `slopes`.
+        entropy_slopes: (N, T), ∂h_ik·δθ.
+        units: jackknife units; None: each sequence is one.
     """
     units = units or JackknifeUnits.of_rows(scores.mask)
     exact = _exact(scores, units)
@@ -132,7 +135,7 @@ def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
 
 
 def _sums(values: Tensor, units: JackknifeUnits) -> Replicates:
-    """Return the sum of (N, …) over all sequences, and without each unit."""
+    """Sum (N, …) over all sequences, with the sums without each unit."""
     by_unit = units.gather(values)
     total = by_unit.sum(dim=0)
     return Replicates(total, total - by_unit)
@@ -143,9 +146,10 @@ def _ratio(sums: Replicates, counts: Replicates) -> Replicates:
 
 
 def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: JackknifeUnits) -> Replicates:
-    """Return Σ_ik (v_ik − loo_k) d_ik, (1,), and the same without each unit; loo the mean over the others alive at k.
+    """Return Σ_ik (v_ik − loo_k) d_ik, (1,), with its values without each unit.
 
-    Of n alive sequences it is (n Σ v d − Σ v Σ d) / (n − 1) at each position, and where there is one, v d.
+    loo_k is the mean of v over the other sequences alive at k. With n sequences alive, a position contributes
+    (n Σ v d − Σ v Σ d) / (n − 1), and v d where n = 1.
     """
     values = values * alive
 

@@ -1,15 +1,14 @@
-"""What a step does to entropy to first order: X by fold times the optimizer's step, summed over whole-prompt folds.
+"""The first-order change of entropy by a step: X by fold times the optimizer's step, summed over whole-prompt folds.
 
     forward   Σ_k n_k X_k · δθ_(−k) / N     leave-fold-out: the step that the other folds alone would have made
     backward  Σ_k n_k X_k · δθ_before / N   the step before, which is independent of this batch
     reuse     Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
 
-Each fold k contributes a row: its levels (number of sequences, their entropies and lengths, weighed by each prefix's
-ratio to the sampler, where that is another), and n_k X_k · δθ for every update δθ of interest, with X = E[T] ∂H_tok
-= ∂H_seq − H_tok ∂E[T] and, if asked for, X = ∂H_seq. Everything reported is one smooth function, `statistic`, of the
-sums of these rows.
-Where the second is asked for, the sums without a fold have the H_tok of the other folds in them. Where it is not, H_tok
-is taken as given, and bars per token are some percent too small (docs/explanation/theory.md).
+Each fold k contributes a row: its levels (number of sequences, their entropies and lengths, weighted by prefix ratios
+where another sampler is used), and n_k X_k · δθ for every update δθ of interest, with X = E[T] ∂H_tok = ∂H_seq − H_tok
+∂E[T] and, per sequence, X = ∂H_seq. Everything reported is one smooth function, `statistic`, of the sums of these rows.
+With predictions per sequence, the sums without a fold use the H_tok of the other folds. Otherwise H_tok is taken as
+given, and error bars per token are a few percent too small (docs/explanation/theory.md).
 
 Vectors are this process's entries, and a fold may have sequences on several processes: products are sums over entries,
 and are summed over the processes once, at the end.
@@ -51,7 +50,7 @@ from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS, Quantity
 from rl_training.step.score_check import ScoreCheck
 
 LEVELS = 3  # columns of a row before the products
-FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
+FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))  # indices of products  # indices of products
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 
 
@@ -117,7 +116,7 @@ def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyP
 def _entropy_gradient_limit(step: Step) -> Limit | None:
     """Return the limit of a step without X, or None. With another sampler a collective.
 
-    X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
+    X needs all responses to each prompt, sampled from the policy, or by a sampler with known log-probabilities.
     """
     logs = step.batch.log_ratios()
     can = step.limits
@@ -138,7 +137,10 @@ def _forward_limit(step: Step) -> Limit | None:
 
 
 def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdates | None]:
-    """Return δθ by the formula, as the weights keep it, and the steps without each fold; None where not available."""
+    """Return the formula's δθ, the δθ that rounded weights keep, and the steps without each fold. A collective.
+
+    None stands for what is not available.
+    """
     gradients = step.gradients
     max_grad_norm = step.optimizer.max_grad_norm
     reduce = step.ranks.reduce
@@ -165,10 +167,10 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdat
 def _with_quantities(
     change: EntropyPrediction, step: Step, memory: PreviousUpdate, levels: Tensor, products: FoldProducts
 ) -> EntropyPrediction:
-    """Return the change with the entropy, each product and each split of forward, by name. A collective.
+    """Add the quantities by name: entropy, each product and each split of `forward`. A collective.
 
-    They are nan with a reason where not available. Variances of products are averaged over a few steps, because one
-    batch can miss rare responses and look too certain.
+    A quantity that is not available is nan with a reason. Variances of products are averaged over a few steps, because
+    one batch can miss rare responses and look too certain.
     """
     per_sequence = change.settings.per_sequence
     names = ("entropy", *PRODUCTS, *change.labels, *[LENGTH_AND_REWARD] * per_sequence)
@@ -210,11 +212,15 @@ def _with_quantities(
 
 
 def statistic(sums: Tensor) -> Tensor:
-    """Return (..., 1 + products + 2, 2) from sums over folds, of which the last two are those of the reward.
+    """Calculate everything that is reported from sums over folds.
 
-    The entropy and each product, per token and per sequence; the changes of length and reward; ½(forward + backward),
-    which of ONE batch is its share of the cumulative trapezoid: the two are not independent, so that its error is taken
-    from the sum.
+    Args:
+        sums: (..., columns), the levels, then a pair for each product; the last pair is the reward's.
+
+    Returns:
+        (..., 1 + products + 2, 2): the entropy and each product, per token and per sequence; the changes of length and
+        reward; and ½(forward + backward). The two share a batch's noise, and their sum is the batch's term of the
+        cumulative trapezoid, so its error is taken from the sum.
     """
     sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
     number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens, of sequences
@@ -228,17 +234,18 @@ def statistic(sums: Tensor) -> Tensor:
 
 
 def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | None) -> Tensor:
-    """Return (F, columns), row l the sums without fold l.
+    """Return the sums without each fold, (F, columns).
 
-    total    (columns,), over all folds
-    by_fold  (F, columns), what each fold adds
-    lost     (F, products, 2), what the other folds lose with each: Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of `forward`
-    level    the H_tok in X, which row l replaces by that of the other folds; None: it is taken as given
+    Args:
+        total: (columns,), over all folds.
+        by_fold: (F, columns), the terms of each fold.
+        lost: (F, products, 2), the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of `forward`.
+        level: the H_tok in X, which row l replaces by the H_tok of the other folds; None: it is taken as given.
     """
     without = total - by_fold
     pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
     pairs += lost
-    if level is not None:  # ∂E[T] is what ∂H_seq and ∂H_seq − H_tok ∂E[T] differ by, over H_tok
+    if level is not None:  # ∂E[T] is the difference of ∂H_seq and ∂H_seq − H_tok ∂E[T], divided by H_tok
         token, sequence = pairs.unbind(-1)
         token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
     return without
