@@ -9,6 +9,7 @@ from rl_training.errors import UserError
 CONFIG_FILE = "config.yaml"  # every setting, and where the run comes from
 LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and what dashboards keep on the disk
 REPORT_FOLDER = "report"
+PAGE_FILE = "report.html"  # in it: of one run
 OFFLINE = "offline"  # analyses of checkpoints
 EVALUATIONS = "evaluations"
 # Prefixes of settings that do not affect training: where it writes, how far it goes, what watches it.

@@ -40,6 +40,7 @@ from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.interventions.named import Intervention
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.checkpoint_states import NamedStateful
+from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
 from rl_training.records.jsonl import Records
 from rl_training.records.provenance import provenance
 from rl_training.statistics.estimate import Estimate
@@ -123,6 +124,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def folder(self) -> Path | None:
         """The folder of the run, once training has begun the one that is written to; None where there is none."""
         return None if self.run is None else self.run.folder
+
+    @property
+    def report(self) -> Path | None:
+        """The page of the run, which is there once training has ended; None where there is no folder."""
+        return None if self.run is None else self.run.folder / REPORT_FOLDER / PAGE_FILE
 
     @property
     def _records(self) -> Records | None:

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rl_training.records.folder import REPORT_FOLDER
+from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
 from rl_training.records.printable import printable
 from rl_training.records.report import findings
 from rl_training.records.report.branches import branch_commands
@@ -27,8 +27,6 @@ from rl_training.records.report.page import write_page
 from rl_training.records.report.sampler import sampler_and_trainer
 from rl_training.records.report.series import Run, read_run
 from rl_training.records.report.summary import step_numbers, summarize
-
-PAGE_FILE = "report.html"
 
 
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:

@@ -1,0 +1,36 @@
+"""The notebook in examples/: executed as it is stored, and its cell with the two lines runs again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "two_lines.ipynb"
+
+
+def code_cells() -> list[dict[str, Any]]:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_runs_and_its_cell_runs_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made, two_lines, *others = ("".join(cell["source"]) for cell in code_cells())
+    names: dict[str, Any] = {}
+    exec(made.replace("max_steps=4", "max_steps=2"), names)
+    for folder in ("runs/my_run", "runs/my_run-2"):
+        exec(two_lines, names)
+        assert names["attached"].report == Path(folder, "report", "report.html")
+        assert names["attached"].report.is_file()
+        assert names["attached"].latest["delta_h/forward"].stderr > 0.0
+    for cell in others:
+        exec(cell, names)
+
+
+def test_the_notebook_is_stored_as_it_was_executed() -> None:
+    numbers = [cell["execution_count"] for cell in code_cells()]
+    assert numbers == [1, 2, 3, 4]
+    assert not any(output["output_type"] == "error" for cell in code_cells() for output in cell["outputs"])
