@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from default_task import default_trainer
 from peft import LoraConfig
-from step_size_tables import draw, print_tables, read_lines
+from step_size_tables import draw, pairs, print_tables, read_lines
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from rl_training import DrGRPOTrainer, MeasuredStepProbe, UserError
@@ -255,8 +255,11 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = read_lines(options.output)
     if options.table:
-        print_tables(lines, list(SETTINGS))
-        draw(lines, list(SETTINGS), options.picture)
+        settings = [name for name in SETTINGS if all(pairs(lines, name))]
+        if not settings:
+            parser.error(f"{options.output} has no setting with a run of fixed and of bounded: make the runs first")
+        print_tables(lines, settings)
+        draw(lines, settings, options.picture)
         return
     done = {Job(*(line[field.name] for field in dataclasses.fields(Job))) for line in lines}
     todo = [job for job in jobs() if job not in done]

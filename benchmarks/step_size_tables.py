@@ -74,8 +74,6 @@ def print_judgement(lines: Lines, settings: Sequence[str], measure: str) -> None
     regrets, shortfalls, lost = [], [], 0
     for setting in settings:
         fixed, bounded = (by_rate(runs, measure) for runs in pairs(lines, setting))
-        if not fixed:
-            continue
         rate = max(fixed, key=fixed.__getitem__)
         best, mean, worst = fixed[rate], statistics.fmean(bounded.values()), min(bounded.values())
         down = {rule: len(collapsed(lines, setting, rule)) for rule in ("fixed", "bounded")}
@@ -112,8 +110,6 @@ def print_ends(lines: Lines, settings: Sequence[str]) -> None:
                  "bounded", "pass@8, best fixed", "bounded")  # fmt: skip
     for setting in settings:
         fixed, bounded = pairs(lines, setting)
-        if not fixed:
-            continue
         rewards = by_rate(fixed, "reward")
         at_best = chosen(fixed, rate=max(rewards, key=rewards.__getitem__))
         cells: list[float] = [float(untrained(lines, setting)["entropy"])]
@@ -168,7 +164,6 @@ def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
             ],
         }
         for setting in settings
-        if any(point["setting"] == setting for point in points)
     ]  # fmt: skip
     spec = {"concat": panels, "columns": 4, "config": {"background": "white"}}
     path.write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=1.5))
