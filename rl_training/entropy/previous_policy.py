@@ -1,4 +1,4 @@
-"""How the policy differed before a step, from responses that were sampled after it. Pure functions.
+"""The policy before a step compared with the one after it, from responses that were sampled after. Pure functions.
 
 Responses t ~ π, the policy after the step, scored under π and under π', the policy before. With the ratios of prefixes
 
@@ -34,13 +34,18 @@ from rl_training.policy.scores import Scores
 def differences_before(
     scores: Scores, before: Scores, rows: Tensor, prompt_index: Tensor, rewards: Tensor, log_ratios: Tensor
 ) -> Tensor:
-    """Return (B', 5) fp64 of some responses: their terms of H' − H, T' − T, r' − r and of KL(π|π'); and log w.
+    """Return some responses' terms of H' − H, T' − T, r' − r and KL(π|π'), and log w.
 
-    scores        of all responses, under the policy after the step
-    before        of `rows` under the policy before, in the same columns
-    prompt_index  (B,), equal for the responses of one prompt; each has at least two
-    rewards       (B,); nan where there is none: the term is 0 then, and where no other of the prompt has one
-    log_ratios    (B, T), log π − log μ of each token; 0 where the policy sampled itself
+    Args:
+        scores: of all responses, under the policy after the step.
+        before: of `rows`, under the policy before the step, in the same columns.
+        rows: (B',), indices of responses.
+        prompt_index: (B,), equal for responses to the same prompt, of which there are at least two.
+        rewards: (B,). The term of r' − r is 0 for a response whose reward is nan, or is its prompt's only one.
+        log_ratios: (B, T), log π − log μ of each token; 0 where the policy itself sampled.
+
+    Returns:
+        (B', 5) fp64.
 
     Example: of two responses to one prompt, each of one token with h = 1 and with rewards 1 and 0, the first has
     h' = 3 and is twice as likely before: its terms are 2, 0, (2 − 1)(1 − 0) and 2 − 1 − log 2; log w = log 2.
@@ -74,6 +79,6 @@ def differences_before(
 
 
 def _prefix_ratios(logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ρ before each token, log ρ after the last, (B,), and how each token moves ρ."""
+    """Return ρ before each token, (B, T), log ρ after the last one, (B,), and the change of ρ by each token, (B, T)."""
     before = sums_before(logs).exp()
     return before, logs.sum(dim=1), before * logs.expm1()

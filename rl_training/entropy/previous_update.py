@@ -1,4 +1,4 @@
-"""What a step's predictions need of the step before: its δθ, and the errors of its products."""
+"""The update of the step before, for `backward`, and averaged errors of products."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED
 
 
 class PreviousUpdate(ShardedVectorState):
-    """What a step's probes share of those before it: δθ of the last one, for `backward`, and errors of the products.
+    """δθ of the step before, for `backward`, and errors of the products, averaged over steps.
 
-    Where a step has no formula, or weights are rounded, those before it are kept until those after it are there.
+    Where a step has no formula, or weights are rounded, the weights before it are kept until it has been taken.
     """
 
-    _before: Mapping[str, Tensor] = {}  # weights, (n,) each
-    _limit: Limit | None = None  # where δθ of the step that was kept is not known
+    _before: Mapping[str, Tensor] = {}  # the kept weights, (n,) each
+    _limit: Limit | None = None  # why δθ of the kept step is not known
 
     def __init__(self, shard: Shard, settings: EntropySettings, offload: bool = False) -> None:
         super().__init__(shard, settings.error_decay)
         self.settings = settings
-        self.device = "cpu" if offload else None  # of what is kept by fold; None: the parameters'
-        self.most_bytes = 0  # of all vectors that the last step has held at once
+        self.device = "cpu" if offload else None  # of tensors by fold; None: the parameters' device
+        self.most_bytes = 0  # of all vectors that the last step held at once
         self.attribution = Attribution(shard.layout.names)
 
     def count_bytes(self, *vectors: Vector | None, more: int) -> None:
-        """Note how many bytes a step takes that holds these vectors at once, and so many more beside what is kept.
+        """Set `most_bytes` for a step that holds these vectors at once, beside the δθ or weights that are kept here.
 
-        That is δθ of the step before, or weights that are kept until those after the step are there.
+        Args:
+            vectors: None counts as nothing; a tensor that several share counts once.
+            more: the number of further vectors of the layout's size.
         """
-        parts = {id(part): part for vector in (self.vector, *vectors) for part in vector or ()}  # each once
+        parts = {
+            id(part): part for vector in (self.vector, *vectors) for part in vector or ()
+        }  # shared tensors count once
         self.most_bytes = num_bytes([*parts.values(), *self._before.values()]) + more * self._layout.num_bytes
 
     def before(self, step: int) -> Vector | None:
-        """Return δθ of step − 1, None if it is not known."""
+        """Return δθ of step − 1; None where it is not known."""
         return self.vector if self.step == step - 1 else None
 
     def limit(self, step: int) -> Limit | None:
-        """Return the limit where δθ of step − 1 is not known, or None."""
+        """Return the limit of `backward` where δθ of step − 1 is not known, or None."""
         if self.step is None:
             return FIRST_STEP
         if self.step != step - 1:
@@ -52,20 +56,20 @@ class PreviousUpdate(ShardedVectorState):
         return self._limit
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
-        """Keep this step's δθ; where there is none, a copy of the weights that it starts from."""
+        """Keep a step's δθ, or without one a copy of the weights that the step starts from."""
         self.step = step
         self.vector = update
         self._limit = None
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
     def leave_out(self, step: int, limit: Limit) -> None:
-        """Keep nothing of a step with this limit."""
+        """Keep nothing of a step, because of this limit."""
         self.step = step
         self._before = {}
         self.forget(limit)
 
     def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Stores δθ of a step of which weights are kept, as the difference of those after it and before."""
+        """Calculate δθ of a step whose weights are kept, from the weights after it."""
         if self._before and self.step == step:
             dtype = self._layout.dtype
             changes = (weights[name].to(dtype) - before.to(dtype) for name, before in self._before.items())
@@ -73,7 +77,7 @@ class PreviousUpdate(ShardedVectorState):
             self._before = {}
 
     def forget(self, limit: Limit) -> None:
-        """Discards δθ of the step that was kept last: the step was another one."""
+        """Discard δθ of the kept step, because the optimizer took another one."""
         self.vector = None
         self._limit = limit.prefixed(f"step {self.step}")
 

@@ -1,7 +1,7 @@
 """Products of each fold's entropy gradient with the steps that the optimizer would make with and without each fold.
 
-A product is given per direction: X per token and, if asked for, per sequence. It is a sum over entries: what is
-calculated here is this process's part, and all parts are added up once, at the end.
+Each product is calculated per direction: X per token and, if wanted, per sequence. It is a sum over entries: a process
+calculates its part, and the parts are summed once, at the end.
 """
 
 from __future__ import annotations
@@ -21,34 +21,29 @@ from rl_training.step.quantities import PRODUCTS
 
 
 def pad_units(values: Tensor) -> Tensor:
-    """Return (…, 2) of (…, 1 or 2): nan per sequence where it was not asked for."""
+    """Pad (…, 1) per token to (…, 2) with nan per sequence. (…, 2) is returned unchanged."""
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
 
 
 @dataclass
 class FoldProducts:
-    """Takes the folds one by one. It holds one entropy gradient at a time, and their sum.
-
-    update    δθ of the step, None without a formula
-    previous  that of the step before, None if it is not known
-    steps     those without a fold, None where none can be left out
-    """
+    """The products of a step, from one fold at a time. It holds one entropy gradient and their sum."""
 
     layout: Layout
     sizes: Tensor  # (F,) fp64, n_k
     attribution: Attribution
-    update: Vector | None
-    previous: Vector | None
-    steps: LeaveOneOutUpdates | None
-    num_targets: int
+    update: Vector | None  # δθ of the step; None without a formula
+    previous: Vector | None  # δθ of the step before; None where it is not known
+    steps: LeaveOneOutUpdates | None  # None where no fold can be left out
+    num_targets: int  # 1 for per token, 2 for per sequence too
     sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
-    _products: list[Tensor] = field(default_factory=list)  # by fold, (·, targets)
+    _products: list[Tensor] = field(default_factory=list)  # by fold, (products and splits, targets)
 
     def __post_init__(self) -> None:
         self.sums = [self.layout.zeros() for _ in range(self.num_targets)]
 
     def add(self, k: int, directions: list[Vector]) -> None:
-        """Take X_k, a vector for each target."""
+        """Add fold k with its X_k, a vector for each target."""
         for total, x in zip(self.sums, directions, strict=True):
             add(total, x, float(self.sizes[k]))
         reuse = self._dots(self.update, directions)
@@ -57,10 +52,12 @@ class FoldProducts:
         self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
 
     def over_processes(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return n_k X_k · δθ of PRODUCTS and of forward's splits, and what the others lose with a fold. A collective.
+        """Sum the products over processes. A collective.
 
-        Both fp64, a pair for each: (F, products, 2). The second is Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, of
-        what is made of steps without a fold: forward, with clipping and without, and its parts by cause.
+        Returns:
+            n_k X_k · δθ of PRODUCTS and of forward's splits, and the leave-one-out corrections
+            Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of each fold l. Both are (F, products, 2) fp64, per token and per sequence.
+            Corrections are 0 but for forward, with and without clipping, and its parts by cause.
         """
         by_fold = torch.stack(self._products)
         products = by_fold[:, : len(PRODUCTS)]
@@ -75,11 +72,14 @@ class FoldProducts:
         return sizes.view(-1, 1, 1) * parts[0], parts[1]
 
     def _leave_out_correction(self, of_fold: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the others lose with each fold l, (F, targets), and of that each cause, (F, causes, targets).
+        """Return the leave-one-out corrections of `forward`, (F, targets), and of its parts, (F, causes, targets).
 
-        In all S · (δθ_(−l) − δθ) less the fold's own n_l X_l · (δθ_(−l) − δθ), which is given. Momentum and decay
-        depend on a fold's gradient through the preconditioner alone, or not at all: of theirs the share n_l / N is left
-        out, as if each fold's own were that of any other. The gradient has the rest.
+        A correction is S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ). Momentum and decay depend on a fold's gradient
+        only through the preconditioner, or not at all, so their second term is estimated as the share n_l / N of the
+        first, as if all folds' terms were alike. The gradient's correction is the rest.
+
+        Args:
+            of_fold: (F, targets), n_l X_l · (δθ_(−l) − δθ).
         """
         by_cause = of_fold.new_full((len(of_fold), len(CAUSES), len(self.sums)), torch.nan)
         if self.steps is None:
@@ -97,13 +97,13 @@ class FoldProducts:
         return whole, by_cause
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
-        """Return X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""
+        """Return X · δθ of each direction, (targets,) fp64; nan where the update is not known."""
         if update is None:
             return torch.full((len(directions),), torch.nan, dtype=torch.float64, device=self.layout.device)
         return torch.stack([dot(update, x) for x in directions])
 
     def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return X_k · δθ_(−k), the same without clipping, and the first by cause and by parameter."""
+        """Return X_k · δθ_(−k), the same without clipping, and the former by cause and by parameter."""
         if self.steps is None:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)
@@ -111,7 +111,9 @@ class FoldProducts:
         clip = float(self.steps.clips[k])
         unclipped: list[Tensor] = []
 
-        def parts() -> Iterator[tuple[OptimizerPiece, UpdateParts]]:  # clipped and not: joining takes time
+        def parts() -> Iterator[
+            tuple[OptimizerPiece, UpdateParts]
+        ]:  # one pass for both, because joining parameters takes time
             for piece in steps.pieces:
                 gradient = steps.gradient.without(k, piece)
                 if clip != 1.0:

@@ -11,16 +11,16 @@ degrees of freedom of (Σ v)²/Σ v² equal ones (Satterthwaite).
 
 A step that has no trapezoid is bridged, with a wider bar:
 
-    B_{s+1}            where only F_s is missing. It is off by half of the step's second order, ½(B − F), whose root
-                       mean square over the steps that have a trapezoid is added to the error, as if all bridged steps
-                       were off to the same side;
+    B_{s+1}            where only F_s is missing. Its bias is half of the step's second order, ½(B − F). The root mean
+                       square of that over the steps that have a trapezoid is added to the error, as if all bridged
+                       steps had a bias of the same sign;
     level_b − level_a  the measured change from batch a to batch b, otherwise: also over steps that were not measured,
                        and before any step has a trapezoid.
 
-What a batch adds to both of its steps then has the error of the two together at worst, the sum of their standard
-errors. A sum without any trapezoid is not a prediction, and is nan.
+A batch's term then has, at worst, the sum of the standard errors of its parts in both steps. A sum without any
+trapezoid is not a prediction, and is nan.
 
-The variances v of ½F_s and w of ½B_{s+1} may be averages over the same batches before, worth n and m of them. At worst
+The variances v of ½F_s and w of ½B_{s+1} may be averages over the same earlier batches, worth n and m of them. At worst
 their errors, v/√n and w/√m up to a factor, add up. Then v + w is worth (v + w)²/(v/√n + w/√m)² batches.
 """
 
@@ -38,7 +38,7 @@ from rl_training.step.quantities import Quantity
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
 NO_BAR = "no error bar: one of the batches that it sums over had too few folds"
-# How a batch's part of the step before it is known, entry by entry.
+# How the change over the step before a batch is known, entry by entry.
 NOTHING, TRAPEZOID, BACKWARD, MEASURED = range(4)
 BRIDGES = {BACKWARD: "by backward alone", MEASURED: "by the measured change"}
 
@@ -52,7 +52,7 @@ class TrapezoidTerms(NamedTuple):
 
 
 class TrapezoidSum:
-    """Sums trapezoids over steps, and bridges those that have none. See the module's docstring."""
+    """The sum of trapezoids over steps, with bridges over steps that have none. See the module's docstring."""
 
     def __init__(self) -> None:
         self._state: dict[str, Tensor] = {}
@@ -60,13 +60,14 @@ class TrapezoidSum:
     def add(
         self, step: int, level: Quantity, forward: Quantity, backward: Quantity, half_step_stderr: Tensor
     ) -> TrapezoidTerms:
-        """Return the sums up to this batch. At the first one no step is closed: the sums are 0, the trapezoid nan.
+        """Add a batch, and return the sums up to it. At the first batch sums are 0, and the trapezoid is nan.
 
         Args:
-            level: The quantity itself, measured on this batch.
-            forward: Its predicted change over the step that this batch takes.
-            backward: Its change over the step before, seen from this batch.
-            half_step_stderr: Of ½(forward + backward), which share this batch's noise.
+            step: the number of the optimizer step that the batch takes.
+            level: the quantity itself, measured on this batch.
+            forward: its predicted change over the step that the batch takes.
+            backward: its change over the step before, seen from this batch.
+            half_step_stderr: of ½(forward + backward), which share this batch's noise.
         """
         zeros, ones, nans = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
         limit = backward.reason or forward.reason or HALF
@@ -95,7 +96,9 @@ class TrapezoidSum:
         batches = _batches_of_sum(
             last["forward_stderr"].square(), last["forward_batches"], backward.stderr.square(), backward.batches
         )
-        self._state = last | now | _closed(last, step, level, backward, trapezoid)  # the last one may still be read
+        self._state = (
+            last | now | _closed(last, step, level, backward, trapezoid)
+        )  # a new dict: the last state may still be read
         predicted, error, known = _summed(self._state)
         reason = "" if predicted.isfinite().any() else limit
         remark = NO_BAR if error.isnan().all() else _remark(self._state["bridged"])
@@ -121,13 +124,13 @@ class TrapezoidSum:
 def _closed(
     last: Mapping[str, Tensor], step: int, level: Quantity, backward: Quantity, trapezoid: Tensor
 ) -> dict[str, Tensor]:
-    """Return what changes of a state when the change since its last batch is added, entry by entry."""
+    """Return the entries of the state that change when the change since the last batch is added."""
     follows = int(last["step"]) == step - 1
     closes = trapezoid.isfinite()
     by_backward = ~closes & backward.value.isfinite() & (last["closed"] > 0) & follows
     part = torch.where(closes, TRAPEZOID, torch.where(by_backward, BACKWARD, MEASURED)).to(last["part"])
     change = _chosen(part, trapezoid, backward.value, level.value - last["level"])
-    # What the last batch has added to the steps before and after it.
+    # The last batch's error, from its parts in the steps before and after it.
     ahead = _chosen(part, 0.5 * last["forward_stderr"], torch.zeros_like(change), last["level_stderr"])
     of_last = (last["part_stderr"] + ahead).square()
     of_last = torch.where((part == TRAPEZOID) & (last["part"] == TRAPEZOID), last["half_step_stderr"].square(), of_last)
@@ -158,14 +161,14 @@ def _chosen(part: Tensor, trapezoid: Tensor, backward: Tensor, measured: Tensor)
 
 
 def _counted(count: Tensor, is_bridged: Tensor, first: int, last: int) -> Tensor:
-    """Return how many steps are bridged in a way, and the last of them, with the steps first … last if they are."""
+    """Count the steps first … last if they are bridged. `count` is the number of bridged steps and the last of them."""
     if not bool(is_bridged.flatten()[0]):  # per token
         return count
     return count.new_tensor([int(count[0]) + last - first + 1, last])
 
 
 def _summed(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the predicted sum, nan without trapezoids, its error, and how many batches of one variance it is worth."""
+    """Return the predicted sum, nan without trapezoids, its error, and its effective number of batches."""
     end = state["part_stderr"].square()
     offset = state["offset"].square()
     total = state["variance"] + end + offset
@@ -175,7 +178,7 @@ def _summed(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _remark(bridged: Tensor) -> str:
-    """Return which steps are bridged, and how; "" for none."""
+    """Say which steps are bridged, and how; "" for none."""
     ways = [
         f"step {last} {how}" if count == 1 else f"{count} steps {how}, the last of them {last}"
         for (count, last), how in zip(bridged.tolist(), BRIDGES.values(), strict=True)
@@ -196,6 +199,6 @@ def _terms(
 
 
 def _batches_of_sum(a: Tensor, batches_a: Tensor, b: Tensor, batches_b: Tensor) -> Tensor:
-    """Return how many batches of equal variance would give one + other as precisely as these two."""
+    """Return the effective number of batches behind the variance a + b, from those behind a and b."""
     error = a / batches_a.sqrt() + b / batches_b.sqrt()
     return torch.where(error > 0, ((a + b) / error).square(), 1.0)

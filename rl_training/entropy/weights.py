@@ -12,14 +12,14 @@ The estimate is a mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k  
     entropy  w_k = R_k − loo_k(R),     u_k = 1    R_k = Σ_{j>k} h_j, the entropy still to come
     length   w_k = (T−k) − loo_k(T−k), u_k = 0    ∂E[T], for H_tok and for its own sake
 
-loo_k is the mean over the OTHER responses of the same prompt that are still alive at k, 0 if none is.
-Leaving oneself out matters: a mean that includes the response itself shrinks the estimate by (G−1)/G. Dropping the w
-term altogether — the gradient of the mean measured entropy — is biased: it ignores that the visited prefixes change.
+loo_k is the mean over the OTHER responses to the same prompt that are still alive at k, 0 if there are none.
+Leaving the response itself out matters: a mean that includes it shrinks the estimate by (G−1)/G. Dropping the w term,
+which gives the gradient of the mean measured entropy, is biased: it ignores that the visited prefixes change.
 Where each sequence answers a prompt of its own, the baseline is the mean over all other sequences. It predicts less,
 but is just as independent of the response, so the estimate stays unbiased. Copies of one response are not independent.
 
-Where the responses were sampled from another policy μ, costs and entropies are weighed by ρ_<k, the ratio π/μ of the
-tokens before k, and the baseline by ρ_≤k, that of k too (`PrefixRatios`; costs c_k = h_k, or 1 for the length):
+Where the responses were sampled from another policy μ, costs and entropies are weighted by ρ_<k, the ratio π/μ of the
+tokens before k, and the baseline by ρ_≤k, which includes k (`PrefixRatios`; costs c_k = h_k, or 1 for the length):
 
     w_k = Σ_{j>k} ρ_<j c_j − ρ_≤k b_k,   u_k = ρ_<k,   b_k = Σ_others Σ_{j>k} ρ_<j c_j / Σ_others ρ_≤k
 
@@ -51,24 +51,25 @@ Baseline = Literal["prompt", "buffer"]
 
 
 class PrefixRatios(NamedTuple):
-    """ρ = π/μ of what comes before each of the policy's tokens, and with it: (B, T) fp64.
+    """Ratios ρ = π/μ of prefixes, (B, T) fp64 each.
 
     Column k is the policy's k-th token. A sequence that has ended keeps the ratio that it ended with.
     """
 
-    before: Tensor  # ρ_<k
-    through: Tensor  # ρ_≤k
+    before: Tensor  # ρ_<k, of the tokens before k
+    through: Tensor  # ρ_≤k, of the tokens up to k
 
     @classmethod
     def of(cls, log_ratios: Tensor, mask: Tensor) -> PrefixRatios:
-        """Return those of log π − log μ of each token, (B, T), where mask is 1."""
+        """Return the ratios from log π − log μ of each token, (B, T), where mask is 1."""
         logs = log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, policy_first(mask))
         return cls(sums_before(logs).exp(), running_sum(logs).exp())
 
     def normalised(self, reduce: Callable[[Tensor], Tensor] = identity) -> PrefixRatios:
-        """Return them over their mean over all N sequences at each position: 1 in expectation, so less noise.
+        """Divide the ratios by their mean over all N sequences at each position, which is 1 in expectation.
 
-        reduce  sums a tensor over the processes that hold the sequences, in tables of one width
+        Args:
+            reduce: sums a tensor over the processes that hold the sequences, in tables of one width.
         """
         sums = torch.stack([self.before.sum(dim=0), self.through.sum(dim=0)])
         count = sums.new_full((1,), float(len(self.before)))
@@ -77,7 +78,7 @@ class PrefixRatios(NamedTuple):
 
 
 def policy_first(mask: Tensor) -> Tensor:
-    """Return an order of the columns of each row of (B, T): first those where mask is 1, as they come."""
+    """Return the column order of each row, (B, T), that puts the columns with mask 1 first and keeps their order."""
     return (mask == 0).long().argsort(dim=1, stable=True)
 
 
@@ -90,23 +91,28 @@ def surrogate_weights(
     reduce: Callable[[Tensor], Tensor] = identity,
     ratios: PrefixRatios | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logp_weights, entropy_weights), both (B, T), detached, zero where mask is 0.
+    """Return the weights of the entropy gradient on log-probabilities and entropies.
 
     The entropy gradient is the gradient of
         mean over the B sequences of Σ_k logp_weights·logps + entropy_weights·entropies.
 
-    entropies     (B, T) nats, of the distributions that the tokens were sampled from
-    mask          (B, T) 1 on sampled tokens. Between them an environment may have written others: positions, and who is
-                  alive at them, count the policy's tokens only
-    prompt_index  (B,)   equal for the responses of one prompt; each prompt needs at least two
-    target        "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T]
-    baseline      the mean over the other responses of the "prompt", or over all others of the "buffer", whose sequences
-                  must be independent given their prompts; `prompt_index` then does not matter
-    reduce        with the buffer: sums a tensor over the processes that hold it, in tables of one width; all means are
-                  then over all of them
-    ratios        where the sequences were sampled from another policy; at least as wide
+    Args:
+        entropies: (B, T) nats, of the distributions that the tokens were sampled from.
+        mask: (B, T), 1 on sampled tokens. An environment may have written others between them: positions, and which
+            sequences are alive at them, count the policy's tokens only.
+        prompt_index: (B,), equal for responses to the same prompt, of which there must be at least two.
+        target: "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T].
+        baseline: the mean over the other responses of the "prompt", or over all others of the "buffer", whose sequences
+            must be independent given their prompts; `prompt_index` then does not matter.
+        reduce: with the buffer, sums a tensor over the processes that hold it, in tables of one width; all means are
+            then over all processes.
+        ratios: of prefixes, where the sequences were sampled from another policy; at least T wide.
 
-    Raises ValueError when a prompt, or the buffer, has a single response: there is no leave-one-out baseline then.
+    Returns:
+        (logp_weights, entropy_weights), (B, T) each, detached, 0 where mask is 0.
+
+    Raises:
+        UserError: a prompt, or the buffer, has a single response, so there is no leave-one-out baseline.
     """
     if baseline not in ("prompt", "buffer"):
         raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
@@ -126,9 +132,9 @@ def surrogate_weights(
 
 
 def running_sum(values: Tensor) -> Tensor:
-    """Return the sums of (B, T) values up to each position.
+    """Return the sums of (B, T) values up to and including each position.
 
-    On the CPU where torch may use deterministic algorithms only: it has none for this on a GPU, and would raise.
+    They are calculated on the CPU where torch may use deterministic algorithms only: it has none for a GPU.
     """
     place = "cpu" if torch.are_deterministic_algorithms_enabled() else values.device
     return values.to(place).cumsum(dim=1).to(values.device)
@@ -147,9 +153,13 @@ def sums_after(values: Tensor) -> Tensor:
 def _costs(
     target: Target, entropies: Tensor, weights: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return what a token is expected to add to the target before it is sampled, and the weight of its entropy.
+    """Return each token's expected contribution to the target, before it is sampled, and the weight of its entropy.
 
-    weights  (B, T), ρ_<k; 0 where no token is
+    Args:
+        target: the quantity whose gradient is wanted.
+        entropies: (B, T).
+        weights: (B, T), ρ_<k; 0 where there is no token.
+        reduce: sums a tensor over the processes.
     """
     if target == "sequence":
         return entropies * weights, weights
@@ -180,7 +190,7 @@ def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tens
 def _leave_one_out_mean(
     values: Tensor, alive: Tensor, ratios: Tensor, group: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Returns, for each (sequence, position), Σ values / Σ ratios of the other alive members of its group, or 0."""
+    """Return Σ values / Σ ratios over the other members of each sequence's group that are alive, (B, T), or 0."""
     terms = torch.stack([(values * alive).to(ratios.dtype), ratios * alive, alive.to(ratios.dtype)], dim=1)
     table = terms.new_zeros(int(group.max()) + 1, *terms.shape[1:]).index_add_(0, group, terms)
     sums, weights, count_others = (reduce(table)[group] - terms).unbind(dim=1)

@@ -20,23 +20,27 @@ ERROR = "error."  # how names of averaged errors begin in a checkpoint
 
 
 class ShardedVectorState:
-    """This process's entries of a vector of some step, as the shard says which they are, and errors of the last steps.
-
-    error_decay  weight of an optimizer step relative to the next, measured or not, in the average of variances
-    """
+    """This process's entries of a vector of some step, and averaged errors of the last steps."""
 
     def __init__(self, shard: Shard, error_decay: float) -> None:
+        """Begin without a vector.
+
+        Args:
+            shard: says which entries this process keeps.
+            error_decay: the weight of an optimizer step relative to the next one, measured or not, in the average of
+                variances.
+        """
         self._layout = shard.layout
-        # Start and stop in the whole parameter, and how many entries that has.
+        # Start and stop in the whole parameter, and its number of entries.
         self._places = {name: (*shard.cut(name, shard.rank), shard.numel(name)) for name in shard.trained}
         self.vector: Vector | None = None
         self.step: int | None = None  # that it is of
         self.errors = RunningVariance(error_decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the errors, the step and this process's entries, in host memory; of these nothing before the first.
+        """Return the errors, and once there is a vector its step and this process's entries in host memory.
 
-        The name of each says which entries it has, so that any number of processes can read them.
+        A tensor's name says which entries it holds, so that any number of processes can read it.
         """
         state = {f"{ERROR}{name}": value for name, value in self.errors.state_dict().items()}
         if self.step is None or self.vector is None:
@@ -48,9 +52,10 @@ class ShardedVectorState:
         return state | {"update_step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` returned on one process or several; of nothing, it begins anew.
+        """Load what `state_dict` returned on one process or several. An empty state begins without a vector.
 
-        ValueError for another model's, or where entries of this process are not there.
+        Raises:
+            UserError: the state is another model's or another version's, or lacks entries of this process.
         """
         errors = {k.removeprefix(ERROR): v for k, v in state.items() if k.startswith(ERROR)}
         if errors and errors.keys() != ERRORS:
@@ -75,7 +80,7 @@ class ShardedVectorState:
         self.step = int(state["update_step"])
 
     def _assemble(self, name: str, shards: Iterable[tuple[int, int, Tensor]]) -> Tensor:
-        """Return this process's entries of a parameter, (n,), from parts that any processes kept."""
+        """Assemble this process's entries of a parameter, (n,), from the parts that any processes kept."""
         first, last, _ = self._places[name]
         entries = torch.empty(last - first, dtype=self._layout.dtype, device=self._layout.device)
         missing = last - first
