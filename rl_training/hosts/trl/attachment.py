@@ -134,6 +134,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _records(self) -> Records | None:
         return self._writer.records
 
+    @property
+    def _place(self) -> Path | None:
+        """Where this process writes: the folder of a run, or that of its records alone."""
+        return self.folder or (None if self._records is None else self._records.folder)
+
     def _wrappers(self) -> dict[str, Callable[..., Any]]:
         """Returns what wraps which method of the trainer."""
         return {
@@ -223,7 +228,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
         settings, is_typed = self.loss_settings, self.is_typed
         loop = loop_of(trainer, self._policy, settings, whole_prompts=whole_prompts, is_typed=is_typed)
-        self.driver.start(dataclasses.replace(loop, opening=opening(self.probes, self.folder)))
+        self.driver.start(dataclasses.replace(loop, opening=opening(self.probes, self._place)))
         if trainer.is_deepspeed_enabled:
             wrap(trainer.model_wrapped, "step", self._steps.on_engine_step, self._undo_engine)
         else:

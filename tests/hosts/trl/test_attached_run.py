@@ -12,7 +12,7 @@ from trainers import FEW, differing, ending
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from rl_training import Estimate, Probe, attach
+from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Records, attach
 from rl_training.hosts.trl.compatibility import METHODS, TESTED
 from rl_training.records.jsonl import read_estimates, read_metrics
 
@@ -55,6 +55,12 @@ def test_two_lines_leave_records_settings_and_a_report_with_predictions(make_tra
     assert first.startswith("rl-training 0.1.0 with trl ")
     assert f"one process trains and writes {tmp_path / 'run'}; probes: simple, ess. Probes measure 8 folds" in first
     assert last == f"training has finished after 2 steps; the report: {tmp_path / 'run' / 'report' / 'report.html'}"
+
+
+def test_records_alone_are_named_as_what_is_written(make_trainer, tmp_path: Path, caplog) -> None:
+    """As `rl-training train` hands them over."""
+    make_trainer(**FEW, probes=[EffectiveSampleSizeProbe()], records=Records(tmp_path / "logs"), max_steps=1).train()
+    assert f"one process trains and writes {tmp_path / 'logs'}; probes: ess" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
