@@ -54,7 +54,7 @@ class EstimateWriter:
         self._has_said_why = False  # nothing is learned from a step
 
     def finish(self, number: int) -> dict[str, float]:
-        """Ends the driver's step, writes its sequences and estimates, and returns these, their errors and their cost.
+        """End the driver's step, write its sequences and estimates, and return these, their errors and their cost.
 
         nan what is missing; nothing where no probe measured the step.
         """
@@ -100,7 +100,7 @@ class EstimateWriter:
         error.add_note(note)
 
     def write(self, number: int, estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
-        """Takes the estimates of one step, by probe and name; returns all values and errors."""
+        """Take the estimates of one step, by probe and name; return all values and errors."""
         numbers: dict[str, float] = {}
         for probe, by_name in estimates.items():
             if self.records is not None:
@@ -133,7 +133,7 @@ class EstimateWriter:
                     self.records.write_estimates(number, all_ranks().count, probe.name, by_name)
 
     def _warn_of_missing(self, estimates: Mapping[str, Estimate]) -> None:
-        """Warns once of each reason why numbers are missing, from its second step on: at the first, some must be."""
+        """Warn once of each reason why numbers are missing, from its second step on: at the first, some must be."""
         missing: dict[str, list[str]] = {}
         for name, estimate in estimates.items():
             if math.isnan(estimate.value):
@@ -159,7 +159,7 @@ def _known(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def _averages(step: StepRecorder) -> dict[str, float]:
-    """Returns the means of a step over all ranks under TRL's names, nan for what is not known. A collective."""
+    """Return the means of a step over all ranks under TRL's names, nan for what is not known. A collective."""
     rollout = join_rollouts(step.rollouts)
     lengths = rollout.completion_mask.sum(dim=1).double()
     rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.to(lengths)
@@ -182,7 +182,7 @@ def _averages(step: StepRecorder) -> dict[str, float]:
 
 
 def _sequences(step: StepRecorder, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
-    """Yields a row per sequence of this rank: texts, reward, advantage, length in tokens, log-probability and ratio.
+    """Yield a row per sequence of this rank: texts, reward, advantage, length in tokens, log-probability and ratio.
 
     logp              Σ_t log π(t), in nats, at the parameters that the step starts from
     importance_ratio  π(sequence) / π_sampled(sequence); 1 where it was sampled at these parameters, nan where the

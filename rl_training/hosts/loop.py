@@ -82,7 +82,7 @@ def measured_loop(
     sampling_mismatch: str = "",
     target_kl_share: float | None = None,
 ) -> MeasuredLoop:
-    """Returns the context in which these probes measure a training loop. See the module's docstring.
+    """Return the context in which these probes measure a training loop. See the module's docstring.
 
     model                 a causal language model of Hugging Face's, DDP around one, or one cut by fully_shard
     optimizer             torch's, or accelerate's around it
@@ -211,7 +211,7 @@ class MeasuredLoop:
     def microbatch(
         self, rollout: Rollout, logps: Tensor, entropies: Tensor | None = None, *, other_terms: bool = False
     ) -> None:
-        """Takes a microbatch whose forward pass is done; call its backward next, and then the next microbatch.
+        """Take a microbatch whose forward pass is done; call its backward next, and then the next microbatch.
 
         rollout      with sampling_logps where another engine, or older weights, have sampled it
         logps        (B, T) with graph: the very tensor that the loss is made of
@@ -251,7 +251,7 @@ class MeasuredLoop:
         self._place = READY
 
     def skip_step(self) -> None:
-        """Says that the optimizer makes no step from these microbatches: call it anywhere in a step, instead of it.
+        """Say that the optimizer makes no step from these microbatches: call it anywhere in a step, instead of it.
 
         The step keeps its number and what was measured of its responses; it has no predictions.
         """
@@ -278,11 +278,11 @@ class MeasuredLoop:
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Returns what a resumed run needs, by the name of the probe, beside model and optimizer: for torch.save."""
+        """Return what a resumed run needs, by the name of the probe, beside model and optimizer: for torch.save."""
         return {part.name: dict(part.state_dict()) for part in self._stateful}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restores what `state_dict` returned. ValueError when it belongs to other probes."""
+        """Restore what `state_dict` returned. ValueError when it belongs to other probes."""
         parts = {part.name: part for part in self._stateful}
         if state.keys() != parts.keys():
             raise UserError(f"the state is of {sorted(state)}, and the loop has {sorted(parts)}: give the same probes")

@@ -30,7 +30,7 @@ SCALED = (
 
 
 def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Module, optimizer: Any) -> None:
-    """Raises ValueError where there is nothing to measure with or to measure, or a second backward would be corrupted.
+    """Raise ValueError where there is nothing to measure with or to measure, or a second backward would be corrupted.
 
     module  the model less DDP
     """
@@ -71,7 +71,7 @@ def _probe_in(given: Any) -> Probe:
 
 
 def refuse_what_is_no_language_model(module: nn.Module) -> None:
-    """Raises ValueError where there are no logits to score with: for a module around a language model and a critic."""
+    """Raise ValueError where there are no logits to score with: for a module around a language model and a critic."""
     if _is_language_model(module):
         return
     inside = [name for name, part in module.named_modules() if name and _is_language_model(part)]
@@ -86,7 +86,7 @@ def _is_language_model(module: Any) -> bool:
 
 
 def refuse_impossible_settings(shape: StepShape, temperature: Any, max_grad_norm: Any) -> None:
-    """Raises ValueError for a number that no loop can have."""
+    """Raise ValueError for a number that no loop can have."""
     for name, value in vars(shape).items():
         if type(value) is not int or value < 1:
             raise UserError(f"measured_loop({name}={value!r}): give a whole number, at least 1")
@@ -97,7 +97,7 @@ def refuse_impossible_settings(shape: StepShape, temperature: Any, max_grad_norm
 
 
 def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
-    """Raises ValueError for what is no optimizer of torch's kind, and one that trains no parameter of the model."""
+    """Raise ValueError for what is no optimizer of torch's kind, and one that trains no parameter of the model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the one inside it, which steps")
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
@@ -108,13 +108,13 @@ def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
 
 
 def refuse_scaled_optimizer(optimizer: Any) -> None:
-    """Raises UserError for accelerate's optimizer where it steps with a GradScaler."""
+    """Raise UserError for accelerate's optimizer where it steps with a GradScaler."""
     if getattr(optimizer, "scaler", None) is not None:
         raise UserError(SCALED)
 
 
 def refuse_grad_scaler() -> None:
-    """Raises UserError where a GradScaler steps the optimizer that is about to step.
+    """Raise UserError where a GradScaler steps the optimizer that is about to step.
 
     It tells the optimizer nothing of itself, and a scaled gradient that is unscaled and clipped is the clipped one of a
     plain loop: nothing but who calls tells them apart.
@@ -127,7 +127,7 @@ def refuse_grad_scaler() -> None:
 
 
 def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | None, size: int) -> None:
-    """Raises ValueError for a microbatch of another size, scores of another shape, and logps without graph."""
+    """Raise ValueError for a microbatch of another size, scores of another shape, and logps without graph."""
     if rollout.num_sequences != size:
         raise UserError(
             f"a microbatch has {rollout.num_sequences} sequences, but measured_loop(microbatch_size={size})"
@@ -143,7 +143,7 @@ def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 
 
 def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | None, policy: Policy) -> None:
-    """Raises ValueError where a loop's own scores are not the scorer's: a shift by a token costs nats.
+    """Raise ValueError where a loop's own scores are not the scorer's: a shift by a token costs nats.
 
     It says nothing where scores depend on the batch that a row is in: there each measured step says what it comes to.
     """
@@ -172,7 +172,7 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 
 
 def refuse_missing_backward(step: StepRecorder) -> None:
-    """Raises ValueError where the latest microbatch had no backward: gradients are told apart by when they arrive."""
+    """Raise ValueError where the latest microbatch had no backward: gradients are told apart by when they arrive."""
     if step.loss_weights and "logps" not in step.loss_weights[-1]:
         raise UserError(
             f"the backward of microbatch {len(step.loss_weights)} did not reach its logps: compute the loss from the "

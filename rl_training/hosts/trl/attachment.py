@@ -140,7 +140,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         return self.folder or (None if self._records is None else self._records.folder)
 
     def _wrappers(self) -> dict[str, Callable[..., Any]]:
-        """Returns what wraps which method of the trainer."""
+        """Return what wraps which method of the trainer."""
         return {
             "train": self._on_train,
             **self._steps.wrappers(),
@@ -154,7 +154,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         return dataclasses.replace(settings, differs=settings.differs | {each.differs for each in self._loss.on_loss})
 
     def remove(self) -> None:
-        """Removes everything from the trainer; what was measured is kept."""
+        """Remove everything from the trainer; what was measured is kept."""
         for batch in self._trainer._buffered_inputs or []:
             for key in batches.EXTRA_BATCH_KEYS:
                 batch.pop(key, None)

@@ -63,7 +63,7 @@ def shape_of(trainer: GRPOTrainer) -> StepShape:
 
 
 def loss_settings(trainer: GRPOTrainer) -> LossSettings:
-    """Returns what the loss is set to, TRL's own: interventions on it are not in this."""
+    """Return what the loss is set to, TRL's own: interventions on it are not in this."""
     return LossSettings(
         max_length=trainer.max_completion_length,
         epsilon_low=trainer.epsilon_low,
@@ -75,7 +75,7 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
 
 
 def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
-    """Returns what to do so that more can be measured of a training whose loss is set so.
+    """Return what to do so that more can be measured of a training whose loss is set so.
 
     is_typed  settings are those of a command, typed as trainer.NAME=VALUE, and not of a script
     """
@@ -107,7 +107,7 @@ def _as_typed(value: object) -> str:
 
 
 def _correction(trainer: GRPOTrainer) -> Correction | None:
-    """Returns what TRL does about an engine whose policy is not quite the trainer's; None without one, or nothing."""
+    """Return what TRL does about an engine whose policy is not quite the trainer's; None without one, or nothing."""
     if not trainer.use_vllm or not trainer.vllm_importance_sampling_correction:
         return None
     level, kind = trainer.vllm_importance_sampling_mode.split("_")
@@ -117,7 +117,7 @@ def _correction(trainer: GRPOTrainer) -> Correction | None:
 
 
 def steps_per_rollout(args: GRPOConfig) -> int:
-    """Returns after how many optimizer steps a rollout is used up.
+    """Return after how many optimizer steps a rollout is used up.
 
     In between, TRL holds sampled sequences that it does not save: training cannot be resumed exactly from there.
     """
@@ -147,7 +147,7 @@ def only_order_changes(trainer: GRPOTrainer) -> bool:
 
 
 def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
-    """Returns the weighted sums (sequences,) of what each reward function says, (sequences, functions).
+    """Return the weighted sums (sequences,) of what each reward function says, (sequences, functions).
 
     nan where none says anything: TRL leaves such a response out of its group's mean.
     """
@@ -166,7 +166,7 @@ def rewards_of(trainer: GRPOTrainer, rows: list[dict[str, Any]], completion_ids:
 
 
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns what a batch dictionary holds for the model beside tokens, row by row; None for text alone.
+    """Return what a batch dictionary holds for the model beside tokens, row by row; None for text alone.
 
     ValueError, naming it, for an input that cannot be split by rows.
     """
@@ -191,7 +191,7 @@ def read_rollout(
     ends: Sequence[int] = (),
     sampling_mismatch: Limit | Literal[""] | None = None,
 ) -> Rollout:
-    """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
+    """Return the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
 
     on_policy     no optimizer step has learned from them yet, and they are this very policy's
     pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
@@ -226,13 +226,13 @@ def read_rollout(
 
 
 def tokens_of(inputs: Mapping[str, Any], pad_token_id: int) -> Tensor:
-    """Returns 1 on the tokens of all responses, (B, T), those too that the loss does not see."""
+    """Return 1 on the tokens of all responses, (B, T), those too that the loss does not see."""
     every = _up_to_last_token(inputs["completion_ids"], pad_token_id)
     return torch.where(are_hidden(inputs).unsqueeze(1), every, inputs["completion_mask"])
 
 
 def prompt_numbers(inputs: Mapping[str, Any]) -> Tensor:
-    """Returns a number for each row, (B,), the same for the responses of a prompt.
+    """Return a number for each row, (B,), the same for the responses of a prompt.
 
     Where a batch comes without them, made anew by a subclass, a prompt's tokens say it: its number is made of them.
     """
@@ -245,17 +245,17 @@ def prompt_numbers(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def are_hidden(inputs: Mapping[str, Any]) -> Tensor:
-    """Returns which responses the loss does not see, (B,): TRL masks all tokens of a truncated one."""
+    """Return which responses the loss does not see, (B,): TRL masks all tokens of a truncated one."""
     return inputs["completion_mask"].sum(dim=1) == 0
 
 
 def _are_truncated(ids: Tensor, tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """Returns which responses end with none of these tokens, (B,): TRL calls them truncated."""
+    """Return which responses end with none of these tokens, (B,): TRL calls them truncated."""
     last = (tokens * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(dim=1, keepdim=True)
     return ~torch.isin(ids.gather(1, last).squeeze(1), ids.new_tensor(ends))
 
 
 def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:
-    """Returns 1 on the tokens of truncated responses, (B, T): the last one of such a response is no padding token."""
+    """Return 1 on the tokens of truncated responses, (B, T): the last one of such a response is no padding token."""
     real = (ids != pad_token_id).long()
     return (real.flip(1).cumsum(dim=1).flip(1) > 0).to(real)

@@ -41,7 +41,7 @@ PRIOR_RESPONSES = 2.0  # weight of the prior, the success rate of all prompts, i
 
 
 def prompt_weights(successes: Tensor, responses: Tensor, floor: float) -> Tensor:
-    """Returns the weights (N,) with which N prompts are drawn, from their successes and responses (N,) so far.
+    """Return the weights (N,) with which N prompts are drawn, from their successes and responses (N,) so far.
 
     Before any response, with floor 0.1, all are 0.1 + 0.9 * 4 * 1/6 = 0.7.
     """
@@ -52,7 +52,7 @@ def prompt_weights(successes: Tensor, responses: Tensor, floor: float) -> Tensor
 
 
 def are_mixed(rewards: Tensor) -> Tensor:
-    """Returns which of the groups (…, responses) of rewards are not all the same, up to rounding."""
+    """Return which of the groups (…, responses) of rewards are not all the same, up to rounding."""
     return ~torch.isclose(rewards.amin(dim=-1), rewards.amax(dim=-1))
 
 
@@ -89,7 +89,7 @@ class FilteredBuffer:
         return len(self._responses)
 
     def weights(self) -> Tensor:
-        """Returns the weights (N,) of all prompts."""
+        """Return the weights (N,) of all prompts."""
         low, high = self._range.tolist()
         if high <= low or torch.isclose(*self._range):
             return torch.ones_like(self._responses)
@@ -98,7 +98,7 @@ class FilteredBuffer:
         return prompt_weights(successes, self._responses, self.floor)
 
     def draw(self, num: int, tried: Sequence[int]) -> list[int]:
-        """Returns `num` different prompts, none of those already tried."""
+        """Return `num` different prompts, none of those already tried."""
         weights = self.weights()
         weights[list(tried)] = 0.0
         return torch.multinomial(weights, num, generator=self._generator).tolist()
@@ -110,7 +110,7 @@ class FilteredBuffer:
         self._reward_sums *= decay
 
     def learn(self, prompts: Sequence[int], rewards: Tensor) -> None:
-        """Takes in the rewards (prompts, responses) of what was generated, on all processes."""
+        """Take in the rewards (prompts, responses) of what was generated, on all processes."""
         rewards = rewards.double().cpu()
         self._responses[list(prompts)] += rewards.shape[1]
         self._reward_sums[list(prompts)] += rewards.sum(dim=1)
@@ -140,7 +140,7 @@ class FilteredBuffer:
 
 
 def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
-    """Starts the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
+    """Start the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
     if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
         raise UserError(
             "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
@@ -162,7 +162,7 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
 
 
 def fill_slots(mixed: Tensor, num_slots: int) -> tuple[Tensor, int]:
-    """Returns which group of a process fills each of its slots, and how many slots have no mixed group.
+    """Return which group of a process fills each of its slots, and how many slots have no mixed group.
 
     mixed  (groups,), whether each group generated so far is mixed. The first ones have their own slots; a mixed one
            that comes later takes the first slot whose group is not. Surplus groups are dropped
@@ -175,7 +175,7 @@ def fill_slots(mixed: Tensor, num_slots: int) -> tuple[Tensor, int]:
 
 
 def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generate, num_rows: int) -> dict[str, Any]:
-    """Returns a rollout of `num_rows` sequences of this process, rewards too, as full of mixed prompts as can be.
+    """Return a rollout of `num_rows` sequences of this process, rewards too, as full of mixed prompts as can be.
 
     Slots that stay empty keep the prompt of the first attempt, whose advantages are 0. An attempt has the same size on
     all processes: as many groups as the process with most empty slots needs.
@@ -220,7 +220,7 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
 
 
 def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> dict[str, float]:
-    """Returns what TRL logged in each attempt as one number per name: the mean over all their sequences.
+    """Return what TRL logged in each attempt as one number per name: the mean over all their sequences.
 
     Of a minimum it is the least one, of a maximum the largest; of a standard deviation the mean of the attempts' own.
     What is logged of the sequences that ended by themselves, `…_terminated_length`, is merged over those.
@@ -244,7 +244,7 @@ def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> 
 
 
 def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Tensor) -> dict[str, Any]:
-    """Returns these groups, counted through TRL's outputs, as one output."""
+    """Return these groups, counted through TRL's outputs, as one output."""
     size = trainer.num_generations
     rows = (groups.unsqueeze(1) * size + torch.arange(size)).flatten().to(outputs[0]["completion_ids"].device)
     joined = {}

@@ -72,7 +72,7 @@ FP16 = (
 
 
 def another_trainer(trainer: object) -> str:
-    """Returns why probes cannot be attached to what is no GRPOTrainer, such as trl.experimental's AsyncGRPOTrainer."""
+    """Return why probes cannot be attached to what is no GRPOTrainer, such as trl.experimental's AsyncGRPOTrainer."""
     missing = [name for name in METHODS if not hasattr(trainer, name)]
     return (
         f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}, which lacks "
@@ -82,7 +82,7 @@ def another_trainer(trainer: object) -> str:
 
 
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
-    """Raises ValueError, naming what is missing or takes other arguments."""
+    """Raise ValueError, naming what is missing or takes other arguments."""
     for name, parameters in METHODS.items():
         method = getattr(GRPOTrainer, name, None)
         found = [] if method is None else [*inspect.signature(method).parameters]
@@ -93,7 +93,7 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
 
 
 def read_scores(found: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Returns what training's forward pass has returned: log-probabilities of this shape, and entropies if asked for.
+    """Return what training's forward pass has returned: log-probabilities of this shape, and entropies if asked for.
 
     ValueError where that is something else.
     """
@@ -107,13 +107,13 @@ def read_scores(found: Any, shape: torch.Size, with_entropies: bool = True) -> t
 
 
 def require_graph(loss: Tensor) -> None:
-    """Raises ValueError for a loss that cannot be trained on, and whose log-probabilities have no graph either."""
+    """Raise ValueError for a loss that cannot be trained on, and whose log-probabilities have no graph either."""
     merged = "(is an adapter still merged, or switched off, after generation?)"
     _require(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")
 
 
 def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
-    """Makes owner.<name>(...) call method(original, ...), until `undo` is closed."""
+    """Make owner.<name>(...) call method(original, ...), until `undo` is closed."""
     before = vars(owner).get(name)  # somebody else may have wrapped it
     setattr(owner, name, functools.partial(method, getattr(owner, name)))
     if before is None:
@@ -123,13 +123,13 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
 
 
 def _require(holds: bool, what: str) -> None:
-    """Raises UserError, saying what is wrong with the installed TRL, where a thing is not as it must be."""
+    """Raise UserError, saying what is wrong with the installed TRL, where a thing is not as it must be."""
     if not holds:
         raise UserError(f"{what} in trl {trl_version}: pip install '{WRITTEN_FOR}'")
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
-    """Raises ValueError, saying what to do, where probes would corrupt training or could measure nothing."""
+    """Raise ValueError, saying what to do, where probes would corrupt training or could measure nothing."""
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UserError("the model has no parameter that requires a gradient: there is no step to measure")
     args, state = trainer.args, trainer.accelerator.state
@@ -156,7 +156,7 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
 
 
 def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
-    """Raises ValueError, saying what to do, for a DeepSpeed configuration under which probes cannot measure."""
+    """Raise ValueError, saying what to do, for a DeepSpeed configuration under which probes cannot measure."""
     if config.get("fp16", {}).get("enabled") is True:
         raise UserError(FP16)
     zero = config.get("zero_optimization", {})
@@ -174,7 +174,7 @@ def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
 
 
 def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
-    """Raises ValueError, saying what to do, for accelerate's settings of FSDP under which probes cannot measure."""
+    """Raise ValueError, saying what to do, for accelerate's settings of FSDP under which probes cannot measure."""
     if plugin.fsdp_version != 2:
         raise UserError(
             "probes do not read FSDP1, which flattens the parameters of a layer into one: set fsdp_version: 2 "
@@ -188,7 +188,7 @@ def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
 
 
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:
-    """Raises ValueError when a process's optimizer steps cannot hold whole prompts."""
+    """Raise ValueError when a process's optimizer steps cannot hold whole prompts."""
     args, group = trainer.args, trainer.num_generations
     size = args.per_device_train_batch_size
     counts = {"an optimizer step": args.gradient_accumulation_steps, "a generation": args.steps_per_generation}

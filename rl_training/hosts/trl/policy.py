@@ -111,7 +111,7 @@ class TrainerPolicy(Policy):
         return "ref" not in getattr(self.model, "peft_config", {}) and super().has_reference
 
     def completed(self, found: tuple[Tensor, Tensor | None] | None, rollout: Rollout, is_kept: bool) -> Scores:
-        """Returns training's own scores, with what training has not asked for scored here, without graph.
+        """Return training's own scores, with what training has not asked for scored here, without graph.
 
         found    training's log-probabilities, perhaps with entropies; None where its loss takes none
         is_kept  somebody reads the scores: otherwise what is not there is nan
@@ -126,7 +126,7 @@ class TrainerPolicy(Policy):
         return Scores(logps, entropies, rollout.completion_mask)
 
     def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
-        """Returns these scores with those of hidden rows, (B,), recomputed: training's forward pass masks them.
+        """Return these scores with those of hidden rows, (B,), recomputed: training's forward pass masks them.
 
         Without graph, and otherwise as training would score them.
         """
@@ -138,7 +138,7 @@ class TrainerPolicy(Policy):
         return Scores(logps, entropies, scores.mask)
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
-        """Returns this rank's share of so many fresh responses: see Policy. There are no advantages: nan.
+        """Return this rank's share of so many fresh responses: see Policy. There are no advantages: nan.
 
         Prompts are drawn with replacement, so that sequences are independent; `prompt_index` numbers the draws over all
         ranks, of which rank r has r, r + ranks, ...
@@ -173,7 +173,7 @@ class TrainerPolicy(Policy):
 
 
 def caches_that_fit(config: Any, tokens: int, memory: float) -> int:
-    """Returns how many responses' keys and values, in fp32, take at most SHARE of a GPU's memory; at least 1."""
+    """Return how many responses' keys and values, in fp32, take at most SHARE of a GPU's memory; at least 1."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -181,7 +181,7 @@ def caches_that_fit(config: Any, tokens: int, memory: float) -> int:
 
 
 def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the token ids of these prompts and of a response to each, generated in one batch.
+    """Return the token ids of these prompts and of a response to each, generated in one batch.
 
     The response to a prompt depends on the seed, and on the prompts that are in the batch with it.
     """
@@ -198,7 +198,7 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
 
 
 def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
-    """Returns a response to each prompt as TRL's own generation makes it, cut after the first end-of-sequence token."""
+    """Return a response to each prompt as TRL's own generation makes it, cut after the first end-of-sequence token."""
     pad = trainer._tokenizer.pad_token_id
     config = None if trainer.use_vllm else trainer.generation_config
     if config is None:  # neutral, as vLLM's settings are, or nobody asks for samples: sampling_limit
@@ -253,7 +253,7 @@ def sampling_limit(trainer: GRPOTrainer) -> Limit | None:
 
 
 def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the options of the next generation, and where each comes from."""
+    """Return the options of the next generation, and where each comes from."""
     if trainer.use_vllm:
         engine = trainer.vllm_generation
         own = {**{key: getattr(engine, key) for key in SAMPLING}, REGEX: engine.structured_outputs_regex}

@@ -17,13 +17,13 @@ OF_TRL = ("completions", "completion_ids", "trainer_state", "log_extra", "log_me
 
 
 def named_rewards(trainer: GRPOTrainer) -> list[Any]:
-    """Returns the trainer's reward functions, whose errors have a note with its name; reward models as they are."""
+    """Return the trainer's reward functions, whose errors have a note with its name; reward models as they are."""
     functions = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
     return [f if isinstance(f, nn.Module) else _named(f, name) for f, name in functions]
 
 
 def _named(function: RewardFunction, name: str) -> RewardFunction:
-    """Returns the function with the same arguments and rewards. How many there must be TRL checks, and names it."""
+    """Return the function with the same arguments and rewards. How many there must be TRL checks, and names it."""
     what = f"reward function {name}"
 
     @functools.wraps(function)

@@ -49,7 +49,7 @@ UNEVEN = Limit(
 
 
 def _in_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:
-    """Returns a generation batch in rollout order, where prompts are contiguous; draws the numbers of TRL's shuffle."""
+    """Return a generation batch in rollout order, where prompts are contiguous; draw the numbers of TRL's shuffle."""
     shuffle(generation_batch)
     return generation_batch
 
@@ -90,7 +90,7 @@ class Rollouts:
         return by_function
 
     def begin(self, output: dict, is_measured: bool) -> None:
-        """Begins with a fresh rollout, TRL's batch of this rank, and adds to it what TRL does not hand on.
+        """Begin with a fresh rollout, TRL's batch of this rank, and add to it what TRL does not hand on.
 
         A collective where it is measured.
         """
@@ -126,7 +126,7 @@ class Rollouts:
             output[batches.ALL_OLD_LOGPS] = all_logps
 
     def _add_tool_masks(self, output: dict, responses: Sequence[Response | None]) -> None:
-        """Adds the masks of tools before truncated responses are taken out of them."""
+        """Add the masks of tools before truncated responses are taken out of them."""
         masks = [None if response is None else response.tool_mask for response in responses]
         if any(mask is not None for mask in masks):
             ids = output["completion_ids"]
@@ -134,7 +134,7 @@ class Rollouts:
             output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
 
     def _prompts(self, prompts: Sequence[bytes], in_place: bool, has_images: bool) -> tuple[list[int], int]:
-        """Returns the number of each row's prompt, and how many responses a prompt has; 0 where they have unlike many.
+        """Return the number of each row's prompt, and how many responses a prompt has; 0 where they have unlike many.
 
         In TRL's order, `num_generations` side by side, unless the rows contradict it; then by the prompts' tokens.
 
@@ -186,7 +186,7 @@ class Rollouts:
             return original(generation_batch)
 
     def sizes_of_step(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Returns how many sequences each microbatch of the step has on this rank, from its first one on.
+        """Return how many sequences each microbatch of the step has on this rank, from its first one on.
 
         Those that are not sampled yet are expected to be as large as the first.
         """
@@ -196,7 +196,7 @@ class Rollouts:
         return [size, *(kept + [size] * count)[1:count]]
 
     def read(self, inputs: Mapping[str, Any]) -> Rollout:
-        """Returns the sequences of one of TRL's batch dictionaries, a microbatch or the whole rollout of this rank.
+        """Return the sequences of one of TRL's batch dictionaries, a microbatch or the whole rollout of this rank.
 
         With the log-probabilities that the batch has of them, whoever's they are.
         """
@@ -213,7 +213,7 @@ class Rollouts:
         return dataclasses.replace(rollout, origin=self._origin)
 
     def with_ratios(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
-        """Returns a microbatch whose log-probabilities of before are another policy's: its own are left out.
+        """Return a microbatch whose log-probabilities of before are another policy's: its own are left out.
 
         At the first step of a rollout they are this policy's up to rounding, unless a subclass has put others there.
 

@@ -34,7 +34,7 @@ class ScoringCalls:
         self._found: list[tuple[Tensor, Tensor | None]] = []
 
     def keep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what the forward pass returns, and keeps it if it is of this microbatch."""
+        """Return what the forward pass returns, and keep it if it is of this microbatch."""
         found = original(*args, **kwargs)
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[IDS]
         if ids.shape == self._ids.shape and torch.equal(ids, self._ids):
@@ -43,7 +43,7 @@ class ScoringCalls:
         return found
 
     def of(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Returns the log-probabilities that this loss is made of and their entropies; None where there are none.
+        """Return the log-probabilities that this loss is made of and their entropies; None where there are none.
 
         Log-probabilities without graph are those of a loss that is made of something else. Entropies are None where
         they were not asked for. ValueError where the loss has no graph either.

@@ -23,19 +23,19 @@ from rl_training.parallel.sharding import Shard, chunk_of
 
 
 def shard_of(trainer: GRPOTrainer) -> Shard:
-    """Returns how this training shards its parameters and states. Call it once training has begun."""
+    """Return how this training shards its parameters and states. Call it once training has begun."""
     if trainer.is_deepspeed_enabled:
         return (Zero3 if has_sharded_weights(trainer) else Zero)(trainer.model_wrapped)
     return (FullyShard if trainer.is_fsdp_enabled else Shard)(*_parts(trainer))
 
 
 def replicated(trainer: GRPOTrainer) -> Shard:
-    """Returns all of it, on every process, of a trainer that takes no step, with the optimizer that it has made."""
+    """Return all of it, on every process, of a trainer that takes no step, with the optimizer that it has made."""
     return Shard(*_parts(trainer), replicated=True)
 
 
 def has_sharded_weights(trainer: GRPOTrainer) -> bool:
-    """Returns whether a process holds a part of each parameter: under FSDP2 and ZeRO-3."""
+    """Return whether a process holds a part of each parameter: under FSDP2 and ZeRO-3."""
     zero3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     return trainer.is_fsdp_enabled or zero3
 
@@ -88,12 +88,12 @@ class Zero(Shard):
         return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._place.items()}
 
     def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
-        """Returns this rank's entries of a parameter in a flat vector that lies as that of the weights."""
+        """Return this rank's entries of a parameter in a flat vector that lies as that of the weights."""
         begin, end = self.cut(name, self.rank)
         return value.detach().reshape(-1)[max(0, self._place[name][2]) :][: end - begin]
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Returns this rank's entries; call it before engine.step. Zeros for a parameter that got none."""
+        """Return this rank's entries; call it before engine.step. Zeros for a parameter that got none."""
         averaged = self._zero.averaged_gradients
         flats = [torch.cat([piece.flatten() for piece in averaged[number]]) for number in range(len(self._flats))]
         return {name: self.local_of_optimizer(name, flats[number]) for name, (_, number, _) in self._place.items()}

@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 
 
 def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GRPOConfig:
-    """Returns a trainer's arguments with the learning rate and the threshold of clipping of these interventions.
+    """Return a trainer's arguments with the learning rate and the threshold of clipping of these interventions.
 
     The very object where none sets either: who made the trainer may still change it.
     """
@@ -45,7 +45,7 @@ def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GR
 
 
 def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
-    """Raises ValueError, before anything is trained, for an intervention that this trainer cannot train with."""
+    """Raise ValueError, before anything is trained, for an intervention that this trainer cannot train with."""
     for each in interventions:
         if each.name == "keep_truncated":
             raise UserError(
@@ -78,14 +78,14 @@ class TrainedLoss:
         self._silent_share = 0.0  # of the rollout's prompts
 
     def begin(self, rollout: Rollout) -> None:
-        """Registers a fresh rollout of this rank. A collective."""
+        """Register a fresh rollout of this rank. A collective."""
         if self.on_loss:
             self._silent_share = zero_advantage_share(
                 rollout.advantages_of_tokens, rollout.prompt_index, all_ranks().reduce
             )
 
     def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
-        """Returns the loss of a microbatch, made of these scores, with the gradient that the interventions ask for."""
+        """Return the loss of a microbatch, made of these scores, with the gradient that the interventions ask for."""
         if not self.on_loss:
             return loss
         c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)
@@ -111,7 +111,7 @@ class TrainedLoss:
 
 
 def _weights(intervention: Intervention, inputs: LossInputs) -> LossWeights:
-    """Returns the loss's weights, changed by the intervention. ValueError where it cannot change them."""
+    """Return the loss's weights, changed by the intervention. ValueError where it cannot change them."""
     if inputs.zero_advantage_share == 1.0 and "some_advantage" in intervention.needs:
         return inputs.weights  # there is nothing to scale
     why = intervention.unavailable_reason(inputs)

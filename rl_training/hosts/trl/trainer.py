@@ -64,7 +64,7 @@ class DrGRPOConfig(GRPOConfig):
         super().__post_init__()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is pickled: tokens are left out. training_args.bin, in every checkpoint, is such a pickle."""
+        """Return what is pickled: tokens are left out. training_args.bin, in every checkpoint, is such a pickle."""
         masked = without_secrets(vars(self))
         return {name: None if value == MASK else value for name, value in masked.items()}
 
@@ -118,7 +118,7 @@ def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
-    """Raises ValueError when the training set has fewer prompts than a rollout: TRL would train nothing, silently."""
+    """Raise ValueError when the training set has fewer prompts than a rollout: TRL would train nothing, silently."""
     batch, group, rows = trainer.args.generation_batch_size, trainer.num_generations, trainer.train_dataset
     if isinstance(rows, Sized) and len(rows) < batch // group:
         raise UserError(
@@ -180,7 +180,7 @@ class DrGRPOTrainer(GRPOTrainer):
 
     @property
     def loss_in_words(self) -> str:
-        """Returns "Dr-GRPO", and how the loss that is trained with differs from it."""
+        """Return "Dr-GRPO", and how the loss that is trained with differs from it."""
         settings = loss_settings(self)
         differing = [f"{name}={getattr(self.args, name)}" for name in DR_GRPO if name in settings.differs]
         differing += ["mask_truncated_completions=true"] * settings.hides_truncated
@@ -188,7 +188,7 @@ class DrGRPOTrainer(GRPOTrainer):
         return f"Dr-GRPO except for {', '.join(differing)}" if differing else "Dr-GRPO"
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
+        """Return TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
         generate = super()._generate_and_score_completions
         try:
             if self.buffer is None or not self.model.training:
@@ -215,7 +215,7 @@ class DrGRPOTrainer(GRPOTrainer):
             raise UserError(self._diverged(f"{bad[0]} is {logs[bad[0]]}"))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
+        """Return TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
 
         TRL would continue: with an advantage of 0 for a nan reward, with a group of nan for an infinite one.
         """

@@ -34,7 +34,7 @@ Plugins.instance().register(ProbeGroup)
 
 
 def with_probe_choice(arguments: list[str]) -> list[str]:
-    """Returns Hydra's arguments with a choice from conf/probe among the settings: probe=all where there is none."""
+    """Return Hydra's arguments with a choice from conf/probe among the settings: probe=all where there is none."""
     chosen = [f"+{argument}" if argument.startswith("probe=") else argument for argument in arguments]
     default = [] if any(argument.startswith("+probe=") for argument in chosen) else ["+probe=all"]
     settings = (i for i, argument in enumerate(chosen) if "=" in argument and not argument.startswith("-"))

@@ -17,7 +17,7 @@ from rl_training.policy.scorer import CHUNK_LOGITS
 
 
 def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens: Sequence[int]) -> Rollout:
-    """Returns the sequences of a microbatch.
+    """Return the sequences of a microbatch.
 
     max_length  a response of so many tokens is truncated, if it does not end with one of `end_tokens`
 
@@ -48,7 +48,7 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
 
 
 def _number(uid: str) -> int:
-    """Returns a number of a prompt, by verl's random uid: another one for each prompt of all processes and rollouts."""
+    """Return a number of a prompt, by verl's random uid: another one for each prompt of all processes and rollouts."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=6).digest(), "big")
 
 
@@ -57,7 +57,7 @@ def _padded(rows: Sequence[Tensor], on_the_left: bool = False) -> Tensor:
 
 
 def _one_per_response(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Returns (B,) of advantages (B, T), which verl repeats on all tokens of a response."""
+    """Return (B,) of advantages (B, T), which verl repeats on all tokens of a response."""
     first = advantages.gather(1, mask.argmax(dim=1, keepdim=True))
     if bool(((advantages != first) & (mask != 0)).any()):
         raise UserError(
@@ -77,17 +77,17 @@ class ResponseTokens:
         self.index = ((ends - lengths - 1).unsqueeze(1) + columns)[self.mask]  # (n,), one less than that of each token
 
     def padded(self, flat: Tensor) -> Tensor:
-        """Returns (B, T), 0 where a response has no token; with graph where the flat tensor has one."""
+        """Return (B, T), 0 where a response has no token; with graph where the flat tensor has one."""
         return flat.new_zeros(self.mask.shape).masked_scatter(self.mask, flat[self.index])
 
     def put_back(self, padded: Tensor, nested: Any) -> Tensor:
-        """Returns the nested tensor with these values put back: the same numbers, another path through the graph."""
+        """Return the nested tensor with these values put back: the same numbers, another path through the graph."""
         flat = nested.values().index_put((self.index,), padded[self.mask])
         return torch.nested.nested_tensor_from_jagged(flat, nested.offsets())
 
 
 def flat_entropies(logits: Tensor, lengths: Sequence[int], temperature: float) -> Tensor:
-    """Returns the entropies of all next-token distributions, flat, in nats, without graph, a few positions at a time.
+    """Return the entropies of all next-token distributions, flat, in nats, without graph, a few positions at a time.
 
     logits  (B, W, V), right-padded; or (1, W, V), the sequences one after another, perhaps with padding at their end
     """

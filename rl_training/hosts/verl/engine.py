@@ -73,7 +73,7 @@ class Measurement:
         self._writer.begin()
 
     def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
-        """Begins an optimizer step in microbatches of these sizes."""
+        """Begin an optimizer step in microbatches of these sizes."""
         self.settings = settings
         self._metrics: dict[str, Any] = {}
         if settings["rollout"] != self._rollout:
@@ -82,7 +82,7 @@ class Measurement:
         self.driver.plan(sizes)
 
     def entropies(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
-        """Returns the entropies of a microbatch for which verl calculates none; nothing if no probe asks for them."""
+        """Return the entropies of a microbatch for which verl calculates none; nothing if no probe asks for them."""
         step = self.driver.open_step
         if step is None or not step.probes:
             return {}
@@ -90,7 +90,7 @@ class Measurement:
         return {ENTROPIES: flat_entropies(logits, lengths, self._loop.policy.scorer.temperature)}
 
     def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
-        """Returns what the loss must be computed from: the same numbers, watched."""
+        """Return what the loss must be computed from: the same numbers, watched."""
         tokens = ResponseTokens(data)
         rollout = read_rollout(data, self._fresh, self.settings["max_response_length"], self.settings["end_tokens"])
         logps = tokens.padded(model_output["log_probs"].values())
@@ -105,7 +105,7 @@ class Measurement:
         return model_output | watched
 
     def step(self, optimizer_step: Callable[[], float]) -> float:
-        """Returns what the optimizer's step returns, the gradient's norm."""
+        """Return what the optimizer's step returns, the gradient's norm."""
         self.driver.gradients_ready(self._rollout)
         norm = optimizer_step()
         self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.shard.optimizer.param_groups[0]["lr"]}
@@ -114,7 +114,7 @@ class Measurement:
         return norm
 
     def finish(self, outputs: Mapping[str, Any]) -> dict[str, list[float]]:
-        """Returns what verl's loggers get, and writes the records. A collective."""
+        """Return what verl's loggers get, and write the records. A collective."""
         step, ranks = self.driver.open_step, self._loop.ranks
         if step is None:  # verl has skipped it
             return {}
@@ -124,7 +124,7 @@ class Measurement:
         return {name: [value] for name, value in measured.items()}
 
     def save(self, folder: Path) -> None:
-        """Writes the probes' states beside verl's. On all ranks."""
+        """Write the probes' states beside verl's. On all ranks."""
         ranks = self._loop.ranks
         save_probe_states([*self.driver.probes, self.driver, self], folder, ranks.count, ranks.number)
         torch.distributed.barrier()
@@ -139,7 +139,7 @@ class Measurement:
 def _describe_loop(
     engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
 ) -> LoopSpec:
-    """Returns what the driver must know of verl's loop."""
+    """Return what the driver must know of verl's loop."""
     dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
     autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
     shard = FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad)
@@ -164,7 +164,7 @@ def _describe_loop(
 
 
 def dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
-    """Returns what Dr-GRPO's loss is set to; None where the loss is another, or not verl's own."""
+    """Return what Dr-GRPO's loss is set to; None where the loss is another, or not verl's own."""
     config = getattr(loss_function, "keywords", {}).get("config")
     if config is None or "rollout_is_weights" in data or config.use_kl_loss or config.entropy_coeff != 0:
         return None
@@ -241,7 +241,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
 
 
 def register() -> None:
-    """Registers the engine with verl, once."""
+    """Register the engine with verl, once."""
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
     EngineRegistry.register("language_model", ["fsdp2"], device, vendor)(ProbedEngine)

@@ -71,7 +71,7 @@ class ProbedTrainer(PPOTrainerSync):
 
 
 def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[int] | None:
-    """Returns an order of rows that keeps each prompt on one rank, balanced by length; None where there is none.
+    """Return an order of rows that keeps each prompt on one rank, balanced by length; None where there is none.
 
     keys     UID_SESSION_INDEX of each row, as verl names them        lengths  of each, in tokens
     """
@@ -88,7 +88,7 @@ def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[in
 
 
 def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end: int | None) -> dict[str, Any]:
-    """Returns what the engine cannot know about a rollout, and which probes to run."""
+    """Return what the engine cannot know about a rollout, and which probes to run."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
     is_grpo = algorithm.adv_estimator == "grpo"  # grpo_vectorized divides by the deviation, whatever is set
@@ -109,7 +109,7 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
 
 
 def what_splits_prompts(config: DictConfig) -> str:
-    """Returns the setting by which responses to a prompt come apart, with one that keeps them together; "" if none."""
+    """Return the setting by which responses to a prompt come apart, with one that keeps them together; "" if none."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     processes = config.trainer.n_gpus_per_node * config.trainer.nnodes
     if actor.shuffle:
@@ -125,7 +125,7 @@ def what_splits_prompts(config: DictConfig) -> str:
 
 
 def refuse_what_cannot_be_measured(config: DictConfig) -> None:
-    """Raises ValueError, saying what to set, for the first setting under which probes cannot measure."""
+    """Raise ValueError, saying what to set, for the first setting under which probes cannot measure."""
     for name, measured, why in MEASURED:
         value = OmegaConf.select(config, name)
         if value is not None and value not in measured:
@@ -155,7 +155,7 @@ def selection_reason(algorithm: Any) -> str:
 
 
 def with_probes(config: DictConfig) -> DictConfig:
-    """Returns verl's configuration with this engine and this trainer in it. ValueError for what cannot be measured."""
+    """Return verl's configuration with this engine and this trainer in it. ValueError for what cannot be measured."""
     model = config.actor_rollout_ref.model
     refuse_what_cannot_be_measured(config)
     with open_dict(config):
