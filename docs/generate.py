@@ -133,7 +133,7 @@ def interventions() -> str:
         doc = (inspect.getdoc(known.function) if known.function else None) or f"The optimizer's own `{known.trl}`."
         bounds = f"above {known.low:g}" + ("" if math.isinf(known.high) else f", at most {known.high:g}")
         nothing = ["on-policy"] if known.nothing_on_policy else []
-        nothing += [f"at {known.nothing:g}, which is refused"] if known.nothing is not None else []
+        nothing += [f"at {known.neutral_strength:g}, which is refused"] if known.neutral_strength is not None else []
         cells = [
             f"`{name}`",
             doc.splitlines()[0].replace("|", "\\|"),
