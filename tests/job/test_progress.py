@@ -47,7 +47,7 @@ def test_a_long_step_says_from_the_first_second_on_how_far_it_is(monkeypatch: py
     for _ in range(7):
         clock.now += 4.0
         bar.on_substep_end(args, state, None)
-    assert re.findall(r"0/16( \+\d/8) ", screen.getvalue()) == [" +3/8", " +6/8"]
+    assert re.findall(r"0/16( \+\d/8) \[00:00<\?\]", screen.getvalue()) == [" +3/8", " +6/8"]
     state.global_step = 1
     bar.on_step_end(args, state, None)
     bar.on_train_end(args, state, None)

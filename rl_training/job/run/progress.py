@@ -24,7 +24,7 @@ Z_95 = 1.96  # standard errors, of the number that has one
 # Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
 FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"
 SECONDS_OF_SILENCE = 10.0  # after which a step that is not through says how far it is
-BEFORE_ANY = "sampling"  # in the place of the numbers, until the first step is through
+BEFORE_ANY = "sampling"  # in the place of the numbers, until the first responses are there
 
 
 class StepProgress(ProgressCallback):
@@ -51,14 +51,19 @@ class StepProgress(ProgressCallback):
         self._microbatches += 1
         if self.training_bar is not None and time.monotonic() - self._drawn_at > SECONDS_OF_SILENCE:
             self._drawn_at = time.monotonic()
-            self.training_bar.set_description_str(f" +{self._microbatches}/{args.gradient_accumulation_steps}")
+            self._say_place(f" +{self._microbatches}/{args.gradient_accumulation_steps}")
+            self.training_bar.refresh()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None:
-            self.training_bar.set_description_str("", refresh=False)
-            if self.training_bar.postfix == BEFORE_ANY:
-                self.training_bar.set_postfix_str("", refresh=False)
+            self._say_place("")
         super().on_step_end(args, state, control, **kwargs)
+
+    def _say_place(self, place: str) -> None:
+        """Write how far the step is into the bar, without drawing it; its first responses are there."""
+        self.training_bar.set_description_str(place, refresh=False)
+        if self.training_bar.postfix == BEFORE_ANY:
+            self.training_bar.set_postfix_str("", refresh=False)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         shown = {}
