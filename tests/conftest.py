@@ -41,10 +41,10 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
 LONG = [
-    "test_processes", "test_shards", "test_resume", "test_secrets", "test_simple_probe", "test_wheel", "test_bitwise",
+    "test_processes", "test_sharding", "test_resume", "test_secrets", "test_simple_probe", "test_wheel", "test_bitwise",
     "test_command_line", "test_ground_truth", "test_docs", "test_tasks_gsm8k", "test_loggers", "test_loop",
-    "test_hostile_records", "test_training_with_interventions", "test_config", "test_report", "test_step_check",
-    "test_interventions_probe",
+    "test_batches_of_subclasses", "test_hostile_records", "test_training_with_interventions", "test_config",
+    "test_report", "test_verifier", "test_interventions_probe",
     "test_offline_probe", "test_real_scale", "test_evaluate", "test_sequence_kernel", "test_offline",
     "test_several_turns", "test_buffer", "test_offline_real", "test_train", "test_token_classes", "test_attach",
     "test_branch", "test_gpu_benchmark", "test_restored", "test_cuda", "test_offline_sweep", "test_gns",

@@ -19,11 +19,7 @@ from rl_training.job.configuration.values import did_you_mean
 # Groups whose option can be changed, each with its place in the settings.
 GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
           "logger": "logger"}  # fmt: skip
-
-
 ONE_OF = ("trainer", "model", "adapter", "data", "buffer")  # groups of which a run has one option
-
-
 UNLISTED = ("trainer", "model", "adapter", "data")  # what they are made into refuses a setting that it does not know
 
 

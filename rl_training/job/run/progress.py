@@ -16,11 +16,7 @@ SHOWN = {
     "entropy": (("entropy/token", "entropy"), ".3f"),
     "δH": (("delta_h/forward", "measured/delta_h"), "+.4f"),
 }
-
-
 Z_95 = 1.96  # standard errors, of the number that has one
-
-
 # Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
 FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"
 SECONDS_OF_SILENCE = 10.0  # after which a step that is not through says how far it is
