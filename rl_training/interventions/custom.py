@@ -1,4 +1,4 @@
-"""An intervention of one's own: a function in a file or module, called so that nothing else is changed by it."""
+"""A user's own intervention: a function in a file or module, called on copies so that it changes nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from rl_training.interventions.loss import Function, LossInputs
 
 
 def load_own(place: str, name: str) -> Function:
-    """Return a function in a file, or in a module that can be imported, checked. ValueError where there is none."""
+    """Load a function from a file or an importable module, and wrap it with checks of what it returns.
+
+    Args:
+        place: FILE.py or MODULE.
+        name: of the function.
+
+    Raises:
+        UserError: there is no such file, module or function.
+    """
     path = Path(place)
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -40,7 +48,7 @@ def load_own(place: str, name: str) -> Function:
 
 
 def _checked_weights(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
-    """Return the weights that a function makes of copies: what it writes into them, only its own result has."""
+    """Call a function with a copy of the loss's inputs, and check the weights that it returns."""
     with wrap_user_errors(f"intervention {name}"):
         weights: Any = function(copy.deepcopy(loss), strength)
     if not isinstance(weights, LossWeights):
@@ -50,7 +58,11 @@ def _checked_weights(name: str, function: Function, loss: LossInputs, strength: 
 
 
 def _checked(name: str, weights: Any, like: Tensor) -> Tensor:
-    """Return weights as training's own are kept. ValueError where they are no tensor, not finite or of other shape."""
+    """Return weights in the dtype and on the device of `like`.
+
+    Raises:
+        UserError: they are no tensor, not finite, or of another shape.
+    """
     if isinstance(weights, Tensor) and weights.shape == like.shape and bool(torch.isfinite(weights).all()):
         return weights.detach().to(like)
     kind = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__

@@ -1,4 +1,4 @@
-"""The input of an intervention: what the loss of one microbatch knows.
+"""The input of an intervention: the weights, scores and settings of one microbatch's loss.
 
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (gradients/loss_weights.py)
 
@@ -24,41 +24,43 @@ from rl_training.policy.rollout import Rollout, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch, Correction, LossSettings
 
-DR_GRPO = 0.1  # of the norm of the loss's weights: what bf16 makes of ratios that are 1, and a few tokens at a clip
-SIGNS = 1e-6  # of the largest weight: what rounding may leave
+# Relative distance within which a loss's weights count as Dr-GRPO's: in bf16, ratios of 1 are off, and a few tokens may
+# be on the other side of a clip.
+DR_GRPO = 0.1
+SIGNS = 1e-6  # relative to the largest weight; smaller weights of the wrong sign are rounding
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss of one microbatch knows: b sequences of T tokens."""
+    """The inputs of one microbatch's loss: b sequences of T tokens."""
 
-    weights: LossWeights  # (b, T), of the loss as it is
+    weights: LossWeights  # (b, T), of the unchanged loss
     scores: Scores  # (b, T), without graph; the mask is 1 on the tokens of the loss
-    advantages: Tensor  # (b,), as the loss weighs them: 0 for a response that it hides; of unlike tokens the mean
-    prompt_index: Tensor  # (b,), equal for responses of the same prompt
-    microbatches: float = 1  # sequences of this step on this rank, over b: the loss is a mean over all of them
-    zero_advantage_share: float = 0.0  # of the step's prompts, on all ranks: those whose advantages are all 0
+    advantages: Tensor  # (b,), as the loss weighs responses: 0 for one that it hides; the mean where tokens differ
+    prompt_index: Tensor  # (b,), equal for responses to the same prompt
+    microbatches: float = 1  # this rank's sequences of the step over b: the loss is a mean over all of them
+    zero_advantage_share: float = 0.0  # share of the step's prompts, on all ranks, whose advantages are all 0
     settings: LossSettings | None = None  # None where they are not known
     rewards: Tensor | None = None  # (b,)
     truncated: Tensor | None = None  # (b,), bool: cut off at the maximum length
-    old_logps: Tensor | None = None  # (b, T), of the loss's ratios; None where all of these are 1
-    sampling_logps: Tensor | None = None  # (b, T), the sampler's; None where it is this very policy, or not known
+    old_logps: Tensor | None = None  # (b, T), the denominators of the loss's ratios; None where all ratios are 1
+    sampling_logps: Tensor | None = None  # (b, T), the sampler's; None: the policy itself sampled, or they are unknown
     reference_logps: Tensor | None = None  # (b, T), of the reference model of a KL term
-    hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss does not see
-    whole_prompts: bool = True  # it has all responses to each of its prompts
-    token_advantages: Tensor | None = None  # (b, T), where they differ within a response
-    # What the weights say of the loss, whatever its settings are, before any intervention.
-    is_dr_grpo: bool = True  # they are Dr-GRPO's, with the clip and the correction for a sampler that are set
-    is_of_advantages: bool = True  # they have the signs of advantages, and are 0 where these are
+    hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss leaves out
+    whole_prompts: bool = True  # whether all responses to each of its prompts are in the microbatch
+    token_advantages: Tensor | None = None  # (b, T), where advantages differ within a response
+    # Facts about the loss before any intervention, read from its weights, whatever its settings are.
+    is_dr_grpo: bool = True  # the weights are Dr-GRPO's with the set clip and correction for a sampler
+    is_of_advantages: bool = True  # the weights have the signs of the advantages, and are 0 where these are 0
 
     @property
     def advantages_of_tokens(self) -> Tensor:
-        """A of each token, (b, T), or (b, 1) where all of a response have the same."""
+        """A of each token, (b, T), or (b, 1) where all tokens of a response have the same."""
         return self.advantages.unsqueeze(1) if self.token_advantages is None else self.token_advantages
 
     @property
     def ratios(self) -> Tensor:
-        """ρ = π / π_old of each token, (b, T); 1 on-policy, and where the loss has no token."""
+        """ρ = π / π_old of each token, (b, T); 1 on-policy and off the mask."""
         if self.old_logps is None:
             return torch.ones_like(self.scores.logps)
         difference = self.scores.logps - self.old_logps.to(self.scores.logps)
@@ -66,34 +68,34 @@ class LossInputs:
 
     @property
     def log_sampler_ratios(self) -> Tensor:
-        """log π_old − log μ of each token, (b, T), μ the sampler's, π_old = π on-policy; 0 where the loss has none."""
+        """log π_old − log μ of each token, (b, T), with μ the sampler and π_old = π on-policy; 0 off the mask."""
         if self.sampling_logps is None:
             return torch.zeros_like(self.scores.logps)
         policy = self.scores.logps if self.old_logps is None else self.old_logps.to(self.scores.logps)
         difference = (policy - self.sampling_logps.to(policy)).masked_fill(self.scores.mask == 0, 0.0)
-        return difference.nan_to_num(nan=0.0)  # as TRL does where vLLM knows no log-probability of a token
+        return difference.nan_to_num(nan=0.0)  # as TRL does where vLLM returns no log-probability of a token
 
     @property
     def unit(self) -> float:
-        """What Dr-GRPO's loss hands back to a token of advantage −1 and ratio 1: 1 / (b · microbatches · L)."""
+        """u, the weight that Dr-GRPO's loss gives a token of advantage −1 and ratio 1: 1 / (b · microbatches · L)."""
         assert self.settings is not None
         return 1.0 / (len(self.advantages) * self.microbatches * self.settings.max_length)
 
     def clipped(self, ratios: Tensor, low: float, high: float, factors: Tensor | None = None) -> Tensor:
-        """Return Dr-GRPO's weights, −u ρ A where the clip lets ρ through, times factors, (b, T)."""
+        """Return Dr-GRPO's weights, (b, T): −u ρ A times `factors` where ρ is not clipped, else 0."""
         advantages = self.advantages_of_tokens
         passes = torch.where(advantages > 0, ratios <= 1.0 + high, ratios >= 1.0 - low)
         weights = -self.unit * ratios * advantages * passes * self.scores.mask * (1.0 if factors is None else factors)
         return weights.to(self.weights.logps)
 
     def corrected(self, correction: Correction | None) -> Tensor:
-        """Return Dr-GRPO's weights as they are set, but with this correction for the sampler, (b, T)."""
+        """Return Dr-GRPO's weights, (b, T), with the set clip and this correction for the sampler."""
         assert self.settings is not None
         factors = None if correction is None else correction.factors(self.log_sampler_ratios)
         return self.clipped(self.ratios, self.settings.epsilon_low, self.settings.epsilon_high, factors)
 
     def compared(self) -> LossInputs:
-        """Return the same, with what its weights say of the loss."""
+        """Return the inputs with `is_dr_grpo` and `is_of_advantages` read from the weights."""
         weights = self.weights.logps.double()
         advantages = self.advantages_of_tokens.double()
         size = weights.abs().max() * advantages.abs().max()
@@ -112,11 +114,15 @@ Function = Callable[[LossInputs, float], LossWeights]
 def loss_inputs(
     batch: Batch, reduce: Callable[[Tensor], Tensor], reference_logps: Tensor | None = None
 ) -> list[LossInputs]:
-    """Return what the loss knew of each microbatch of a step on this rank. A collective.
+    """Return the inputs of the loss for each microbatch of a step on this rank. A collective.
 
-    reference_logps  (B, T), where they are known
+    Args:
+        batch: of the step.
+        reduce: sums a tensor over the processes.
+        reference_logps: (B, T), where they are known.
 
-    ValueError off-policy without log-probabilities at sampling: the ratios are not known.
+    Raises:
+        UserError: the step is off-policy and has no log-probabilities at sampling, so ratios are not known.
     """
     rollout = dataclasses.replace(batch.rollout, images=None)
     scores = vars(batch.scores).values()
@@ -136,7 +142,7 @@ def loss_inputs(
                 responses_per_prompt=batch.responses_per_prompt,
             )
         )
-    # The same on all ranks, which then measure the same interventions.
+    # Alike on all ranks, so that they measure the same interventions.
     names = ("whole_prompts", "is_dr_grpo", "is_of_advantages")
     against = [sum(not getattr(part, name) for part in parts) for name in names]
     of_all = reduce(rollout.advantages.new_tensor(against, dtype=torch.float64)).tolist()
@@ -155,12 +161,20 @@ def microbatch_inputs(
     zero_advantage_share: float = 0.0,
     responses_per_prompt: int | None = None,
 ) -> LossInputs:
-    """Return what the loss knows of a microbatch; by default one that is a whole step.
+    """Return the inputs of the loss for a microbatch, which by default is a whole step.
 
-    scores                (b, T), without graph; the mask is 1 on the policy's tokens, those that the loss hides too
-    responses_per_prompt  None: it has all of each
+    Args:
+        rollout: the microbatch's sequences.
+        scores: (b, T), without graph; the mask is 1 on all of the policy's tokens, those that the loss hides too.
+        weights: (b, T), of the loss.
+        settings: of the loss; None where they are not known.
+        reference_logps: (b, T), where they are known.
+        microbatches: this rank's sequences of the step over b.
+        zero_advantage_share: share of the step's prompts, on all ranks, whose advantages are all 0.
+        responses_per_prompt: G; None: the microbatch has all responses to each of its prompts.
 
-    ValueError off-policy without log-probabilities at sampling: the ratios are not known.
+    Raises:
+        UserError: the step is off-policy and has no log-probabilities at sampling, so ratios are not known.
     """
     old_logps = (
         None if rollout.on_policy else rollout.sampling_logps if rollout.old_logps is None else rollout.old_logps
@@ -195,9 +209,12 @@ def microbatch_inputs(
 
 
 def zero_advantage_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
-    """Return the share of the prompts, over all ranks, whose responses all have the advantage 0. A collective.
+    """Return the share of prompts, over all ranks, whose responses all have advantage 0. A collective.
 
-    advantages  (b, …), of responses or of their tokens
+    Args:
+        advantages: (b, …), of responses or of their tokens.
+        prompt_index: (b,), equal for responses to the same prompt.
+        reduce: sums a tensor over the processes.
 
     >>> zero_advantage_share(torch.tensor([0.0, 0.5, 0.0, 0.0]), torch.tensor([1, 2, 3, 4]), lambda x: x)
     0.75

@@ -1,7 +1,7 @@
 """Every intervention by name: its strength, what it needs, and when it has no effect.
 
 bonus        with its usual strength          bonus:0.02    with another          mis:0.5,2    with both bounds
-my.py:softer your own: a function of (LossInputs, strength) in a file that returns LossWeights
+my.py:softer your own: a function of (LossInputs, strength) in a file, which returns LossWeights
 my.loss:softer            or in a module that can be imported
 """
 
@@ -26,7 +26,7 @@ PLAIN = "plain"  # the step as it is, in the names of metrics
 RATIOS_ARE_ONE = "on-policy every ratio is 1, so it changes nothing"
 ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # they do not change the weights of log-probabilities
 GROWS = "grows with the distance from the reference: one step shows little of it"
-# What an intervention may need, and what is said where it is not there.
+# What an intervention may need, with the reason to give where it is missing.
 NEEDS = {
     "dr_grpo": "the loss is not Dr-GRPO's, the only one whose weights it changes: set loss_type='dr_grpo', "
     "scale_rewards='none', beta=0, and train with no other intervention on these weights, and no loss of a subclass",
@@ -50,28 +50,19 @@ SAMPLER = ("dr_grpo", "sampler")  # of corrections for a sampler that is not the
 
 @dataclass(frozen=True)
 class Intervention:
-    """A change of the loss's weights, or of a setting of the optimizer, with its strength.
+    """A change of the loss's weights, or of a setting of the optimizer, with its strength."""
 
-    name       of its metrics
-    function   from what the loss knows and the strength to new weights; None for a setting of the optimizer
-    trl        the setting of trl.GRPOConfig that does the same, where there is one
-    strength   nan where it has none        low, high  what it must lie between
-    nothing    the strength at which it has no effect; None where there is none
-    is_linear  the loss's weights are a straight line in the strength
-    remark     a caveat on its one-step effect
-    """
-
-    name: str
-    function: Function | None
-    needs: tuple[str, ...] = ("advantages",)
-    strength: float = math.nan
-    low: float = 0.0
-    high: float = math.inf
-    neutral_strength: float | None = None
-    is_linear: bool = False
-    nothing_on_policy: bool = False
-    remark: str = ""
-    trl: str = ""
+    name: str  # in the names of its metrics
+    function: Function | None  # from a loss's inputs and the strength to new weights; None for an optimizer's setting
+    needs: tuple[str, ...] = ("advantages",)  # keys of NEEDS
+    strength: float = math.nan  # nan where it has none
+    low: float = 0.0  # strengths must be larger
+    high: float = math.inf  # strengths must not be larger
+    neutral_strength: float | None = None  # the strength at which it changes nothing; None where there is none
+    is_linear: bool = False  # whether the new weights are linear in the strength
+    nothing_on_policy: bool = False  # whether it changes nothing where all ratios are 1
+    remark: str = ""  # a caveat on its one-step effect
+    trl: str = ""  # the setting of trl.GRPOConfig that does the same, where there is one
 
     @property
     def lr_factor(self) -> float:
@@ -80,23 +71,23 @@ class Intervention:
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The new threshold of clipping; None: as it is."""
+        """The new clipping threshold; None: it does not change."""
         return self.strength if self.trl == "max_grad_norm" else None
 
     @property
     def differs(self) -> str:
-        """How it changes the loss, as LossSettings.differs has it: "beta" for what is no weight on advantages."""
+        """Its entry in LossSettings.differs; "beta" stands for terms that are no weights on advantages."""
         if self.trl == "entropy_coef":
             return self.trl
         return "intervention" if {"advantages", "dr_grpo"} & {*self.needs} else "beta"
 
     @property
     def overwrites_weights(self) -> bool:
-        """Whether it makes its weights of advantages and ratios: what another one has changed before is lost."""
+        """Whether it makes its weights anew from advantages and ratios, which undoes interventions before it."""
         return "sampler" in self.needs or self.trl == "epsilon_high"
 
     def unavailable_reason(self, loss: LossInputs) -> str:
-        """Return why it is not available with this loss, "" if it is."""
+        """Return the reason why it is not available with this loss, or ""."""
         differs = {"not known"} if loss.settings is None else loss.settings.differs
         is_set = differs <= ENTROPY_TERMS  # Dr-GRPO's: then its weights are
         has = {
@@ -176,7 +167,11 @@ def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
 
 
 def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
-    """Return what a training does one after another. ValueError for two of a kind, or two that leave nothing."""
+    """Return the interventions that a training applies in this order.
+
+    Raises:
+        UserError: two are of a kind, contradict each other, or one would undo those before it.
+    """
     chosen = interventions_of(names, "interventions")
     kinds = Counter(known.name.partition(":")[0] for known in chosen)
     for kind, count in kinds.items():
@@ -194,9 +189,10 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
 
 
 def intervention(text: str) -> Intervention:
-    """Return the intervention of a name, or of name:strength, or of file.py:function[:strength], module:function.
+    """Return an intervention from name[:strength], FILE.py:FUNCTION[:strength] or MODULE:FUNCTION[:strength].
 
-    ValueError for a name that is not known, and for a strength that means nothing.
+    Raises:
+        UserError: the name is unknown, or the strength is out of bounds.
 
     >>> intervention("bonus").strength, intervention("lr:2").strength
     (0.01, 2.0)

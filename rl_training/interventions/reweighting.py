@@ -1,8 +1,8 @@
-"""The interventions on the loss: each one function from what the loss knows, see loss.py, to new weights.
+"""The interventions on the loss: functions from the inputs of a loss (loss.py) and a strength to new weights.
 
 c are the weights of log-probabilities and d those of entropies, A the advantages, ρ the ratios, m the mask of the
-loss's tokens, M the step's microbatches, and u = 1 / (b M L) what Dr-GRPO's loss hands back for an advantage of −1.
-Strengths and requirements are listed in named.py.
+loss's tokens, M the step's microbatches, and u = 1 / (b M L) the weight that Dr-GRPO's loss gives an advantage of −1.
+named.py lists their strengths and requirements.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rl_training.interventions.loss import LossInputs
 from rl_training.policy.rollout import centre_by_prompt
 from rl_training.step.batch import Correction
 
-STD_EPSILON = 1e-4  # TRL's, beside a group's standard deviation
-SMALLEST_SCALE = 0.02  # STEER's: below it, the largest |Ω| does not set the scale
+STD_EPSILON = 1e-4  # TRL adds it to a group's standard deviation
+SMALLEST_SCALE = 0.02  # STEER's lower bound of the scale that the largest |Ω| sets
 
 
 def bonus(loss: LossInputs, strength: float) -> LossWeights:
-    """Entropy bonus, the mean next-token entropy over the microbatch's tokens: d − β m / (M Σm).
+    """Add an entropy bonus, the mean next-token entropy over the microbatch's tokens: d − β m / (M Σm).
 
     Source: Mnih et al. 2016, arXiv 1602.01783; TRL.
     """
@@ -33,7 +33,7 @@ def bonus(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def psr(loss: LossInputs, strength: float) -> LossWeights:
-    """Positive samples alone: c where A > 0, else 0.
+    """Keep positive samples only: c where A > 0, else 0.
 
     Source: Zhu et al. 2025, arXiv 2506.01347.
     """
@@ -41,7 +41,7 @@ def psr(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def nsr(loss: LossInputs, strength: float) -> LossWeights:
-    """Negative samples alone: c where A < 0, else 0.
+    """Keep negative samples only: c where A < 0, else 0.
 
     Source: Zhu et al. 2025, arXiv 2506.01347.
     """
@@ -49,7 +49,7 @@ def nsr(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def w_reinforce(loss: LossInputs, strength: float) -> LossWeights:
-    """Positive samples count less: λ c where A > 0, else c.
+    """Weight positive samples less: λ c where A > 0, else c.
 
     Source: Zhu et al. 2025, arXiv 2506.01347.
     """
@@ -58,7 +58,7 @@ def w_reinforce(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def std_norm(loss: LossInputs, strength: float) -> LossWeights:
-    """Advantages over the standard deviation of their group's rewards: c / (s + 1e-4).
+    """Divide advantages by the standard deviation of their group's rewards: c / (s + 1e-4).
 
     Source: Shao et al. 2024, arXiv 2402.03300.
     """
@@ -69,13 +69,13 @@ def std_norm(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def _deviation(rewards: Tensor) -> Tensor:
-    """Return the standard deviation of the rewards that are there, 0 where there are not two."""
+    """Return the standard deviation of the rewards that are not nan; 0 for fewer than two."""
     known = rewards[~rewards.isnan()].double()
     return known.std() if len(known) > 1 else known.new_zeros(())
 
 
 def length_norm(loss: LossInputs, strength: float) -> LossWeights:
-    """GRPO's mean over the tokens of each response: c L / T.
+    """Average over the tokens of each response, as GRPO does: c L / T.
 
     Source: Shao et al. 2024, arXiv 2402.03300.
     """
@@ -85,7 +85,7 @@ def length_norm(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def dynamic_sampling(loss: LossInputs, strength: float) -> LossWeights:
-    """Prompts without any advantage replaced by others like the rest: c / (1 − share of such prompts).
+    """Replace prompts without any advantage by others like the rest: c / (1 − share of such prompts).
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
     """
@@ -93,7 +93,7 @@ def dynamic_sampling(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def drop_truncated(loss: LossInputs, strength: float) -> LossWeights:
-    """Truncated responses left out: c where the response has ended, else 0.
+    """Leave out truncated responses: c where the response has ended, else 0.
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
     """
@@ -102,7 +102,7 @@ def drop_truncated(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def keep_truncated(loss: LossInputs, strength: float) -> LossWeights:
-    """Truncated responses that the loss leaves out, put in: c = −u (r − mean of the group's r) there.
+    """Put in the truncated responses that the loss leaves out: c = −u (r − mean of the group's r) there.
 
     Source: Liu et al. 2025 (Dr-GRPO), arXiv 2503.20783.
     """
@@ -115,10 +115,10 @@ def keep_truncated(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def clip_cov(loss: LossInputs, strength: float) -> LossWeights:
-    """The share of tokens whose log-probability goes most with the advantage, left out: c = 0 there.
+    """Leave out the share of tokens with the largest covariance of log-probability and advantage: c = 0 there.
 
-    Clip-Cov draws them at random between bounds that depend on the scale of advantages; these are those that KL-Cov
-    takes, so that there is no random number in it.
+    Clip-Cov draws tokens at random between bounds that depend on the scale of advantages. Here they are the tokens that
+    KL-Cov takes, so that nothing is random.
 
     Source: Cui et al. 2025, arXiv 2505.22617.
     """
@@ -126,7 +126,7 @@ def clip_cov(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def kl_cov(loss: LossInputs, strength: float) -> LossWeights:
-    """|log ρ| as a penalty on the same share of tokens: c + u sign(log ρ) there, and nothing where all ρ are 1.
+    """Penalise |log ρ| on the share of tokens that `clip_cov` takes: c + u sign(log ρ) there; c where all ρ are 1.
 
     Source: Cui et al. 2025, arXiv 2505.22617.
     """
@@ -138,7 +138,7 @@ def kl_cov(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def top_entropy(loss: LossInputs, strength: float) -> LossWeights:
-    """The tokens whose entropies are the highest, this share of them, and no others: c there, else 0.
+    """Keep only the share of tokens with the highest entropies: c there, else 0.
 
     Source: Wang et al. 2025, arXiv 2506.01939.
     """
@@ -146,9 +146,9 @@ def top_entropy(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def steer(loss: LossInputs, strength: float) -> LossWeights:
-    """Weights of tokens fall with their estimated change of entropy: c exp(−k |Ω|), Ω = ρ A (1 − π) (log π + h).
+    """Weight tokens less, the larger their estimated change of entropy: c exp(−k |Ω|), Ω = ρ A (1 − π) (log π + h).
 
-    k = −log λ / max(largest |Ω| of the microbatch, 0.02), so that no token has less than λ of its weight.
+    k = −log λ / max(largest |Ω| of the microbatch, 0.02), so that every token keeps at least λ of its weight.
 
     Source: Hao et al. 2025, arXiv 2510.10150 and its code.
     """
@@ -160,9 +160,9 @@ def steer(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def kl(loss: LossInputs, strength: float) -> LossWeights:
-    """Divergence from the reference, ρ (e^x − x − 1) with x = log π_ref − log π: c − β u ρ x m.
+    """Add the divergence from the reference, ρ (e^x − x − 1) with x = log π_ref − log π: c − β u ρ x m.
 
-    The factor ρ is there even where it is 1: without it the gradient would be that of another divergence.
+    The factor ρ belongs there even where it is 1: without it the gradient would be another divergence's.
 
     Source: Liu et al. 2025, arXiv 2512.02556; TRL.
     """
@@ -173,7 +173,7 @@ def kl(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
-    """Ratios are clipped above at 1 + ε: c = −u ρ A where that lets them through. Nothing where all ρ are 1.
+    """Clip ratios above at 1 + ε: c = −u ρ A where ρ is not clipped. It changes nothing where all ρ are 1.
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
     """
@@ -187,7 +187,7 @@ def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def no_correction(loss: LossInputs, strength: float) -> LossWeights:
-    """Nothing is done about the sampler: c = −u ρ A, clipped.
+    """Apply no correction for the sampler: c = −u ρ A, clipped.
 
     Source: plain Dr-GRPO.
     """
@@ -195,7 +195,7 @@ def no_correction(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def token_truncation(loss: LossInputs, strength: float) -> LossWeights:
-    """Token ratios to the sampler, truncated above: the same c times min(π/μ, C).
+    """Multiply by token ratios to the sampler, truncated above: the c of `no_correction` times min(π/μ, C).
 
     Source: Yao et al. 2025, fengyao.notion.site/off-policy-rl; TRL.
     """
@@ -203,7 +203,7 @@ def token_truncation(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def token_mask(loss: LossInputs, strength: float, low: float | None = None) -> LossWeights:
-    """Tokens with ratios outside [low, C] left out, low = 1/C where it is not given; the others as above.
+    """Leave out tokens with ratios outside [low, C], where low defaults to 1/C; multiply the others by their ratio.
 
     Source: Zhao et al. 2025 (IcePop); TRL.
     """
@@ -211,7 +211,7 @@ def token_mask(loss: LossInputs, strength: float, low: float | None = None) -> L
 
 
 def sequence_mask(loss: LossInputs, strength: float) -> LossWeights:
-    """Responses whose ratio is above C left out; the others have their ratio on all tokens.
+    """Leave out responses whose ratio is above C; multiply all tokens of the others by their response's ratio.
 
     Source: Liu et al. 2025, richardli.xyz/rl-collapse; TRL.
     """
@@ -219,7 +219,7 @@ def sequence_mask(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def exact(loss: LossInputs, strength: float) -> LossWeights:
-    """The ratio of the response on all of its tokens: unbiased, and very noisy.
+    """Multiply all tokens by their response's ratio, which is unbiased and very noisy.
 
     Source: Precup, Sutton & Singh 2000.
     """
@@ -227,7 +227,7 @@ def exact(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def ppo_clip(loss: LossInputs, strength: float) -> LossWeights:
-    """PPO's clip on the ratios to the sampler: c = −u A π/μ where that lets them through.
+    """Apply PPO's clip to the ratios to the sampler: c = −u A π/μ where they are not clipped.
 
     Source: Schulman et al. 2017, arXiv 1707.06347, on ratios to the sampler.
     """
@@ -241,12 +241,12 @@ def corrected(loss: LossInputs, correction: Correction | None) -> LossWeights:
 
 
 def scaled(loss: LossInputs, factor: Tensor) -> LossWeights:
-    """Return factor · c, (b, T) or (b, 1), and the same d."""
+    """Return weights factor · c, with `factor` (b, T) or (b, 1), and the same d."""
     return LossWeights((loss.weights.logps * factor).to(loss.weights.logps), loss.weights.entropies)
 
 
 def highest_entropies(loss: LossInputs, share: float) -> Tensor:
-    """Return the tokens with the highest entropies of the microbatch's, this share of them, (b, T) bool."""
+    """Return which tokens are the microbatch's share with the highest entropies, (b, T) bool."""
     mask = loss.scores.mask.bool()
     entropies = loss.scores.entropies
     if not mask.any():
@@ -255,7 +255,7 @@ def highest_entropies(loss: LossInputs, share: float) -> Tensor:
 
 
 def _most_covariant(loss: LossInputs, share: float) -> Tensor:
-    """Return the tokens with the largest (A − mean A)(log π − mean log π) over the microbatch's, (b, T) bool."""
+    """Return which tokens are the microbatch's share with the largest (A − mean A)(log π − mean log π), (b, T) bool."""
     mask = loss.scores.mask.bool()
     advantages = loss.advantages_of_tokens.expand(mask.shape)[mask].double()
     logps = loss.scores.logps[mask].double()
