@@ -135,7 +135,7 @@ def set_aside_later(run: Path, after_step: int) -> None:
 
 
 def find_flaw(checkpoint: Path, sharded_by: str = "") -> str:
-    """Returns why this checkpoint folder is incomplete or damaged, or "" if it is neither.
+    """Return the reason that this checkpoint folder is incomplete or damaged, or "".
 
     The trainer writes trainer_state.json last, so a folder without it was being written when the process died.
     """
@@ -157,7 +157,7 @@ def find_flaw(checkpoint: Path, sharded_by: str = "") -> str:
 
 
 def _flaw_of_pickles(paths: Iterable[Path]) -> str:
-    """Returns why these files hold more than tensors: DeepSpeed reads its own itself, and would run what they name."""
+    """Return the reason that these files hold more than tensors, or "": DeepSpeed would run what its own files name."""
     try:
         for path in paths:
             load_tensors(path, "meta")
@@ -185,7 +185,7 @@ def deepspeed_folder(checkpoint: Path) -> str:
 
 
 def what_is_wrong_with_weights(checkpoint: Path) -> str:
-    """Returns why this folder's weights are incomplete or damaged, or what the parent of weights alone lacks; or ""."""
+    """Return the reason that a folder's weights are damaged, or what the parent of weights alone lacks; or ""."""
     if leads_out_of_its_run(checkpoint):
         return f"it is a link out of its run, to {checkpoint.resolve()}"
     if state_folder(checkpoint) != checkpoint:

@@ -138,7 +138,8 @@ def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward(
         rollout = SimpleNamespace(
             rewards=rewards[rank], prompt_index=prompts[rank], completion_mask=ones, sampling_logps=None, on_policy=True
         )
-        batch = SimpleNamespace(rollout=rollout, scores=Scores(ones, ones, ones))
+        scores, zeros = Scores(ones, ones, ones), torch.zeros_like(ones)
+        batch = SimpleNamespace(rollout=rollout, scores=scores, log_ratios=lambda: zeros)
         limits = SimpleNamespace(other_terms=OTHER_TERMS)
         step: Any = SimpleNamespace(batch=batch, ranks=Ranks(2, reduce, rank), limits=limits)
         found = reward_gradient(step).weights

@@ -72,7 +72,7 @@ FP16 = (
 
 
 def another_trainer(trainer: object) -> str:
-    """Return why probes cannot be attached to what is no GRPOTrainer, such as trl.experimental's AsyncGRPOTrainer."""
+    """Return the reason that no probes can be attached to what is no GRPOTrainer, such as TRL's AsyncGRPOTrainer."""
     missing = [name for name in METHODS if not hasattr(trainer, name)]
     return (
         f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}, which lacks "

@@ -10,7 +10,7 @@ FORWARD = "delta_h/forward"
 
 
 def hindrance(run: Run) -> str:
-    """Return why measuring has ended before training, or why no step has a prediction with an error bar; else ""."""
+    """Return the reason that measuring has ended early, or that no step has a prediction with an error bar; or ""."""
     failure = str(in_whole_characters(read_failure(run.folder)))
     if failure:
         return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt."

@@ -221,7 +221,7 @@ def last_of(rows: pd.DataFrame) -> Estimate | None:
 
 
 def ending_reason(rows: pd.DataFrame) -> str:
-    """Returns why a quantity is missing, and from which step on if not everywhere; empty if its last value is there."""
+    """Return the reason that a quantity is missing, with the step it begins at, or "" where the last value is there."""
     if rows.empty:
         return NO_PROBE
     last, known = rows.iloc[-1], finite(rows).index
