@@ -130,7 +130,7 @@ LOSING = {"entropy": noisy(falling, 0.01, 1), "reward": noisy(lambda step: 0.5, 
 
 def test_lost_entropy_is_answered_by_the_cheapest_that_was_measured_to_keep_it(tmp_path: Path) -> None:
     folder = log_run(tmp_path, **LOSING)
-    assert opening(read_run(folder)).advice == ("To measure what would keep it: InterventionsProbe() among the probes.")
+    assert opening(read_run(folder)).advice == 'To measure what would keep it: probes=["simple", "interventions"].'
     effect, plain = Estimate(1e-3, 1e-4, 8, detail={"measured_steps": 3}), Estimate(-9e-3, 1e-4, 8)
     priced = {
         name: {"mean_delta_h": effect, "mean_delta_h_kept": effect, "mean_price": Estimate(price, 0.1, 8),

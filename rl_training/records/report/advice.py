@@ -45,7 +45,7 @@ def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> s
         return f"To change: {_as_setting(found[0], set_up)}, the cheapest of what was measured to keep entropy."
     if effects:
         return "No measured intervention keeps entropy significantly: measure more steps, or others."
-    return f"To measure what would keep it: {set_up.probe('interventions', 'InterventionsProbe')}."
+    return f"To measure what would keep it: {set_up.probe('interventions')}."
 
 
 def _setting(line: Line) -> str:

@@ -91,9 +91,9 @@ class SetUp:
         whose = whose if self.kind == TRL else "measured_loop"
         return f"{whose}({KEPT_STEP}={SHARE:g})" if whose == "DrGRPOConfig" else f"{whose}(…, {KEPT_STEP}={SHARE:g})"
 
-    def probe(self, name: str, class_name: str) -> str:
+    def probe(self, name: str) -> str:
         """Return how a probe is asked for."""
-        return f"probe=[simple,{name}]" if self.kind == JOB else f"{class_name}() among the probes"
+        return f"probe=[simple,{name}]" if self.kind == JOB else f'probes=["simple", "{name}"]'
 
 
 def _written(value: Any) -> str:

@@ -1,0 +1,145 @@
+"""Does a report name the fault of a training? Faults are planted into short trainings, beside healthy ones.
+
+    OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --seed 0 1    trains what is not there, judges
+    OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --only judge  judges what is there
+
+A training is a plain trl.GRPOTrainer on the default task with probes attached, or DrGRPOTrainer where an engine of its
+own samples: 16 prompts × 8 responses a step. It is judged twice: by all records, and by what TRL logs alone. A fault
+is found where a line of "what stands out" is one of those that name it. Any line of a healthy training is a false one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from faults import FAULTS, HEALTHY, SETTINGS, ChangesAt, Planted
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer, Records, attach
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    MeasuredStepProbe,
+    SamplerProbe,
+    SimpleEntropyProbe,
+)
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report.series import Run, read_run
+from rl_training.records.report.standing_out import standing_out
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
+
+OF_PROBES = r"(delta_|measured/|gns/|ess/|sampler/|update/|step/|entropy/|probe_cost/)"  # how their numbers begin
+
+
+def train(planted: Planted, folder: Path, seed: int) -> None:
+    """Train with what is planted, and leave the records in `folder`."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model, tokenizer = load_tiny()
+    if planted.end_token is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(planted.end_token)
+        model.config.eos_token_id = model.generation_config.eos_token_id = planted.end_token
+    if planted.change:
+        planted.change(model)
+    low, high = planted.operands
+    task = arithmetic(num_train=4096, num_eval=8, seed=seed, min_operands=low, max_operands=high)
+    reward = ChangesAt(17, planted.from_step_17) if planted.from_step_17 else planted.reward
+    args = {**SETTINGS, **planted.settings, "seed": seed, "output_dir": str(folder / "state")}
+    shared = {"processing_class": tokenizer, "train_dataset": task.train_dataset}
+    probes = [SimpleEntropyProbe(), MeasuredStepProbe(), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(),
+              SamplerProbe()]  # fmt: skip
+    records = Records(folder / "logs")
+    if planted.engine:  # TRL drops what such an engine says of its log-probabilities
+        own = {"rollout_func": planted.engine(), "probes": probes, "records": records}
+        DrGRPOTrainer(model, reward, DrGRPOConfig(**args), **shared, **own).train()
+    else:
+        trainer = GRPOTrainer(model, reward, GRPOConfig(**args), **shared)
+        with attach(trainer, records, probes, whole_prompts=True):
+            trainer.train()
+    (folder / "done").touch()
+
+
+def in_a_fork(planted: Planted, folder: Path, seed: int) -> None:
+    """Train in a process of its own, which has imported all; what it says goes into `folder`/log."""
+
+    def work() -> None:
+        with open(folder / "log", "wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            try:
+                train(planted, folder, seed)
+            except BaseException:
+                traceback.print_exc()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+
+
+def folders(out: Path, seed: int) -> Iterator[tuple[str, Planted, Path]]:
+    """Yield the name of each training, what is planted, and where its records are."""
+    for kind, planted in (("fault", FAULTS), ("healthy", HEALTHY)):
+        for name, one in planted.items():
+            yield name, one, out / f"{kind} {name}".replace(" ", "_").replace(",", "") / f"seed_{seed}"
+
+
+def judge(out: Path, seed: int) -> list[list[str]]:
+    """Return a row for each training: its name, the lines it should have, and those by all records and by TRL's."""
+    rows = []
+    for name, planted, folder in folders(out, seed):
+        if (folder / "done").exists():
+            run = read_run(folder)
+            lines = [[line.name for line in standing_out(records)] for records in (run, logged_by_trl(run))]
+            rows.append([name, " or ".join(planted.names), *(", ".join(said) for said in lines)])
+    return rows
+
+
+def logged_by_trl(run: Run) -> Run:
+    """Return the records that a trainer without probes would have left."""
+    of_trl = (run.table["source"] == METRICS_FILE) & ~run.table["name"].str.match(OF_PROBES)
+    return replace(run, table=run.table[of_trl])
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """Print the rows as a table, and what they come to."""
+    print("| planted | named by | lines, all records | lines, what TRL logs |", "|---|---|---|---|", sep="\n")
+    for row in rows:
+        print(f"| {' | '.join(cell or '–' for cell in row)} |")
+    faults, healthy = ([row for row in rows if bool(row[1]) is planted] for planted in (True, False))
+    for column, what in ((2, "all records"), (3, "what TRL logs")):
+        found = sum(any(name in row[column].split(", ") for name in row[1].split(" or ")) for row in faults)
+        false = sum(bool(row[column]) for row in healthy)
+        print(
+            f"\nBy {what}: {found} of {len(faults)} faults found, {false} of {len(healthy)} healthy ones with a line."
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the records go")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", choices=["train", "judge"])
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    for seed in chosen.seed:
+        for name, planted, folder in folders(chosen.out, seed) if chosen.only != "judge" else ():
+            if not (folder / "done").exists():
+                in_a_fork(planted, folder, seed)
+                print(name, "trained" if (folder / "done").exists() else f"failed: see {folder / 'log'}", flush=True)
+        if chosen.only != "train":
+            print(f"\nSeed {seed}\n")
+            print_table(judge(chosen.out, seed))
+
+
+if __name__ == "__main__":
+    main()
