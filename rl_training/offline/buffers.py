@@ -51,7 +51,8 @@ class SampledBuffer(EvaluationBuffer):
 def units_of(scores: Scores, responses: int) -> tuple[JackknifeUnits, JackknifeUnits]:
     """Return E's sequences, and what is independent of them: prompts, or responses if there is only one prompt.
 
-    responses  to each prompt, one after another
+    Args:
+        responses: to each prompt, one after another.
     """
     sequences = JackknifeUnits.of_rows(scores.mask)
     return sequences, sequences if sequences.count == responses else sequences.in_blocks(responses)
@@ -75,7 +76,8 @@ def sample_update(
 ) -> UpdateBuffer:
     """Return U, drawn and rewarded as the training would; through the filter, with what its buffer knew then.
 
-    chunk_size  sequences generated at once, at most; the filter generates for all prompts at once
+    Args:
+        chunk_size: sequences generated at once, at most; the filter generates for all prompts at once.
 
     No prompt is drawn twice, as within an epoch.
     """
@@ -144,7 +146,8 @@ def sample_evaluation(
 ) -> SampledBuffer:
     """Return E, sampled and scored at the checkpoint.
 
-    update  whose prompts E's may overlap with, or not
+    Args:
+        update: whose prompts E's may overlap with, or not.
     """
     rows = tuple(row for row in _rows_of_evaluation(restored, settings, update) for _ in range(settings.responses))
     rollout, number = respond(restored, rows, settings.seed, chunk_size, progress)
@@ -162,7 +165,8 @@ def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
 def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, total: int) -> Scores:
     """Return the scores of all processes' sequences, (N, L), on each of them.
 
-    number  (B,), which of the N sequences each of this process's rows is
+    Args:
+        number: (B,), which of the N sequences each of this process's rows is.
     """
     width = restored.trainer.max_completion_length
 
@@ -245,7 +249,7 @@ def respond(
     restored: RestoredTrainer, asked: Sequence[Mapping[str, Any]], seed: int, chunk_size: int,
     progress: Progress = silent,
 ) -> tuple[Rollout, Tensor]:  # fmt: skip
-    """Returns this process's share of the responses, one to each row's prompt, and which of them its rows are."""
+    """Return this process's share of the responses, one to each row's prompt, and which of them its rows are."""
     total = len(asked)
     # Random numbers belong to a chunk, so one process and two must have the same chunks; more, if there are enough.
     chunk = max(1, min(chunk_size, -(-total // 2)))

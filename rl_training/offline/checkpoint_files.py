@@ -90,7 +90,8 @@ def format_sample(names: Iterable[str]) -> str:
 def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
     """Give torch's optimizer the hyperparameters and states that DeepSpeed's had in this checkpoint.
 
-    parameters  by name, trainable, with the checkpoint's weights
+    Args:
+        parameters: by name, trainable, with the checkpoint's weights.
 
     Raises ValueError when the shards are incomplete, of another optimizer, or give other weights.
     """

@@ -66,7 +66,7 @@ class FirstOrder:
 
     @property
     def stderr(self) -> Tensor:
-        """(labels, 2), from both buffers; nan where one has too few blocks or folds for an error."""
+        """(labels, 2), from both buffers; nan where one of them has too few blocks or folds for an error."""
         if min(len(self.over_evaluation.without), len(self.over_update.without)) < MIN_UNITS_OFFLINE:
             return torch.full_like(self.value, math.nan)
         return (self.over_evaluation.stderr.square() + self.over_update.stderr.square()).sqrt()
@@ -76,7 +76,7 @@ def predict(
     restored: RestoredTrainer, evaluation: SampledBuffer, update: Update, microbatch_size: int,
     progress: Progress = silent,
 ) -> FirstOrder:  # fmt: skip
-    """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
+    """Predict δH₁ of the step `update`, with splits and errors. Each forward over E takes two backwards."""
     layout = Layout(restored.parameters)
     splits = Attribution(list(restored.parameters))
     blocks = evaluation.blocks(microbatch_size)
@@ -112,7 +112,7 @@ def _by_label(splits: Attribution, products: Tensor) -> Tensor:
 
 
 def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) -> Replicates:
-    """Return X̄·δθ by label, (labels, 2), and with the step that U without each of its folds makes."""
+    """Return X̄·δθ by label, (labels, 2), with its values for the steps of U without each fold."""
     layout = Layout(restored.parameters)
     splits = Attribution(list(restored.parameters))
     directions = [layout.split(x) for x in direction]
@@ -125,9 +125,9 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
 
 
 def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Update) -> Replicates:
-    """Return −Cov(log π, A), (2,) per token and per sequence over all of U, and without each prompt.
+    """Return −Cov(log π, A) over all of U, (2,) per token and per sequence, with its values without each prompt.
 
-    The entropy predictor of Cui et al., whose scale is unknown: see entropy/advantage_covariance.py.
+    It is the entropy predictor of Cui et al., whose scale is unknown: see entropy/advantage_covariance.py.
     """
     terms = covariance_terms(update.scores, buffer.rollout.advantages)
     by_prompt = terms.new_zeros(buffer.num_prompts, *terms.shape[1:])
@@ -140,9 +140,10 @@ def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Updat
 
 
 def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> list[dict[str, Any]]:
-    """Return δH₁ under each preconditioner, in nats. Empty where the optimizer is not Adam: it has none.
+    """Return δH₁ under each preconditioner, in nats; an empty list where the optimizer is not Adam and has none.
 
-    direction  (2, P), X̄ per token and per sequence
+    Args:
+        direction: (2, P), X̄ per token and per sequence.
 
         delta_h1, delta_h1_sequence  at the real step's norm; nan where the direction is 0
         delta_h1_same_gain           per token, at the real step's first-order gain in reward; nan where that has none
@@ -186,7 +187,7 @@ def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction:
 
 
 def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
-    """Return a flat vector, (P,), from what each piece's state makes of its gradient."""
+    """Apply `form` to each piece's state and gradient, and concatenate the results, (P,)."""
     return torch.cat([form(piece.state, gradient[piece.flat]) for piece in update.pieces])  # type: ignore[arg-type]
 
 
@@ -198,5 +199,5 @@ def _root(state: AdamWState, gradient: Tensor) -> Tensor:
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    """Return the inner product in fp64, of which there is only a part at a time."""
+    """Return the inner product in fp64, calculated a part at a time to save memory."""
     return float(dot(list(a.split(JOINED)), list(b.split(JOINED))))

@@ -66,9 +66,10 @@ def calculate_kernel(
     rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path,
     about: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """Returns the file with the kernel of these sequences; resumes a killed run. Processes share the blocks.
+    """Calculate the kernel of these sequences, or resume a killed run, and return its file. Processes share the blocks.
 
-    about  further metadata for the file
+    Args:
+        about: further metadata for the file.
 
     Raises ValueError when the folder holds another kernel, the budget fits no row, or a proof fails.
     """
@@ -118,7 +119,11 @@ class _Calculation:
         self._parts = torch.stack(inputs.step.parts)
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has this file already. Raises ValueError when it is of another kernel."""
+        """Return whether the folder has this file already.
+
+        Raises:
+            UserError: the file is another kernel's.
+        """
         if not (self._folder / name).is_file():
             return False
         with safe_open(self._folder / name, framework="pt") as file:
@@ -142,7 +147,7 @@ class _Calculation:
                 save_tensors(block, self._folder / BLOCK_FILE.format(number), self._about)
 
     def _block(self, block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
-        """Return the kernel's rows of a block of E, with what else is stored about them."""
+        """Calculate the kernel's rows of a block of E, with the other tensors that its file stores."""
         inputs = self._inputs
         update = self._inputs.update
         root = self._inputs.root
@@ -169,7 +174,7 @@ class _Calculation:
         return {**tables, "kernel": kernel[0], "entropy_kernel": kernel[1]}
 
     def _hold(self, block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
-        """Fill √M W_i and √M x_i of a block of E and returns what else is stored about them."""
+        """Fill √M W_i and √M x_i of a block of E, and return the other tensors that its file stores."""
         inputs = self._inputs
         parts = []
         proven = {block[0], block[len(block) // 2], block[-1]}
@@ -206,7 +211,7 @@ class _Calculation:
             save_tensors({key: part.to(self._dtype) for key, part in rows.items()}, path)
 
     def _identity(self) -> dict[str, str]:
-        """Return what must be the same for two runs to be parts of one kernel, as JSON."""
+        """Return, as JSON, everything in which two runs must agree to be parts of one kernel."""
         settings = dataclasses.asdict(self._settings)
         content = {
             "evaluation": _hashes(self._inputs.evaluation),
@@ -221,7 +226,7 @@ class _Calculation:
         return {key: json.dumps(value) for key, value in content.items()}
 
     def join(self, about: Mapping[str, str]) -> None:
-        """Write the blocks as one file, with the sum over all pairs checked, and removes them."""
+        """Check the sum over all pairs, write the blocks as one file, and remove their own files."""
         inputs = self._inputs
         step = self._inputs.step
         files = [self._folder / BLOCK_FILE.format(number) for number in range(len(self._blocks))]
@@ -243,7 +248,7 @@ class _Calculation:
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the rows of these parts; what only the first one has, as it is."""
+    """Concatenate the parts by name. Tensors that only the first part has are returned as they are."""
     return {key: torch.cat([part[key] for part in parts if key in part]) for key in parts[0]}
 
 
@@ -256,7 +261,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 
 def _hashes(rollout: Rollout) -> list[str]:
-    """Return a hash of the tokens of each sequence, prompt and response, whatever the padding."""
+    """Return a hash of each sequence's tokens, prompt and response, which does not depend on padding."""
     return [token_hash(*tokens_of(rollout, row)) for row in range(rollout.num_sequences)]
 
 

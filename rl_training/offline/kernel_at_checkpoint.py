@@ -39,7 +39,8 @@ def add_kernel(
 ) -> dict[str, float]:
     """Return the headline numbers of the kernel between an analysis's E and U, of its very step.
 
-    folder  where it is stored and drawn; two above lies the file of the texts that stay over checkpoints
+    Args:
+        folder: where it is stored and drawn; two above lies the file of the texts that stay over checkpoints.
 
     Raises ValueError as `calculate_kernel` does.
     """
@@ -78,7 +79,8 @@ def _fixed(
 ) -> tuple[int, Rollout, tuple[dict[str, Any], ...]]:
     """Return the step whose policy wrote the fixed texts, the texts, and the rows of the data set that they answer.
 
-    evaluation, rows  what is written where there are none yet
+    Args:
+        evaluation, rows: what is written where there are none yet.
     """
     if restored.rank == 0 and not path.is_file():
         content = {
@@ -102,12 +104,13 @@ def write_sequences(
     restored: RestoredTrainer, data_rows: Sequence[dict[str, Any]], delta: Tensor, evaluation: Rollout,
     update: Rollout, folder: Path,
 ) -> None:  # fmt: skip
-    """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
+    """Write a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
     the change of its log-probability by the step delta, (P,).
 
     Every process calls it, one writes.
 
-    data_rows  (N_E,), those that E answers
+    Args:
+        data_rows: (N_E,), those that E answers.
     """
     rewards = rewards_of(restored, data_rows, evaluation)
     if restored.rank != 0:

@@ -149,7 +149,9 @@ class KernelRows:
     def both(self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Iterator[Tensor]:
         """Yield W_i, then x_i = Σ_k w_k ∂log π(t_k) + u_k ∂h_k of these rows, (B, P) each, from one forward.
 
-        logp_weights, entropy_weights  (N, T) w and u of the whole rollout. The second writes over the first.
+        Args:
+            logp_weights: (N, T), w of the whole rollout.
+            entropy_weights: (N, T), u of the whole rollout.
         """
         return self._of(rollout, rows, (logp_weights, entropy_weights))
 
@@ -218,7 +220,8 @@ def _refuse_if_apart(measured: Tensor, expected: Tensor, slack: float, message: 
 def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
     """Return (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
 
-    total  (P,) fp64, Σ_j A_j W_j.  Norms are in the metric M; the second number bounds the first.
+    Args:
+        total: (P,) fp64, Σ_j A_j W_j.  Norms are in the metric M; the second number bounds the first.
     """
     x, moved = (v.double() * inputs.root.double() for v in (inputs.entropy_gradient, total))
     return inputs.scale * torch.stack([x @ moved, x.norm() * moved.norm()]).cpu()
@@ -229,9 +232,10 @@ def prove_identity(
 ) -> dict[str, str]:
     """Return what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
 
-    by_rows   (2,), `gradient_part`: with U's gradient as the sum of its rows
-    by_batch  x̄·δθ with U's batch gradient from the first pass
-    limit     of the difference from `by_rows`, relative to its bound
+    Args:
+        by_rows: (2,), `gradient_part`: with U's gradient as the sum of its rows.
+        by_batch: x̄·δθ with U's batch gradient from the first pass.
+        limit: of the difference from `by_rows`, relative to its bound.
 
         identity_error  of the sum, relative to by_rows: the rounding of products, stored rows and sums
         cancellation    the bound of by_rows over its value: fp32 rounds at about 1e-7 of the bound

@@ -142,8 +142,9 @@ def _log_probabilities(s: Structure) -> Chart:
 def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], folder: Path, pictures: str = "") -> None:
     """Write evolution.csv, and evolution.html with its charts.
 
-    columns   a kernel's numbers, with its `step`, for each of the structures
-    pictures  "png" or "svg": the charts lie beside the page as such files
+    Args:
+        columns: a kernel's numbers, with its `step`, for each of the structures.
+        pictures: "png" or "svg": the charts lie beside the page as such files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kernels = sorted(zip(columns, structures, strict=True), key=lambda kernel: kernel[0]["step"])

@@ -85,8 +85,9 @@ class RestoredTrainer:
 def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
     """Return the trainer, restored at the checkpoint.
 
-    trainer        of the same model, adapter and optimizer; it must not have trained
-    learning_rate  of the step to be analysed, instead of what the checkpoint's scheduler says
+    Args:
+        trainer: of the same model, adapter and optimizer; it must not have trained.
+        learning_rate: of the step to be analysed, instead of what the checkpoint's scheduler says.
 
     Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
     """

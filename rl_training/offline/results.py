@@ -128,7 +128,8 @@ def write_log(
 ) -> Path | None:
     """Return the path of the log that the main process wrote, the same on every process; None at level none.
 
-    folder  of which a folder for the day is made
+    Args:
+        folder: of which a folder for the day is made.
     """
     if log.level == "none":
         return None

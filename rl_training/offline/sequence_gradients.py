@@ -81,7 +81,8 @@ class SequenceGradients:
     def record(self, forward: Callable[[], Scored]) -> tuple[Scored, Recording]:
         """Return what `forward` returns, and the recording that takes gradients of it.
 
-        forward  runs the model once, on a batch of sequences, with graph
+        Args:
+            forward: runs the model once, on a batch of sequences, with graph.
 
         Raises ValueError when a trained parameter was used outside a hooked module.
         """
@@ -143,8 +144,9 @@ class Recording:
     ) -> None:
         """Write into row i of `rows`, (B, P), the gradient of Σ weights[i]·outputs[i], summed over all outputs.
 
-        outputs, weights  (B, ·) each: of log-probabilities with weights 1 it is W_i = ∂S_i
-        keep_graph        for another call
+        Args:
+            outputs, weights: (B, ·) each: of log-probabilities with weights 1 it is W_i = ∂S_i.
+            keep_graph: for another call.
         """
         entries = self._layout.by_name(self._layout.split(rows.zero_()))
         missing = dict(enumerate(self._uses))

@@ -227,7 +227,7 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
 
 
 def response_index(prompt_index: Tensor) -> Tensor:
-    """Returns, for each sequence, how many earlier sequences answer the same prompt: 0 for a prompt's first response.
+    """Return, for each sequence, how many earlier sequences answer the same prompt: 0 for a prompt's first response.
 
     >>> response_index(torch.tensor([7, 7, 3, 7, 3]))
     tensor([0, 1, 0, 2, 1])
