@@ -41,7 +41,7 @@ RESPONSES = 1
 
 @dataclass(frozen=True)
 class SampledBuffer(EvaluationBuffer):
-    """E with the scores of all processes' sequences, and what it takes to draw it again."""
+    """E with the scores of all processes' sequences, and its settings, with which it can be drawn again."""
 
     rows: tuple[dict[str, Any], ...] = ()  # (N,), of the data set; the responses to one follow one another
     seed: int = 0  # with which it was sampled
@@ -109,7 +109,7 @@ def sample_update(
 def _generate_rewarded(
     restored: RestoredTrainer, rows: list[dict[str, Any]], seed: int, filtered: bool
 ) -> dict[str, Any]:
-    """Return TRL's rollout of these rows, or as many through the filter; the trainer's buffer stays as it was."""
+    """Return TRL's rollout of these rows, or equally many through the filter. The trainer's buffer is restored."""
     trainer = restored.trainer
     if not isinstance(trainer, DrGRPOTrainer):
         if filtered:
@@ -157,7 +157,7 @@ def sample_evaluation(
 
 
 def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
-    """Return the scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
+    """Sample and score fresh responses to E's prompts at the present parameters, with common random numbers."""
     rollout, number = respond(restored, buffer.rows, buffer.seed, buffer.chunk_size)
     return gather_scores(restored, restored.policy.score_rollout(rollout), number, buffer.num_sequences)
 
@@ -180,7 +180,7 @@ def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, tot
 
 
 def gather_rollout(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
-    """Return the sequences of all processes, on each of them, in the order of `prompt_index`."""
+    """Gather the sequences of all processes on every process, in the order of `prompt_index`."""
     parts = restored.gather([_on(rollout, torch.device("cpu"))])
     rollout = _on(join_rollouts(parts), restored.device)
     return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
@@ -235,7 +235,7 @@ def _rows_of_evaluation(
 
 
 def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
-    """Return which of these prompts are in U, by their tokens: rows of a data set may repeat a text."""
+    """Return which of these prompts are in U. Tokens are compared, because rows of a data set may repeat a text."""
     rollout = update.rollout
     learned_prompts = {
         tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)

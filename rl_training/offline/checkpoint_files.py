@@ -66,7 +66,7 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _shapes_in(checkpoint: Path, is_adapter: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a checkpoint's weights, by name; of an adapter's alone, where it is one."""
+    """Return the shapes of a checkpoint's weights by name; only the adapter's, where the checkpoint holds one."""
     shapes = dict[str, tuple[int, ...]]()
     for path in checkpoint.glob(ADAPTER_WEIGHTS if is_adapter else "*.safetensors"):
         if not path.name.startswith(NOT_WEIGHTS):
@@ -88,7 +88,7 @@ def format_sample(names: Iterable[str]) -> str:
 
 
 def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
-    """Give torch's optimizer the hyperparameters and states that DeepSpeed's had in this checkpoint.
+    """Load the hyperparameters and states of DeepSpeed's optimizer from a checkpoint into torch's optimizer.
 
     Args:
         parameters: by name, trainable, with the checkpoint's weights.

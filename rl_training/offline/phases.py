@@ -49,7 +49,7 @@ class Phases:
 
 @contextlib.contextmanager
 def explain_out_of_memory(phase: str) -> Iterator[None]:
-    """A context in which running out of memory is a ValueError that names the setting to lower."""
+    """Turn an out-of-memory error inside the context into a UserError that names the setting to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -59,7 +59,7 @@ def explain_out_of_memory(phase: str) -> Iterator[None]:
 
 
 def is_short_of_memory(error: Exception) -> bool:
-    """Return whether an error says that memory has run out: torch.OutOfMemoryError is a RuntimeError."""
+    """Return whether an error says that memory has run out. torch.OutOfMemoryError is a RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in FULL)
 
 

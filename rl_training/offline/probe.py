@@ -50,7 +50,7 @@ class Analysis:
 
 
 def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
-    """Return what the next step from this checkpoint does to entropy. The trainer is left unchanged."""
+    """Analyse how the next step from a checkpoint changes entropy. The trainer is left unchanged."""
     phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
     memory = settings.memory
     total = settings.evaluation.num_sequences
@@ -92,7 +92,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
 
 
 def _with_reasons(groups: Sequence[Numbers]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return all numbers, those that are not finite as nan, and why these are nan."""
+    """Return all numbers, with nan for those that are not finite, and the reasons of the nan ones."""
     results = dict[str, float]()
     reasons = dict[str, str]()
     for numbers, reason in groups:

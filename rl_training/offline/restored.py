@@ -66,16 +66,16 @@ class RestoredTrainer:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step; nan where groups of parameters have several."""
+        """The learning rate of the next step; nan where parameter groups have different ones."""
         rates = {state.lr for state in (self.optimizer.states or {}).values()}
         return rates.pop() if len(rates) == 1 else float("nan")
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks: call it on all or on none."""
+        """Sum a tensor over the ranks. A collective."""
         return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
 
     def gather(self, values: Sequence[T]) -> list[T]:
-        """Return what the ranks have, one after another, on each of them."""
+        """Concatenate the ranks' values, and return them on every rank. A collective."""
         parts = [values] * self.num_ranks
         if self.num_ranks > 1:
             torch.distributed.all_gather_object(parts, values)
@@ -196,7 +196,7 @@ def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str
 def refuse_without_gradients(
     policy: TrainerPolicy, parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> None:
-    """Raise ValueError when the scores would give no gradient, or not to every parameter: G2 and G3."""
+    """Raise a UserError when the scores give no gradient (G2), or none to some trainable parameter (G3)."""
     try:
         scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
         gradients = torch.autograd.grad(

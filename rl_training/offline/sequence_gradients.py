@@ -56,7 +56,7 @@ class _Use:
 
 
 class SequenceGradients:
-    """Takes gradients sequence by sequence, of the trainable `parameters` (by name) of a causal language model.
+    """A recorder of gradients sequence by sequence, of the trainable `parameters` (by name) of a causal language model.
 
     model  a transformers model, bare or with an adapter of PEFT; not wrapped by DDP. Its weights stay as they are
 

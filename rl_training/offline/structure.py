@@ -46,19 +46,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A finished kernel, as its file has it."""
+    """A finished kernel, as it is stored in its file."""
 
     tensors: Mapping[str, Tensor]
     about: Mapping[str, str]
 
     @property
     def scale(self) -> float:
-        """c /(N_U L): what turns K(i, j) A_j into a change of log π(i)."""
+        """c /(N_U L), the factor that turns K(i, j) A_j into a change of log π(i)."""
         return float(self.about["clip_coefficient"]) / (self.tensors["kernel"].shape[1] * int(self.about["max_length"]))
 
 
 def load_kernel(folder: Path) -> Kernel:
-    """Return the kernel in this folder. Raises ValueError when it is not finished."""
+    """Load the kernel of a folder. Raise a UserError when it is not finished."""
     path = folder / KERNEL_FILE
     if not path.is_file():
         raise UserError(f"{folder} holds no {KERNEL_FILE}: run rl-training analyze kernel.enabled=true")
@@ -80,7 +80,7 @@ class Structure:
 
     @classmethod
     def read(cls, folder: Path) -> Structure:
-        """Return the kernel in this folder. Raises ValueError when it is not finished."""
+        """Load the kernel of a folder. Raise a UserError when it is not finished."""
         kernel = load_kernel(folder)
         text = (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
         rows = [from_json(json.loads(line)) for line in text.splitlines()]  # null as nan
@@ -97,7 +97,7 @@ class Structure:
 
     @property
     def contributions(self) -> Tensor:
-        """(N_E, N_U): what each pair moves entropy by, nats per token."""
+        """The change of entropy by each pair, (N_E, N_U), in nats per token."""
         pairs = self.kernel.tensors["entropy_kernel"] * self.advantages
         return self.kernel.scale * pairs / len(pairs)
 
@@ -109,7 +109,7 @@ class Structure:
 
     @property
     def log_probability_moves(self) -> Tensor:
-        """(N_E, N_U): what each pair moves log π(i) by, nats."""
+        """The change of log π(i) by each pair, (N_E, N_U), in nats."""
         return self.kernel.scale * self.kernel.tensors["kernel"] * self.advantages
 
     @cached_property
@@ -118,7 +118,7 @@ class Structure:
         return _classes(self.evaluation, self.update)
 
     def right(self, rows: Sequence[Row]) -> Tensor:
-        """Return which sequences got more than half of what lies between the lowest and the highest reward in U."""
+        """Return which sequences have a reward above the middle between the lowest and the highest in U."""
         known = [row["reward"] for row in self.update]
         middle = (min(known) + max(known)) / 2
         return torch.tensor([row["reward"] > middle for row in rows])
@@ -215,7 +215,7 @@ def top_pairs(s: Structure, count: int = 10) -> list[Row]:
 
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens must be inserted, deleted or replaced to turn one into the other: (1,2,3), (1,3) → 1."""
+    """Return the edit distance of two token sequences: insertions, deletions, replacements. (1,2,3), (1,3) → 1."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         before = row
@@ -272,7 +272,7 @@ def sketched_cosines(sketches: Tensor, sq_norms: Tensor) -> tuple[Tensor, float]
 
 
 def headline(s: Structure) -> dict[str, float]:
-    """Return the numbers of a kernel in an analysis's results."""
+    """Return a kernel's numbers for the results of an analysis."""
     by_class: Mapping[str, Row] = {row["pairs"]: row for row in pair_table(s)}
     share = {name: row["share"] if s.on_policy else math.nan for name, row in by_class.items()}
     slope, correlation = single_predictions(s)

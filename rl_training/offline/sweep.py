@@ -29,7 +29,7 @@ from rl_training.statistics.jackknife import Replicates
 
 
 def sweep_tables(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> dict[str, list[dict[str, Any]]]:
-    """Return the tables "sizes" and "updates", those that are asked for."""
+    """Return the tables "sizes" and "updates", as far as the settings ask for them."""
     tables = {}
     sweep = settings.sweep
     if sweep.evaluation_sizes:
@@ -52,7 +52,7 @@ def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> list[dict[str, Any]]:
-    """Return a row for each update: as many prompts, filtered or not, from this seed."""
+    """Return a row for each update: one number of prompts, filtered or not, and one seed."""
     assert analysis.first_order is not None
     base = settings.update
     memory = settings.memory

@@ -34,7 +34,7 @@ SLOPE_STEP = 0.125
 
 @dataclass(frozen=True)
 class AtStep:
-    """What is measured at θ + η δθ; replicates are (2,) per token and per sequence, over E's prompts."""
+    """The measurements at θ + η δθ. Replicates are (2,), per token and per sequence, over E's prompts."""
 
     eta: float
     ahead: MeasuredChange
@@ -49,12 +49,12 @@ class AtStep:
         return {"deltaH_true": self.ahead.true, "deltaH_snis": self.ahead.snis, "deltaH_odd": self.odd}
 
     def errors_of(self, predicted: Replicates) -> dict[str, Replicates | None]:
-        """Return how far a prediction from the same prompts is from what is measured."""
+        """Return the difference of a prediction from the same prompts and the measurement."""
         odd = None if self.odd is None else predicted - self.odd
         return {"paired_error": predicted - self.ahead.true, "paired_error_odd": odd}
 
     def first(self, size: int) -> AtStep:
-        """Return the same of the first sequences of E, which are whole prompts."""
+        """Return the measurements of the first sequences of E, which must be whole prompts."""
         return AtStep(self.eta, _first(self.ahead, size), None if self.behind is None else _first(self.behind, size))
 
 
@@ -68,7 +68,7 @@ def _first(change: MeasuredChange, size: int) -> MeasuredChange:
 
 @dataclass(frozen=True)
 class Truth:
-    """The measured change of entropy, at each η in the order asked for."""
+    """The measured change of entropy at each η, in the order of the settings."""
 
     at: tuple[AtStep, ...]
     before: Replicates  # H at the checkpoint
@@ -89,7 +89,7 @@ def measure(
     odd: bool,
     progress: Progress = silent,
 ) -> Truth:
-    """Return the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done."""
+    """Measure the change of entropy along delta, (P,). The parameters are restored bitwise."""
     before = evaluation.scores
     units = evaluation.units
 
@@ -124,7 +124,7 @@ def measure(
 
 
 def num_scorings(etas: Sequence[float], odd: bool) -> int:
-    """Return how many times `measure` scores all of E."""
+    """Return the number of times that `measure` scores all of E."""
     return 3 + len(etas) * (1 + odd)
 
 

@@ -45,7 +45,7 @@ OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask",
 
 @dataclass(frozen=True)
 class Update:
-    """δθ and what it is made of: flat vectors over the trainable parameters, the same on every process."""
+    """δθ and its parts: flat vectors over the trainable parameters, the same on every process."""
 
     gradient: Tensor  # (P,), mean over U, not clipped
     clip: float  # by how much it is shortened
@@ -69,7 +69,7 @@ class Update:
 
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
-    """Return the step that U makes."""
+    """Calculate the optimizer's step with U."""
     rollout = update.rollout
     group = update.responses_per_prompt
     scores = restored.policy.score_rollout(rollout)
@@ -139,7 +139,7 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
 
 
 def _loss_of(trainer: GRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
-    """Return TRL's loss of a microbatch, made of these scores: log-probabilities and entropies, (B, T) each."""
+    """Return TRL's loss of a microbatch from given scores: log-probabilities and entropies, (B, T) each."""
     with contextlib.ExitStack() as undo:
         wrap(trainer, FORWARD_PASS, lambda *args, **kwargs: (*scores, scores[0].new_zeros(())), undo)
         loss: Tensor = trainer.compute_loss(trainer.model, inputs)
