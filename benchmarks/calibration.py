@@ -32,6 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate
+from rl_training.engine.context import StepContext
 from rl_training.entropy.importance import importance_weights, reweighted_replicates, sequence_totals
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
@@ -68,16 +69,18 @@ class TruthOfEachStep(GroundTruthProbe):
         self.linearity_step = linearity_step
         self._beside: dict[str, Estimate] = {}
 
-    def prepare(self, step: Step) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         self._batch = sequence_totals(step.batch.scores)
         if step.number == self.linearity_step:
             self._evaluation = step.policy.sample(self.sequences, 10_000 + self.seed)
             self._before = sequence_totals(step.policy.score_rollout(self._evaluation))
             self._old = {name: p.detach().clone() for name, p in _trained(step).items()}
 
-    def after_step(self, step: Step) -> None:
-        super().after_step(step)
+    def after_step(self, ctx: StepContext) -> None:
+        step = ctx.step
+        super().after_step(ctx)
         after = sequence_totals(step.policy.score_rollout(step.batch.rollout))
         same_batch = reweighted_replicates(self._batch, after).value[0]
         self._beside = {SAME_BATCH: Estimate(float(same_batch), reason="no error bar: its error is a bias")}

@@ -28,6 +28,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from rl_training import Estimate, Probe
+from rl_training.engine.context import StepContext
 from rl_training.entropy.previous_policy import differences_before
 from rl_training.hosts.trl.policy import respond
 from rl_training.policy.rollout import Rollout, as_rollout
@@ -35,7 +36,6 @@ from rl_training.policy.scores import Scores
 from rl_training.probes.measured import CHANGES, ESS, KL, MIN_ESS, statistic
 from rl_training.statistics.calibration import interval_covers
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.step.data import Step
 
 PROMPTS, RESPONSES, BATCHES = 512, 8, 16
 SCORED = (1, 2, 8)  # responses of every prompt
@@ -91,14 +91,16 @@ class Bank(Probe):
         index = torch.arange(PROMPTS).repeat_interleave(RESPONSES).tolist()
         return as_rollout(*respond(trainer, texts, self.seed, number), index, trainer._tokenizer.pad_token_id)
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
         self._answers = {"bank/true": Estimate.missing("this step is not one of them")}
         if step.number in self.steps:
             assert step.policy.shard is not None
             self.rollout, self.held = self.draw(2 * step.number), step.policy.shard.copy_local_weights()
             self.scores = step.policy.score_rollout(self.rollout)
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, ctx: StepContext) -> None:
+        step = ctx.step
         if step.number not in self.steps:
             return
         truth = told(by_prompt(self.rollout, self.scores, step.policy.score_rollout(self.rollout), RESPONSES))

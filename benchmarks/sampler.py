@@ -30,6 +30,7 @@ from other_samplers import Frozen, Named, trainer_of
 from torch import Tensor
 
 from rl_training import DrGRPOTrainer
+from rl_training.engine.context import StepContext
 from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
@@ -41,7 +42,7 @@ from rl_training.probes import InterventionsProbe, SamplerProbe, SimpleEntropyPr
 from rl_training.probes.sampler import CUT
 from rl_training.statistics.calibration import interval_covers
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.data import EntropyPrediction, Step
+from rl_training.step.data import EntropyPrediction
 from rl_training.step.needs import Need
 
 UpdateVerifier.detect_external_edits = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
@@ -72,8 +73,9 @@ class Divergence(SamplerProbe):
         self.said: list[dict[str, Estimate]] = []
         self.tokens: list[float] = []
 
-    def prepare(self, step: Step) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         self.said.append(dict(self._answers))
         self.tokens.append(float(step.batch.scores.mask.sum()) / step.num_sequences)
 
@@ -105,8 +107,9 @@ class Forward(Divergence):
         self.along: list[list[tuple[float, float]]] = []  # of each direction, with ratios and without
         self.ess: list[float] = []
 
-    def prepare(self, step: Step) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         change, layout = step.prediction, step.gradients.layout
         if change.limit:
             return
@@ -150,8 +153,9 @@ class Corrections(InterventionsProbe):
         self.cases: list[tuple[str, str, Estimate, float, float]] = []  # name, quantity, said, truth, its error
         self.batches = 0
 
-    def prepare(self, step: Step) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         self.batches += 1
         if step.prediction.limit:
             return

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import GradientRows
 from rl_training.engine.loss_check import MadeLoss, TermsCheck
 from rl_training.engine.probe import Probe
@@ -200,7 +201,7 @@ class StepDriver:
                 self._guard.ready(view, step.probes)
         for probe in step.probes:
             with self._clock.timed(probe.name):
-                probe.prepare(view)
+                probe.prepare(StepContext(view))
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
 
     def about_to_step(self) -> None:
@@ -224,7 +225,7 @@ class StepDriver:
         with self._measurement_context():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
-                    probe.after_step(step.view)
+                    probe.after_step(StepContext(step.view))
             if self._guard is not None:
                 with self.measuring():
                     step.check = self._guard.stepped(made)

@@ -2,8 +2,8 @@
 
 A probe has two hooks on each optimizer step that it measures, called on every rank, and then returns its estimates:
 
-    prepare(step)       all gradients are in, averaged over ranks, not clipped; the parameters are still old
-    after_step(step)    parameters and optimizer states have moved
+    prepare(ctx)        all gradients are in, averaged over ranks, not clipped; the parameters are still old
+    after_step(ctx)     parameters and optimizer states have moved
     results()           name → Estimate
 
 It must change nothing of training: no `.backward()`, no write to parameters, gradients or states. What it cannot
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.errors import UserError
 from rl_training.options import check_whole
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.data import EntropySettings, Step
+from rl_training.step.data import EntropySettings
 from rl_training.step.needs import Need
 
 
@@ -68,10 +69,10 @@ class Probe:
         if self.running is not None:
             self.running.load_state_dict({})
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, ctx: StepContext) -> None:
         """Measures what takes the old parameters."""
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         """Measures what takes the new parameters."""
 
     def discard(self, reason: str) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from rl_training.entropy.changed_steps import Change, ChangedSteps, Direction, changes_by_basis, iter_basis_gradients
+from rl_training.entropy.changed_steps import (
+    Change,
+    ChangedSteps,
+    Direction,
+    GradientParts,
+    changes_by_basis,
+    iter_basis_gradients,
+)
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.statistics.estimate import stderr_limit
@@ -104,6 +112,37 @@ def paired_effects(
         measure(by_basis[names[number - len(first)]], basis)
         del basis
     return pairs
+
+
+@dataclass(frozen=True)
+class GradientShares:
+    """The part of ΔH that comes from the step's fresh gradient: products by fold, (F, 1) each."""
+
+    whole: Tensor
+    shares: Sequence[Tensor]  # of each weighting
+    folds: StepByFolds
+
+    def pair(self, products: Tensor) -> Pair:
+        """Return ΔH per token from products by fold, and nan."""
+        return self.folds.pair(products, torch.zeros_like(products))
+
+
+def gradient_shares(step: Step, weights: Sequence[LossWeights]) -> GradientShares:
+    """Return what of ΔH comes from the step's fresh gradient, and from these parts of its weights. A collective.
+
+    Only where `paired_effects_limit` is "".
+    """
+    folds = StepByFolds(step)
+
+    def products(basis: FoldMeans | None) -> Tensor:
+        ((by_fold, _),) = GradientParts(folds.steps, step.ranks.reduce, basis).products([None], [Direction(folds.rows)])
+        return by_fold
+
+    by_number = {}
+    for number, basis in iter_basis_gradients(step, weights):
+        by_number[number] = products(basis)
+        del basis  # before the next is made
+    return GradientShares(products(None), [by_number[number] for number in range(len(weights))], folds)
 
 
 def _per_unit(sums: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_training.entropy.changed_steps import Change
 from rl_training.errors import UserError
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.interventions import reweighting as rw
@@ -73,6 +74,11 @@ class Intervention:
     def max_grad_norm(self) -> float | None:
         """The new clipping threshold; None: it does not change."""
         return self.strength if self.trl == "max_grad_norm" else None
+
+    @property
+    def change(self) -> Change:
+        """How it changes the optimizer's step itself, where it changes no weights of the loss."""
+        return Change(lr_factor=self.lr_factor, max_grad_norm=self.max_grad_norm)
 
     @property
     def differs(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,22 @@ class OptimizerView:
         """Whether Adam's moments of some parameter that moves are still zero."""
         states = (self.states or {}).values()
         return any(isinstance(state, AdamWState) and state.moves and state.step == 0 for state in states)
+
+    @property
+    def steady_state_factor(self) -> float:
+        """What a step does once all of the momentum includes a change of gradients, as a multiple of its effect now.
+
+        (1 − β1^t) / (1 − β1) at the t-th step of Adam, 1 / (1 − μ) of SGD; nan where parameters differ.
+        """
+        factors = set()
+        for state in (self.states or {}).values():
+            if isinstance(state, AdamWState):
+                beta = state.betas[0]
+                factor = (1.0 - beta ** (state.step + 1)) / (1.0 - beta)
+            else:
+                factor = 1.0 / (1.0 - state.momentum)
+            factors |= {factor} if state.moves else set()
+        return factors.pop() if len(factors) == 1 else math.nan
 
 
 def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, Tensor], OptimizerView]:

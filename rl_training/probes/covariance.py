@@ -6,10 +6,10 @@ Errors are delete-one-fold jackknife over folds of whole prompts. Source: Cui et
 
 from __future__ import annotations
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.step.data import Step
 
 
 class CovariancePredictorProbe(Probe):
@@ -20,11 +20,11 @@ class CovariancePredictorProbe(Probe):
 
     name = "covariance"
 
-    def prepare(self, step: Step) -> None:
-        terms = covariance_terms(step.batch.scores, step.batch.rollout.advantages_of_tokens).flatten(1)
+    def prepare(self, ctx: StepContext) -> None:
+        terms = covariance_terms(ctx.step.batch.scores, ctx.step.batch.rollout.advantages_of_tokens).flatten(1)
         self._answers = estimates_over_units(
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
-            step.sum_by_fold(terms),
-            no_bar=step.limits.split_prompts,
+            ctx.sum_by_fold(terms),
+            no_bar=ctx.step.limits.split_prompts,
         )

@@ -19,10 +19,10 @@ import math
 
 import torch
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
-from rl_training.step.data import Step
 from rl_training.step.limits import NO_SAMPLING_LOGPS
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
@@ -39,7 +39,8 @@ class EffectiveSampleSizeProbe(Probe):
 
     name = "ess"
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
         batch, split = step.batch, step.limits.split_prompts
         order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
         lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), batch.log_ratios()
@@ -56,7 +57,7 @@ class EffectiveSampleSizeProbe(Probe):
         sizes = [ratio_sums, kish_sums(advantages), kish_sums(advantages.double() * lengths)]
         counts = advantages.new_tensor([len(advantages), num_prompts], dtype=torch.float64)
         zeros = torch.stack([count.double() for count in ((advantages == 0).sum(), num_zero_prompts)])
-        sums = step.ranks.reduce(torch.cat([part.double() for part in (*sizes, counts, zeros)])).tolist()
+        sums = ctx.ranks.reduce(torch.cat([part.double() for part in (*sizes, counts, zeros)])).tolist()
         *size_sums, num_sequences, num_prompts, num_zero, num_zero_prompts = sums
 
         def estimate(value: float, reason: str | None = None) -> Estimate:

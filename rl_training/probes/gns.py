@@ -23,10 +23,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.entropy.attribution import KINDS, module_kind
-from rl_training.entropy.fold_gradients import gradients_of_processes
-from rl_training.entropy.length_and_reward import reward_multiple_limit
 from rl_training.options import check_share, check_whole
 from rl_training.parallel.vectors import dot
 from rl_training.policy.rollout import response_index
@@ -34,7 +33,6 @@ from rl_training.statistics import noise_scale as noise
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import BOUNDS
-from rl_training.step.data import Step
 from rl_training.step.needs import Need
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
@@ -78,7 +76,8 @@ class GradientNoiseScaleProbe(Probe):
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
         self._numbers = torch.zeros(0, dtype=torch.long)  # of these steps
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
         blocks, group = step.num_folds, step.batch.responses_per_prompt
         reason = step.gradients.rows_limit or step.limits.reused or step.limits.one_fold
         if reason:
@@ -90,15 +89,15 @@ class GradientNoiseScaleProbe(Probe):
         of_blocks, of_batch = _channels(sq_norms[:-1].mean(dim=0), kinds), _channels(sq_norms[-1], kinds)
         block_size, batch_size = blocks / float((1.0 / prompts).sum()), float(prompts.sum())
         moments = noise.noise_moments(of_blocks, of_batch, block_size, batch_size)
-        split_limit = _split_limit(step) if self.split_prompts else None
+        split_limit = _split_limit(ctx) if self.split_prompts else None
         if self.split_prompts and not split_limit:
-            same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
+            same_prompt = _mean_product_within_prompts(ctx, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         self._history = torch.cat([self._history, moments.unsqueeze(0)])
         self._numbers = torch.cat([self._numbers, torch.tensor([step.number])])
         is_remembered = self.decay ** (step.number - self._numbers).double() >= SMALLEST_WEIGHT
         self._history, self._numbers = self._history[is_remembered], self._numbers[is_remembered]
-        self._answers = self._estimates(step, int(blocks), batch_size, split_limit)
+        self._answers = self._estimates(ctx, int(blocks), batch_size, split_limit)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"history": self._history, "steps": self._numbers}
@@ -109,11 +108,13 @@ class GradientNoiseScaleProbe(Probe):
                 raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
             self._history, self._numbers = state["history"], state["steps"]
 
-    def _estimates(self, step: Step, blocks: int, batch_size: float, split_limit: Limit | None) -> dict[str, Estimate]:
+    def _estimates(
+        self, ctx: StepContext, blocks: int, batch_size: float, split_limit: Limit | None
+    ) -> dict[str, Estimate]:
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
-        ages = step.number - self._numbers
+        ages = ctx.step.number - self._numbers
         averages = {
             name: noise.average(self._history[:, number], self.decay, ages) for number, name in enumerate(CHANNELS)
         }
@@ -123,7 +124,7 @@ class GradientNoiseScaleProbe(Probe):
         ends = [noise.bound(everything, end) for end in noise.signal_to_noise_interval(everything)]
         answers["gns/signal_to_noise"] = signal
         answers |= noise.with_bounds("gns/noise_scale_prompts", scale)
-        answers |= noise.with_bounds("gns/noise_scale_sequences", scale, step.batch.responses_per_prompt)
+        answers |= noise.with_bounds("gns/noise_scale_sequences", scale, ctx.step.batch.responses_per_prompt)
         answers |= noise.with_bounds("gns/batch_ratio", [signal, *ends], batch_size)
         answers["gns/adam_signal_to_noise"] = noise.signal_to_noise(adam)
         answers |= noise.with_bounds("gns/adam_noise_scale_prompts", noise.noise_scale(adam))
@@ -135,14 +136,15 @@ class GradientNoiseScaleProbe(Probe):
         return answers
 
 
-def _split_limit(step: Step) -> Limit | None:
+def _split_limit(ctx: StepContext) -> Limit | None:
     """Return the limit of a step whose noise cannot be split into that of prompts and of responses, or None.
 
     The split takes a gradient of rewards less their groups' means, and nothing beside it. A collective.
     """
+    step = ctx.step
     if step.limits.sampling_mismatch:
         return step.limits.sampling_mismatch
-    limit = reward_multiple_limit(step)
+    limit = ctx.reward_multiple_limit()
     return limit and limit.prefixed(NOT_SPLIT)
 
 
@@ -154,19 +156,20 @@ def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
     return torch.stack([*sq_norms.sum(dim=0), *by_kind, none])
 
 
-def _mean_product_within_prompts(step: Step, num_prompts: int) -> Tensor:
+def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     """Returns the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
+    step = ctx.step
     index, weights = step.batch.rollout.prompt_index, step.batch.loss_weights
     prompts = index.unique()[:num_prompts]
     _, place, sizes = index.unique(return_inverse=True, return_counts=True)
     is_first = response_index(index) < sizes[place] // 2
     half = torch.where(is_first, sizes[place] // 2, sizes[place] - sizes[place] // 2).double()
-    shares = (step.num_sequences / step.ranks.count / half).unsqueeze(1)
+    shares = (step.num_sequences / ctx.ranks.count / half).unsqueeze(1)
     halves = [weights.where(chosen.unsqueeze(1)) for chosen in (is_first, ~is_first)]
     total = torch.zeros((), dtype=torch.float64, device=index.device)
     parts = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]
-    for one, other in gradients_of_processes(step, parts, halves, shares):
+    for one, other in ctx.gradients_by_process(parts, halves, shares):
         total += dot(one, other).sum()
         del one, other  # before the next are made
-    total, num_products = step.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
+    total, num_products = ctx.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

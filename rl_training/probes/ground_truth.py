@@ -17,9 +17,9 @@ import math
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.entropy import importance
-from rl_training.entropy.fold_gradients import gradients_of_processes
 from rl_training.entropy.fresh_sample import (
     TARGETS,
     EvaluationBuffer,
@@ -37,7 +37,6 @@ from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
-from rl_training.step.data import Step
 from rl_training.step.needs import Need
 
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
@@ -75,51 +74,53 @@ class GroundTruthProbe(Probe):
         self._floor = math.nan
         self._predicted: tuple[Replicates, JackknifeUnits] | None = None
 
-    def prepare(self, step: Step) -> None:
-        no_truth, change = step.limits.no_fresh_responses, step.prediction
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
+        no_truth, change = step.limits.no_fresh_responses, ctx.prediction
         num_targets = 1 + change.settings.per_sequence
         prediction_limit = no_truth or change.limit or step.optimizer.limit
         self._answers = dict.fromkeys(
             (f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[:num_targets]),
             Estimate.missing(prediction_limit or "not measured yet"),
         )
-        self._buffer, self._predicted = None if no_truth else self._draw(step), None
+        self._buffer, self._predicted = None if no_truth else self._draw(ctx), None
         if self._buffer is not None and not prediction_limit:
             blocks = self._buffer.blocks(len(step.batch.microbatch_rows[0]))
-            self._predicted = predicted_change(step, self._buffer, blocks, num_targets), blocks
+            self._predicted = predicted_change(ctx, self._buffer, blocks, num_targets), blocks
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         if self._buffer is None:
-            assert step.limits.no_fresh_responses is not None
-            self._answers |= dict.fromkeys(MEASURED, Estimate.missing(step.limits.no_fresh_responses))
+            no_truth = ctx.step.limits.no_fresh_responses
+            assert no_truth is not None
+            self._answers |= dict.fromkeys(MEASURED, Estimate.missing(no_truth))
         else:
-            self._answers |= self._measured(step, self._buffer)
+            self._answers |= self._measured(ctx, self._buffer)
         self._buffer = self._predicted = None
 
-    def _sample(self, step: Step) -> tuple[Rollout, JackknifeUnits]:
+    def _sample(self, ctx: StepContext) -> tuple[Rollout, JackknifeUnits]:
         """Returns N responses at the present parameters, the same random numbers at each call, each a unit."""
-        rollout = step.policy.sample(self.sequences, (self.seed << 32) + step.number)
-        return rollout, JackknifeUnits(rollout.prompt_index, self.sequences, step.ranks.reduce)
+        rollout = ctx.policy.sample(self.sequences, (self.seed << 32) + ctx.step.number)
+        return rollout, JackknifeUnits(rollout.prompt_index, self.sequences, ctx.ranks.reduce)
 
-    def _draw(self, step: Step) -> EvaluationBuffer:
+    def _draw(self, ctx: StepContext) -> EvaluationBuffer:
         """Returns the evaluation buffer, sampled and scored at the present parameters, and measures its floor."""
-        rollout, sequences = self._sample(step)
-        scores = step.policy.score_rollout(rollout)
+        rollout, sequences = self._sample(ctx)
+        scores = ctx.policy.score_rollout(rollout)
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
         number = torch.arange(rollout.num_sequences, device=sequences.number.device)
         buffer = EvaluationBuffer(rollout, number, _widened(scores, width), sequences, sequences)
-        again = _widened(score_in_other_batches(step.policy, rollout), width)
+        again = _widened(score_in_other_batches(ctx.policy, rollout), width)
         self._floor = float(per_decision_change(buffer.scores, again, sequences).value[0])
         return buffer
 
-    def _measured(self, step: Step, buffer: EvaluationBuffer) -> dict[str, Estimate]:
+    def _measured(self, ctx: StepContext, buffer: EvaluationBuffer) -> dict[str, Estimate]:
         """Returns the change of entropy since the buffer was drawn, and how it is known."""
 
         def draw_afresh() -> Tensor:
-            drawn, sequences = self._sample(step)
-            return sequences.gather(importance.sequence_totals(step.policy.score_rollout(drawn)))
+            drawn, sequences = self._sample(ctx)
+            return sequences.gather(importance.sequence_totals(ctx.policy.score_rollout(drawn)))
 
-        after = _widened(step.policy.score_rollout(buffer.rollout), buffer.scores.mask.shape[1])
+        after = _widened(ctx.policy.score_rollout(buffer.rollout), buffer.scores.mask.shape[1])
         change = measure_change(buffer, after, draw_afresh)
         true, snis, weights = change.true, change.snis, change.weights
         alone = self._floor, change.resampled, weights.ess, weights.largest, weights.smallest
@@ -162,20 +163,22 @@ def _widened(scores: Scores, width: int) -> Scores:
     return Scores(logps, entropies, mask)
 
 
-def predicted_change(step: Step, buffer: EvaluationBuffer, blocks: JackknifeUnits, num_targets: int) -> Replicates:
+def predicted_change(
+    ctx: StepContext, buffer: EvaluationBuffer, blocks: JackknifeUnits, num_targets: int
+) -> Replicates:
     """Returns X_E · δθ, (targets,) nats, and without each block, (blocks, targets). A collective.
 
     num_targets  1: per token; 2: per sequence too
     """
-    update, mask = step.prediction.update, buffer.scores.mask
+    update, mask = ctx.prediction.update, buffer.scores.mask
     assert update is not None
     weights = weights_of_buffer(buffer, TARGETS[:num_targets])
     block = blocks.number[buffer.number]
     own, ones = block.unique(), torch.ones(len(block), 1, device=mask.device)
     parts = [(block == number).nonzero().squeeze(1) for number in own]
-    with step.policy.measuring():
-        gradients = gradients_of_processes(step, parts, weights, ones, buffer.rollout)
+    with ctx.policy.measuring():
+        gradients = ctx.gradients_by_process(parts, weights, ones, buffer.rollout)
         products = [torch.stack([dot(x, update) for x in found], dim=1) for found in gradients]
     table = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
-    table[own] = step.ranks.reduce(torch.stack(products))[: len(own), step.ranks.number]
-    return without_blocks(step.ranks.reduce(table) / buffer.num_sequences, mask, blocks)
+    table[own] = ctx.ranks.reduce(torch.stack(products))[: len(own), ctx.ranks.number]
+    return without_blocks(ctx.ranks.reduce(table) / buffer.num_sequences, mask, blocks)

@@ -23,23 +23,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
-from rl_training.entropy.changed_steps import Change
-from rl_training.entropy.length_and_reward import reward_gradient
-from rl_training.entropy.paired_effects import paired_effects, paired_effects_limit
 from rl_training.errors import UserError
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
-from rl_training.optim.adamw import AdamWState
-from rl_training.optim.state import OptimizerView
 from rl_training.options import check_num_folds, check_share
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
-from rl_training.step.data import Step
 from rl_training.step.needs import Need
 
 USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
@@ -93,24 +89,25 @@ class InterventionsProbe(Probe):
         names = [PLAIN, *(name + end for name in (each.name for each in self.which) for end in ("", KEPT))]
         self.running = RunningPairs({name: RunningPair(decay) for name in names})
 
-    def prepare(self, step: Step) -> None:
-        why = paired_effects_limit(step, OFF_POLICY)
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
+        why = ctx.effects_limit(OFF_POLICY)
         if why:
             self._answers = dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why))
             return
         with_reference = any("reference" in each.needs for each in self.which)
-        reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
-        loss, gradient = loss_inputs(step.batch, step.ranks.reduce, reference), reward_gradient(step)
+        reference = ctx.policy.reference_logps(step.batch.rollout) if with_reference else None
+        loss, gradient = loss_inputs(step.batch, ctx.ranks.reduce, reference), ctx.reward_gradient()
         reward = gradient.weights if gradient.factor is None else gradient.factor
         unavailable = {each.name: each.unavailable_reason(loss[0]) for each in self.which}
-        changes: dict[str, Change | None] = {PLAIN: None}
+        changes: dict[str, Any] = {PLAIN: None}
         weights = {}
         for each in self.which:
             if each.function is None:
-                changes[each.name] = Change(lr_factor=each.lr_factor, max_grad_norm=each.max_grad_norm)
+                changes[each.name] = each.change
             elif not unavailable[each.name]:
                 weights[each.name] = torch.cat([each.weights(part).stacked() for part in loss], dim=1)
-        pairs = paired_effects(step, changes, weights, reward)
+        pairs = ctx.effects(changes, weights, reward)
         plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN], step.number)
         no_reward = gradient.limit
         answers = [estimate for pair in plain for estimate in pair.both(no_reward)]
@@ -118,7 +115,7 @@ class InterventionsProbe(Probe):
             if unavailable[each.name]:
                 answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
             else:
-                answers += self._estimates(each, pairs[each.name], step, no_reward)
+                answers += self._estimates(each, pairs[each.name], ctx, no_reward)
         self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
 
     def num_vectors(self, num_folds: int) -> int:
@@ -128,13 +125,15 @@ class InterventionsProbe(Probe):
     def _metrics(self) -> list[str]:
         return [f"intervention/{each.name}/{quantity}" for each in self.which for quantity in QUANTITIES]
 
-    def _estimates(self, each: Intervention, pair: Pair, step: Step, no_reward: Limit | None) -> list[Estimate]:
+    def _estimates(self, each: Intervention, pair: Pair, ctx: StepContext, no_reward: Limit | None) -> list[Estimate]:
         """Returns the QUANTITIES of an intervention at this step, and adds it to the means.
 
         pair       ΔH per token and Δreward per response, less those of the step as it is
         no_reward  why every Δreward is nan
         """
-        is_small, factor = abs(float(pair.values[0])) < SMALLEST, steady_state_factor(each, step.optimizer)
+        step, is_small = ctx.step, abs(float(pair.values[0])) < SMALLEST
+        # Learning rates act at once.
+        factor = 1.0 if each.lr_factor != 1.0 else step.optimizer.steady_state_factor
         remarks = [each.remark, FIRST_OF_ADAM * step.optimizer.first_of_adam, TOO_SMALL * is_small]
         remark = RATIOS_ARE_ONE if each.nothing_on_policy else "; ".join(filter(None, remarks))
         delta, reward = pair.both(no_reward, remark)
@@ -154,25 +153,6 @@ class InterventionsProbe(Probe):
             mean_price,
             kept_halving(each, mean_kept, self.running[PLAIN].mean()),
         ]
-
-
-def steady_state_factor(intervention: Intervention, optimizer: OptimizerView) -> float:
-    """Returns what a step does once all of the momentum includes an intervention, as a multiple of its effect now.
-
-    (1 − β1^t) / (1 − β1) at the t-th step of Adam, 1 / (1 − μ) of SGD; 1 where only learning rates change, which act at
-    once; nan where parameters differ.
-    """
-    if intervention.lr_factor != 1.0:
-        return 1.0
-    factors = set()
-    for state in (optimizer.states or {}).values():
-        if isinstance(state, AdamWState):
-            beta = state.betas[0]
-            factor = (1.0 - beta ** (state.step + 1)) / (1.0 - beta)
-        else:
-            factor = 1.0 / (1.0 - state.momentum)
-        factors |= {factor} if state.moves else set()
-    return factors.pop() if len(factors) == 1 else math.nan
 
 
 def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Estimate:

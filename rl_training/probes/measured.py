@@ -26,6 +26,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.entropy.per_decision import slopes
 from rl_training.entropy.previous_policy import differences_before
@@ -39,7 +40,6 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_variance import RunningVariance
-from rl_training.step.data import Step
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS
 from rl_training.step.score_check import ScoreCheck
 
@@ -86,19 +86,20 @@ class MeasuredStepProbe(Probe):
         super().reset()
         self._state, self._kept = {}, None
 
-    def prepare(self, step: Step) -> None:
-        kept, fresh = self._kept_of(step), step.batch.rollout.on_policy
-        why = step.limits.sampling_mismatch or step.limits.no_baseline or (None if fresh else OLD_ROLLOUT)
-        why = why or self._scores_limit(step)
+    def prepare(self, ctx: StepContext) -> None:
+        kept, fresh = self._kept_of(ctx), ctx.step.batch.rollout.on_policy
+        limits = ctx.step.limits
+        why = limits.sampling_mismatch or limits.no_baseline or (None if fresh else OLD_ROLLOUT)
+        why = why or self._scores_limit(ctx)
         if why or kept.vector is None:
             self._answers = dict.fromkeys(NAMES, Estimate.missing(why or FIRST))
         else:
-            self._answers = self._measure(step, kept, kept.vector)
+            self._answers = self._measure(ctx, kept, kept.vector)
         if not why:
-            assert step.policy.shard is not None
+            assert ctx.policy.shard is not None
             kept.step, kept.vector = (
-                step.number,
-                step.gradients.layout.vector(step.policy.shard.copy_local_weights().values()),
+                ctx.step.number,
+                ctx.step.gradients.layout.vector(ctx.policy.shard.copy_local_weights().values()),
             )
 
     def num_vectors(self, num_folds: int) -> int:
@@ -111,60 +112,63 @@ class MeasuredStepProbe(Probe):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._state, self._kept = state, None
 
-    def _kept_of(self, step: Step) -> ShardedVectorState:
+    def _kept_of(self, ctx: StepContext) -> ShardedVectorState:
         if self._kept is None:
-            assert step.policy.shard is not None
-            self._kept = ShardedVectorState(step.policy.shard, self._error_decay)
+            assert ctx.policy.shard is not None
+            self._kept = ShardedVectorState(ctx.policy.shard, self._error_decay)
             self._kept.load_state_dict(self._state)
         return self._kept
 
-    def _rows(self, step: Step) -> Tensor:
+    def _rows(self, ctx: StepContext) -> Tensor:
         """Returns which responses are scored again."""
-        number = response_index(step.batch.rollout.prompt_index)
+        number = response_index(ctx.step.batch.rollout.prompt_index)
         return (number < self.responses_per_prompt).nonzero().squeeze(1)
 
-    def _scores_limit(self, step: Step) -> Limit | None:
+    def _scores_limit(self, ctx: StepContext) -> Limit | None:
         """Return the limit of a step whose scored policy is not the one that is trained, or None. A collective."""
-        if step.prediction_if_any is not None and not step.prediction_if_any.limit:
+        if ctx.has_entropy_gradient:
             return None  # its entropy gradient has been held against training's scores
-        check = ScoreCheck(step.batch, step.policy)
-        check.look(self._rows(step))
-        return check.limit(step.ranks.reduce)
+        check = ScoreCheck(ctx.step.batch, ctx.policy)
+        check.look(self._rows(ctx))
+        return check.limit(ctx.ranks.reduce)
 
-    def _measure(self, step: Step, kept: ShardedVectorState, before: Vector) -> dict[str, Estimate]:
+    def _measure(self, ctx: StepContext, kept: ShardedVectorState, before: Vector) -> dict[str, Estimate]:
         """Returns the estimates of the change by the steps since these weights. A collective."""
-        rollout, logs, rounding = step.batch.rollout, step.batch.log_ratios(), step.policy.scorer.training_rounding
+        batch, rounding = ctx.step.batch, ctx.policy.scorer.training_rounding
+        rollout, logs = batch.rollout, batch.log_ratios()
         assert logs is not None
-        rows = self._rows(step)
+        rows = self._rows(ctx)
         score = rounded_scores_before if rounding else scores_before
-        now, then = score(step, rows, step.gradients.layout.by_name(before))
+        now, then = score(ctx, rows, ctx.step.gradients.layout.by_name(before))
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
         terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
         has_others = centre_by_prompt(rewards, rollout.prompt_index)[1] > 1
-        by_prompt = step.batch.sum_by_prompt(sums_of_responses(step, rows, terms, logs, ~rewards.isnan() & has_others))
-        found = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, step.ranks.reduce)
-        found[STEPS] = Estimate(step.number - (kept.step or 0), reason=NO_BAR)
-        if not float(step.ranks.reduce(by_prompt[:, REWARDED].sum())):
+        by_prompt = ctx.step.batch.sum_by_prompt(
+            sums_of_responses(ctx, rows, terms, logs, ~rewards.isnan() & has_others)
+        )
+        found = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, ctx.ranks.reduce)
+        found[STEPS] = Estimate(ctx.step.number - (kept.step or 0), reason=NO_BAR)
+        if not float(ctx.ranks.reduce(by_prompt[:, REWARDED].sum())):
             found[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
         if found[ESS].value < MIN_ESS:
             far = Estimate.missing(FAR.format(ess=found[ESS].value, least=MIN_ESS))
             found |= dict.fromkeys(CHANGES, far)
         else:
             _average_errors(
-                found, kept.errors, step.number, ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
+                found, kept.errors, ctx.step.number, ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
             )
-        return {name: dataclasses.replace(estimate, about_step=step.number - 1) for name, estimate in found.items()}
+        return {name: dataclasses.replace(estimate, about_step=ctx.step.number - 1) for name, estimate in found.items()}
 
 
-def scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
+def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
     """Returns the scores of all responses now, and of some with the weights of before. A collective.
 
     Training's own are taken for now, where they are those of a measurement: one row is scored once more to see it.
     """
-    policy, rollout, now = step.policy, take_rows(step.batch.rollout, rows), step.batch.scores
+    policy, rollout, now = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
     first = policy.score_rollout(take_rows(rollout, torch.zeros_like(rows[:1])))
     apart = (first.logps - now.logps[rows[:1]])[first.mask.bool()].double().abs()
-    if not float(step.ranks.max(apart.mean().nan_to_num(0.0))) <= SAME:  # dropout, TF32
+    if not float(ctx.ranks.max(apart.mean().nan_to_num(0.0))) <= SAME:  # dropout, TF32
         fresh = policy.score_rollout(rollout)
         logps, entropies = now.logps.clone(), now.entropies.clone()
         logps[rows], entropies[rows] = fresh.logps.to(logps), fresh.entropies.to(entropies)
@@ -173,9 +177,9 @@ def scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]) -> tup
         return now, policy.score_rollout(rollout)
 
 
-def rounded_scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
+def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
     """The same, extrapolated from SPAN steps to either side: see the module's docstring. A collective."""
-    policy, rollout, now = step.policy, take_rows(step.batch.rollout, rows), step.batch.scores
+    policy, rollout, now = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
     assert policy.shard is not None
     held = policy.shard.copy_local_weights()
     ends = []
@@ -187,13 +191,13 @@ def rounded_scores_before(step: Step, rows: Tensor, before: Mapping[str, Tensor]
     return now, Scores(now.logps[rows].double() - logps, now.entropies[rows].double() - entropies, ahead.mask)
 
 
-def sums_of_responses(step: Step, rows: Tensor, terms: Tensor, logs: Tensor, is_rewarded: Tensor) -> Tensor:
+def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tensor, is_rewarded: Tensor) -> Tensor:
     """Returns what each response adds to the sums of `statistic`, (B, 12).
 
     rows, terms  of the responses that were scored again
     is_rewarded  (B,), whether a response and another one to its prompt have a reward
     """
-    exact = step.batch.scores.exact()
+    exact = ctx.step.batch.scores.exact()
     weights = exact.mask * sums_before(logs).exp()  # of tokens: 1 where the policy sampled itself
     entropies = (weights * exact.entropies).sum(dim=1)
     lengths, again = weights.sum(dim=1), terms[:, 4].exp()

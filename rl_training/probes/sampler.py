@@ -22,12 +22,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.options import check_flag
 from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.step.data import Step
 from rl_training.step.limits import NO_REWARDS, NO_SAMPLING_LOGPS
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
@@ -57,12 +57,12 @@ class SamplerProbe(Probe):
         check_flag("sampler: numerics", numerics)
         self.numerics = numerics
 
-    def prepare(self, step: Step) -> None:
-        batch = step.batch
+    def prepare(self, ctx: StepContext) -> None:
+        batch = ctx.step.batch
         logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
-        unknown = step.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
+        unknown = ctx.step.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
         if logs is None or unknown:  # else the ratios to whoever sampled would be called 1
             self._answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
         else:
@@ -76,8 +76,8 @@ class SamplerProbe(Probe):
             by_sequence = [*_token_sums(logs, mask), changed.sum(dim=1), torch.ones_like(ratios), ratios,
                            ratios.square(), has_reward, known, ratios * has_reward, ratios * known]  # fmt: skip
             self._answers = estimates_over_units(
-                names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), step.ranks.reduce,
-                step.limits.split_prompts,
+                names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), ctx.ranks.reduce,
+                ctx.step.limits.split_prompts,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
                 self._answers = {name: Estimate(each.value, reason=SAME) for name, each in self._answers.items()}
@@ -89,19 +89,19 @@ class SamplerProbe(Probe):
             if batch.rollout.on_policy:  # a policy that has learned from these very responses has a mean of its own
                 self._remark_on_a_cut()
         if self.numerics:
-            self._answers |= self._by_numerics(step)
+            self._answers |= self._by_numerics(ctx)
 
     def _remark_on_a_cut(self) -> None:
         mean, ess = self._answers["sampler/mean_ratio"], self._answers["sampler/ess"]
         if ess.value >= MIN_ESS and mean.value + mean.half_width(CERTAINTY) < 1.0 - LEAST_CUT:
             self._answers["sampler/mean_ratio"] = dataclasses.replace(mean, reason=CUT)
 
-    def _by_numerics(self, step: Step) -> dict[str, Estimate]:
+    def _by_numerics(self, ctx: StepContext) -> dict[str, Estimate]:
         """Returns KL and share outside between training's scores and those of rows scored one by one. A collective.
 
         The rows answer different prompts, so each is independent of the others.
         """
-        batch, policy = step.batch, step.policy
+        batch, policy = ctx.step.batch, ctx.policy
         rows = (response_index(batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
         mask, differences = batch.scores.mask[rows], batch.scores.logps[rows].double()
         for own, row in zip(differences, policy.in_batches(rows, 1), strict=False):
@@ -109,7 +109,7 @@ class SamplerProbe(Probe):
             own[: len(again)] -= again
         sums = torch.stack(_token_sums(differences.masked_fill(mask == 0, 0.0), mask), dim=1)
         names = tuple(f"sampler/{name}" for name in NUMERICS)
-        return estimates_over_units(names, lambda sums: sums[..., 1:] / sums[..., :1], sums, step.ranks.reduce)
+        return estimates_over_units(names, lambda sums: sums[..., 1:] / sums[..., :1], sums, ctx.ranks.reduce)
 
 
 def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:

@@ -24,14 +24,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
-from rl_training.entropy.fold_gradients import levels_of_folds
 from rl_training.entropy.trapezoid import SUMS, TrapezoidSum
 from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, half_by_measured_step
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
-from rl_training.step.data import EntropyPrediction, EntropySettings, Step
+from rl_training.step.data import EntropyPrediction, EntropySettings
 from rl_training.step.needs import Need
 from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS
 
@@ -91,28 +91,28 @@ class SimpleEntropyProbe(Probe):
         super().reset()
         self._sum = TrapezoidSum()
 
-    def prepare(self, step: Step) -> None:
-        change = step.prediction
+    def prepare(self, ctx: StepContext) -> None:
+        change = ctx.prediction
         if change.limit:
             names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
             missing = Estimate.missing(change.limit)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
-            if step.limits.sampling_mismatch:
-                self._answers |= visited_entropy(step)
+            if ctx.step.limits.sampling_mismatch:
+                self._answers |= visited_entropy(ctx)
         else:
-            self._answers = self._predicted(step, change)
+            self._answers = self._predicted(ctx, change)
         if self.per_sequence:
-            self._answers[TRUNCATED] = truncated_share(step)
+            self._answers[TRUNCATED] = truncated_share(ctx)
 
-    def _predicted(self, step: Step, change: EntropyPrediction) -> dict[str, Estimate]:
+    def _predicted(self, ctx: StepContext, change: EntropyPrediction) -> dict[str, Estimate]:
         half_step_stderr = change.half_step_stderr
         assert half_step_stderr is not None
         level, forward, backward = (change.quantities[name] for name in ("entropy", "forward", "backward"))
-        closed = self._sum.add(step.number, level, forward, backward, half_step_stderr)
+        closed = self._sum.add(ctx.step.number, level, forward, backward, half_step_stderr)
         answers = {
             metric: estimate
             for row in (*change.quantities.values(), *closed)
-            for metric, estimate in zip(self._metrics(row.name), row.estimates(step.num_folds), strict=False)
+            for metric, estimate in zip(self._metrics(row.name), row.estimates(ctx.step.num_folds), strict=False)
         }
         if change.reward_limit and not change.forward_limit:
             answers[REWARD] = Estimate.missing(change.reward_limit)
@@ -137,15 +137,15 @@ class SimpleEntropyProbe(Probe):
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
 
 
-def truncated_share(step: Step) -> Estimate:
+def truncated_share(ctx: StepContext) -> Estimate:
     """Returns the share of the responses that are cut off at the maximum length. A collective."""
-    truncated = step.batch.rollout.truncated
+    truncated = ctx.step.batch.rollout.truncated
     count = torch.tensor(torch.nan) if truncated is None else truncated.sum()
-    share = float(step.ranks.reduce(count.to(step.batch.fold.device, torch.float64))) / step.num_sequences
+    share = float(ctx.ranks.reduce(count.to(ctx.step.batch.fold.device, torch.float64))) / ctx.step.num_sequences
     return Estimate(share, reason=NOT_KNOWN if truncated is None else NO_BAR)
 
 
-def visited_entropy(step: Step) -> dict[str, Estimate]:
+def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
     """Returns Σ h / Σ T, nats per token, and Σ h / N, nats per sequence, of the visited prefixes. A collective.
 
     For sequences that are no samples of the scored policy: h is exact at every prefix, but which ones are visited, and
@@ -154,6 +154,6 @@ def visited_entropy(step: Step) -> dict[str, Estimate]:
     return estimates_over_units(
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
-        levels_of_folds(step, None),
-        no_bar=step.limits.split_prompts,
+        ctx.levels(),
+        no_bar=ctx.step.limits.split_prompts,
     )

@@ -23,15 +23,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
-from rl_training.entropy.changed_steps import Direction, GradientParts, iter_basis_gradients
-from rl_training.entropy.paired_effects import StepByFolds, paired_effects_limit
-from rl_training.optim.leave_one_out import FoldMeans
 from rl_training.options import check_num_folds
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
-from rl_training.step.data import Step
 from rl_training.step.limits import NO_TOKENS
 from rl_training.step.needs import Need
 
@@ -70,20 +67,20 @@ class TokenClassesProbe(Probe):
         classes = [f"{kind}/{name}" for kind, names in CLASSES.items() for name in names]
         self.running = RunningPairs({name: RunningPair(DECAY) for name in classes})
 
-    def prepare(self, step: Step) -> None:
-        kinds = self.kinds(step)
-        sums = {kind: _sums(step, kind, classes) for kind, classes in kinds.items()}
-        why = paired_effects_limit(step, OFF_POLICY)
+    def prepare(self, ctx: StepContext) -> None:
+        kinds = self.kinds(ctx)
+        sums = {kind: _sums(ctx, kind, classes) for kind, classes in kinds.items()}
+        why = ctx.effects_limit(OFF_POLICY)
         if not why:
-            why = FIRST if step.optimizer.first_of_adam else step.limits.other_terms
-        pairs = {} if why else _pairs(step, kinds, sums)
+            why = FIRST if ctx.step.optimizer.first_of_adam else ctx.step.limits.other_terms
+        pairs = {} if why else _pairs(ctx, kinds, sums)
         self._answers = {}
         for kind, names in CLASSES.items():
             for number, name in enumerate(names):
                 once = mean = Estimate.missing(why or NO_TEXT)
                 if (kind, number) in pairs:
                     running = self.running[f"{kind}/{name}"]
-                    once, mean_pair = pairs[kind, number].estimate(0), running.add(pairs[kind, number], step.number)
+                    once, mean_pair = pairs[kind, number].estimate(0), running.add(pairs[kind, number], ctx.step.number)
                     mean = replace(mean_pair.estimate(0), detail={"measured_steps": running.steps})
                 share = Estimate.missing(NO_TEXT if kind not in kinds else NO_TOKENS)
                 if kind in kinds and sums[kind][0].any():
@@ -91,9 +88,9 @@ class TokenClassesProbe(Probe):
                 estimates = {"delta_h": once, "mean_delta_h": mean, "share_of_tokens": share}
                 self._answers |= {f"tokens/{kind}/{name}/{quantity}": e for quantity, e in estimates.items()}
 
-    def kinds(self, step: Step) -> dict[str, Tensor]:
+    def kinds(self, ctx: StepContext) -> dict[str, Tensor]:
         """Returns the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""
-        batch, reduce = step.batch, step.ranks.reduce
+        batch, reduce = ctx.step.batch, ctx.ranks.reduce
         mask = batch.scores.mask != 0
         advantages = batch.rollout.advantages_of_tokens.expand_as(mask)
         kinds = {
@@ -102,9 +99,9 @@ class TokenClassesProbe(Probe):
             "advantage": torch.where(advantages > 0, 0, torch.where(advantages < 0, 1, 2)),
         }
         ids = batch.rollout.completion_ids
-        if step.policy.has_text:
+        if ctx.policy.has_text:
             seen, place = ids[mask].unique(return_inverse=True)
-            classes = [text_class(step.policy.decode(token)) for token in seen.unsqueeze(1)]
+            classes = [text_class(ctx.policy.decode(token)) for token in seen.unsqueeze(1)]
             by_token = torch.tensor(classes, dtype=torch.long, device=ids.device)
             kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[place])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
@@ -154,12 +151,11 @@ def text_class(text: str) -> int:
     return 5 if text else 0
 
 
-def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[tuple[str, int], Pair]:
+def _pairs(ctx: StepContext, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[tuple[str, int], Pair]:
     """Returns ΔH of each class of each kind. A collective.
 
     The class with the most weight gets what the others leave of the whole: one backward less for each kind.
     """
-    folds = StepByFolds(step)
     most = {kind: int(table[1].argmax()) for kind, table in sums.items()}
     weighed = [
         (kind, number)
@@ -167,29 +163,21 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
         for number in table[1].nonzero().flatten().tolist()
         if number != most[kind]
     ]
-    weights = [step.batch.loss_weights.where(kinds[kind] == number) for kind, number in weighed]
-
-    def products(basis: FoldMeans | None) -> Tensor:
-        own, _ = GradientParts(folds.steps, step.ranks.reduce, basis).products([None], [Direction(folds.rows)])[0]
-        return own
-
-    found = {}
-    for number, basis in iter_basis_gradients(step, weights):
-        found[weighed[number]] = products(basis)
-        del basis  # before the next is made
-    whole = products(None)
+    weights = [ctx.step.batch.loss_weights.where(kinds[kind] == number) for kind, number in weighed]
+    parts = ctx.gradient_shares(weights)
+    products = dict(zip(weighed, parts.shares, strict=True))
+    nothing = torch.zeros_like(parts.whole)
     for kind in kinds:
-        others = [product for (other, _), product in found.items() if other == kind]
-        found[kind, most[kind]] = whole - sum(others, torch.zeros_like(whole))
-    nothing = torch.zeros_like(whole)
+        others = [product for (other, _), product in products.items() if other == kind]
+        products[kind, most[kind]] = parts.whole - sum(others, nothing)
     classes = [(kind, number) for kind in kinds for number in range(len(CLASSES[kind]))]
-    return {each: folds.pair(found.get(each, nothing), nothing) for each in classes}
+    return {place: parts.pair(products.get(place, nothing)) for place in classes}
 
 
-def _sums(step: Step, kind: str, classes: Tensor) -> Tensor:
+def _sums(ctx: StepContext, kind: str, classes: Tensor) -> Tensor:
     """Returns (2, number of classes), over all ranks: the tokens of each, and the absolute sum of their weights."""
-    parts = [part.double().abs() for part in vars(step.batch.loss_weights).values() if part is not None]
+    parts = [part.double().abs() for part in vars(ctx.step.batch.loss_weights).values() if part is not None]
     is_token, count = classes >= 0, len(CLASSES[kind])
     sizes = torch.stack(parts).sum(dim=0)[is_token]
     columns = torch.stack([torch.ones_like(sizes), sizes])
-    return step.ranks.reduce(columns.new_zeros(2, count).index_add_(1, classes[is_token], columns))
+    return ctx.ranks.reduce(columns.new_zeros(2, count).index_add_(1, classes[is_token], columns))

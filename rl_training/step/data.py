@@ -129,5 +129,5 @@ class Step:
     def prediction(self) -> EntropyPrediction:
         """`prediction_if_any`; ValueError where no probe has asked for it."""
         if self.prediction_if_any is None:
-            raise ValueError("step.prediction is kept only for a probe with needs = Need.ENTROPY_CHANGE")
+            raise ValueError("ctx.prediction is made only for a probe with needs = Need.ENTROPY_CHANGE")
         return self.prediction_if_any

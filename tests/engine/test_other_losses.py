@@ -43,8 +43,9 @@ class FoldsAndTwins(Seen):
         super().__init__()
         self.num_folds = num_folds
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         loss, parameters = step.batch.loss_weights, list(step.policy.model.parameters())
         self.kept, self.twins = torch.cat(step.gradients.rows, dim=1), []
         for fold in range(self.num_folds):

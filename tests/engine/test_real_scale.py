@@ -107,8 +107,9 @@ class StepAndFormula(Seen):
         super().__init__()
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         assert step.optimizer.states is not None
         norm = torch.stack([gradient.norm() for gradient in step.gradients.mean.values()]).norm()
         scale = min(1.0, step.optimizer.max_grad_norm / (float(norm) + 1e-6))
@@ -118,7 +119,8 @@ class StepAndFormula(Seen):
             for name, p in step.gradients.weights.items()
         }
 
-    def after_step(self, step: Any) -> None:
+    def after_step(self, ctx: Any) -> None:
+        step = ctx.step
         done = torch.cat([(p.detach() - self._before[name]).flatten() for name, p in step.gradients.weights.items()])
         self.pairs.append((done, torch.cat([said.flatten() for said in self._said.values()])))
 

@@ -36,8 +36,9 @@ class BothGradients(Seen):
 
     needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         self.found, rollout = reward_gradient(step), step.batch.rollout
         params = [p for p in step.policy.model.parameters() if p.requires_grad]
         fresh = step.policy.score(rollout, torch.arange(rollout.num_sequences))
@@ -61,11 +62,11 @@ def found_by(trainer: Any) -> list[BothGradients]:
     steps = []
 
     class Each(BothGradients):
-        def prepare(self, step: Any) -> None:
+        def prepare(self, ctx: Any) -> None:
             once = BothGradients()
-            once.prepare(step)
+            once.prepare(ctx)
             steps.append(once)
-            Seen.prepare(self, step)
+            Seen.prepare(self, ctx)
 
     with attach(trainer, probes=[Each()], whole_prompts=True):
         trainer.train()

@@ -161,7 +161,7 @@ class Drawing(Probe):
 
     name = "drawing"
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
         drawn = float(torch.rand(())) + random.random() + float(np.random.random())
         self._answers = {"drawing/numbers": Estimate(drawn)}
 

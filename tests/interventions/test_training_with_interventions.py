@@ -145,8 +145,9 @@ def test_a_correction_without_another_sampler_is_refused(make_trainer: Callable[
 class Weights(Seen):
     """What the loss handed back, and the rollout."""
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         self.rollout, self.weights = step.batch.rollout, step.batch.loss_weights
         self.rows, self.mask = step.batch.microbatch_rows, step.batch.scores.mask
 

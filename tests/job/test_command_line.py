@@ -102,7 +102,7 @@ class Mine(Probe):
 
 class Waiting(Probe):
     name = "waiting"
-    def prepare(self, step):
+    def prepare(self, ctx):
         pathlib.Path("waiting").touch()
         time.sleep(60)
 

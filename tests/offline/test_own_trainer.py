@@ -33,7 +33,8 @@ class Keeps(Probe):
 
     name = "keeps"
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         self.rollout = step.batch.rollout
         self.gradient = torch.cat([part.flatten() for part in step.gradients.mean.values()]).clone()
 

@@ -12,6 +12,7 @@ import torch
 from seen import Kept
 from trainers import FEW, trainer_maker
 
+from rl_training.engine.context import StepContext
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.policy.scores import Scores
 from rl_training.probes import CovariancePredictorProbe
@@ -23,10 +24,11 @@ NAMES = ("covariance/token", "covariance/sequence")
 class Answers(Kept, CovariancePredictorProbe):
     """The probe, with its answers and what it saw kept; padding is nan."""
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
         scores = step.batch.scores
         padded = dataclasses.replace(scores, logps=scores.logps.masked_fill(scores.mask == 0, torch.nan))
-        super().prepare(dataclasses.replace(step, batch=dataclasses.replace(step.batch, scores=padded)))
+        super().prepare(StepContext(dataclasses.replace(step, batch=dataclasses.replace(step.batch, scores=padded))))
 
 
 def plain(step: Step, rows: list[int]) -> list[float]:
@@ -84,7 +86,7 @@ def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
 def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -> None:
     step, probe = answers.steps[-1], CovariancePredictorProbe()
     spread = dataclasses.replace(step.limits, split_prompts="spread")
-    probe.prepare(dataclasses.replace(step, limits=spread))
+    probe.prepare(StepContext(dataclasses.replace(step, limits=spread)))
     for name, found in probe.results().items():
         assert found.value == answers.all[-1][name].value
         assert math.isnan(found.stderr)

@@ -12,6 +12,7 @@ from seen import Kept
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach
+from rl_training.engine.context import StepContext
 from rl_training.policy.rollout import Rollout
 from rl_training.probes import EffectiveSampleSizeProbe
 from rl_training.statistics.kish import kish_size, kish_size_of_sums, kish_sums, without_rounding
@@ -158,7 +159,7 @@ def test_ratios_beyond_float64_have_no_size_and_say_so(make_trainer) -> None:
     make_trainer(probes=[probe], max_steps=1, max_completion_length=8).train()
     step = probe.steps[0]
     rollout = dataclasses.replace(step.batch.rollout, sampling_logps=step.batch.scores.logps - 1000.0)
-    probe.prepare(dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout)))
+    probe.prepare(StepContext(dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))))
     assert "more than float64 can hold" in probe.results()["ess/importance"].reason
 
 

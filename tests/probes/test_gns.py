@@ -16,6 +16,7 @@ from example_steps import step_of
 from torch import Tensor, nn
 
 from rl_training import Estimate
+from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import GradientRows
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
@@ -112,7 +113,7 @@ class Loop:
             self.rows.arm(rows[k].start)
             loss.backward()
             self.rows.finish_backward()
-        self.probe.prepare(self.view(rows, folds))
+        self.probe.prepare(StepContext(self.view(rows, folds)))
         self.model.zero_grad()
         return self.probe.results()
 

@@ -29,12 +29,13 @@ NO_DROPOUT = {**LORA, "lora_dropout": 0.0}  # a gradient can then be made again
 class Answers(Kept, GradientNoiseScaleProbe):
     """The probe, with its answers and what the first step started from kept."""
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         if step.number == 1:
             trained = dict(step.policy.model.named_parameters())
             self.parameters = {name: trained[name].detach().double().clone() for name in step.gradients.weights}
             self.rollout = copy.deepcopy(step.batch.rollout)
-        super().prepare(step)
+        super().prepare(ctx)
 
 
 def response_gradients(probe: Answers) -> Tensor:
@@ -102,8 +103,9 @@ def test_it_measures_before_clipping(make_trainer) -> None:
 class Rebuilder(Seen):
     """Makes this rank's gradient again, from `score` and the loss weights of the step."""
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         scores = step.policy.score(step.batch.rollout, torch.arange(step.batch.rollout.num_sequences))
         outputs, weights = [scores.logps], [step.batch.loss_weights.logps[:, : scores.logps.shape[1]]]
         self.knows_entropies = step.batch.loss_weights.entropies is not None

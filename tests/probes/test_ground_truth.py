@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate
+from rl_training.engine.context import StepContext
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
@@ -59,8 +60,9 @@ class AtEveryStep(Seen):
         self.what = what
         self.given: list[Any] = []
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         self.given.append(self.what(step))
 
 
@@ -73,9 +75,10 @@ class Validated(TruthProbe):
         super().__init__(sequences)
         self.kept: list[dict[str, Any]] = []  # by step
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
-        self.rollout = self._sample(step)[0]
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
+        self.rollout = self._sample(ctx)[0]
         self.before = step.policy.score_rollout(self.rollout)
         size, sides, parameters = 1 / 16, [], dict(step.policy.model.named_parameters())
         update = step.prediction.update
@@ -90,8 +93,9 @@ class Validated(TruthProbe):
         tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
         self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)
 
-    def after_step(self, step: Any) -> None:
-        super().after_step(step)
+    def after_step(self, ctx: Any) -> None:
+        step = ctx.step
+        super().after_step(ctx)
         after, lengths = step.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
         tables = [self.before.logps, self.before.entropies, after.logps, after.entropies, *self.slopes]
         tokens = [[table[i, :length].tolist() for table in tables] for i, length in enumerate(lengths)]
@@ -328,14 +332,16 @@ def test_an_error_that_is_no_number_is_not_put_down_to_few_blocks() -> None:
 
 def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
     class Keeps(TruthProbe):
-        def prepare(self, step: Any) -> None:
-            super().prepare(step)
+        def prepare(self, ctx: Any) -> None:
+            step = ctx.step
+            super().prepare(ctx)
             self.rollout = step.policy.sample(16, (self.seed << 32) + step.number)
             self.before = step.policy.score_rollout(self.rollout)
 
-        def after_step(self, step: Any) -> None:
+        def after_step(self, ctx: Any) -> None:
+            step = ctx.step
             self.after = step.policy.score_rollout(self.rollout)
-            super().after_step(step)
+            super().after_step(ctx)
 
     probe = Keeps(16)
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
@@ -369,7 +375,9 @@ class Listens(TruthProbe):
         self.prompts: list[set[str]] = []
         self.batches: list[list[list[int]]] = []
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+
         def listening(rollout: Rollout) -> Scores:
             self.prompts[-1] |= {step.policy.decode(ids) for ids in rollout.prompt_ids}
             self.batches[-1].append(rollout.prompt_index.tolist())
@@ -377,7 +385,7 @@ class Listens(TruthProbe):
 
         self.prompts.append(set())
         self.batches.append([])
-        super().prepare(dataclasses.replace(step, policy=ScoredBy(step.policy, listening)))
+        super().prepare(StepContext(dataclasses.replace(step, policy=ScoredBy(step.policy, listening))))
 
 
 def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws_prompts_of_its_own(
@@ -396,12 +404,14 @@ def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws
 
 def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None:
     class Broken(TruthProbe):
-        def after_step(self, step: Any) -> None:
+        def after_step(self, ctx: Any) -> None:
+            step = ctx.step
+
             def broken(rollout: Rollout) -> Scores:
                 scores = step.policy.score_rollout(rollout)
                 return dataclasses.replace(scores, logps=scores.logps * math.nan)
 
-            super().after_step(dataclasses.replace(step, policy=ScoredBy(step.policy, broken)))
+            super().after_step(StepContext(dataclasses.replace(step, policy=ScoredBy(step.policy, broken))))
 
     probe = Broken(8)
     make_trainer(probes=[probe], max_steps=1, **FEW).train()

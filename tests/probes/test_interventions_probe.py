@@ -21,7 +21,7 @@ from rl_training.interventions.named import intervention
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import OptimizerView
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
-from rl_training.probes.interventions import kept_halving, steady_state_factor
+from rl_training.probes.interventions import kept_halving
 from rl_training.statistics.running_pairs import Pair
 
 NUM_FOLDS, G, MICROBATCHES, L_MAX = 8, 4, 4, 24
@@ -196,7 +196,7 @@ def test_of_sgd_an_effect_is_kept_for_as_long_as_its_momentum(make_trainer: Call
         name: SGDState(None, lr=0.1, momentum=momentum, dampening=0.0, weight_decay=0.0, nesterov=False)
         for name, momentum in (("a", 0.75), ("b", 0.5))
     }
-    assert math.isnan(steady_state_factor(intervention("psr"), OptimizerView(states, math.inf)))
+    assert math.isnan(OptimizerView(states, math.inf).steady_state_factor)
 
 
 def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainers import LORA, graded, trainer_maker
 
 from rl_training import Estimate
+from rl_training.engine.context import StepContext
 from rl_training.probes import MeasuredStepProbe
 from rl_training.probes.measured import CHANGES, ESS, FIRST, KL, NAMES, OLD_ROLLOUT, SAME, STEPS, rounded_scores_before
 from rl_training.step.data import Step
@@ -33,8 +34,9 @@ class Answers(Kept, MeasuredStepProbe):
         super().__init__(*args, **options)
         self.models: list[Any] = []
 
-    def prepare(self, step: Step) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         model: Any = load_tiny()[0]  # no deepcopy: TRL's patched forward would use the original's weights
         if hasattr(step.policy.model, "peft_config"):
             model = get_peft_model(model, LoraConfig(**LORA))
@@ -172,11 +174,12 @@ def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> N
     """Here they are not, so that the two ends can be seen."""
 
     class Central(Answers):
-        def prepare(self, step: Step) -> None:
+        def prepare(self, ctx: StepContext) -> None:
+            step = ctx.step
             if self._kept is not None:
                 rows, before = torch.arange(G * PROMPTS), step.gradients.layout.by_name(self._kept.vector)
-                self.now, self.found = rounded_scores_before(step, rows, before)
-            super().prepare(step)
+                self.now, self.found = rounded_scores_before(ctx, rows, before)
+            super().prepare(ctx)
 
     probe = Central()
     make_trainer(probes=[probe], max_steps=2, **SHAPE).train()

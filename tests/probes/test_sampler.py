@@ -15,6 +15,7 @@ from example_steps import ALONE
 from other_samplers import COPIES, OtherSampler
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
@@ -47,7 +48,7 @@ def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tenso
 
 def answers(batch: Batch, ranks: Ranks = ALONE, limits: Limits | None = None) -> dict[str, Estimate]:
     probe = SamplerProbe()
-    probe.prepare(StepOnly(batch, ranks, limits or Limits()))  # type: ignore[arg-type]
+    probe.prepare(StepContext(StepOnly(batch, ranks, limits or Limits())))  # type: ignore[arg-type]
     return probe.results()
 
 
@@ -130,7 +131,7 @@ def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error
 
     step.policy = SimpleNamespace(in_batches=lambda rows, size: rows.split(size), scorer=SimpleNamespace(score=score))
     probe = SamplerProbe(numerics=True)
-    probe.prepare(step)
+    probe.prepare(StepContext(step))
     rows = []
     for i in range(0, G * PROMPTS, G):
         apart = (batch.scores.logps[i] - again[i])[batch.scores.mask[i]].tolist()
@@ -229,7 +230,7 @@ def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any
     trainer = make_trainer(probes=[probe], max_steps=3, beside={"rollout_func": stale}, learning_rate=1e-3)
     seen = []
     prepare = probe.prepare
-    probe.prepare = lambda step: (prepare(step), seen.append((probe.results(), step.batch.rollout)))[0]
+    probe.prepare = lambda ctx: (prepare(ctx), seen.append((probe.results(), ctx.step.batch.rollout)))[0]
     trainer.train()
     first, _, third = seen
     assert first[0]["sampler/kl"].value < 1e-9  # its weights are the policy's still
@@ -246,7 +247,7 @@ def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64
     trainer = make_trainer(probes=[probe], max_steps=1, beside={"rollout_func": OtherSampler(name)})
     own = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     seen, prepare = [], probe.prepare
-    probe.prepare = lambda step: (prepare(step), seen.append(step.batch.rollout))[0]
+    probe.prepare = lambda ctx: (prepare(ctx), seen.append(ctx.step.batch.rollout))[0]
     trainer.train()
     models = [load_tiny()[0].double() for _ in range(2)]
     for model, weights in zip(models, (own, COPIES[name](own)), strict=True):

@@ -203,11 +203,13 @@ def test_a_number_of_folds_that_would_split_prompts_is_refused_with_one_that_wou
 ])  # fmt: skip
 def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_trainer, make_optimizer) -> None:
     class Watch(Seen):
-        def prepare(self, step: Any) -> None:
-            super().prepare(step)
+        def prepare(self, ctx: Any) -> None:
+            step = ctx.step
+            super().prepare(ctx)
             self.before = {n: w.clone() for n, w in step.gradients.weights.items()}
 
-        def after_step(self, step: Any) -> None:
+        def after_step(self, ctx: Any) -> None:
+            step = ctx.step
             self.change = torch.cat([w - self.before[n] for n, w in step.gradients.weights.items()])
 
     policy, watch = load_tiny()[0].double(), Watch()

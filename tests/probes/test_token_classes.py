@@ -18,6 +18,7 @@ from torch import Tensor
 from trainers import graded, trainer_maker
 
 from rl_training import Estimate, measured_loop
+from rl_training.engine.context import StepContext
 from rl_training.entropy.changed_steps import Direction, GradientParts
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
@@ -51,7 +52,8 @@ class NanInPadding(Answers):
 
     name = "nan_in_padding"
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         scores, padding = step.batch.scores, step.batch.scores.mask == 0
         assert padding.any()
         logps, entropies, weights = (
@@ -59,7 +61,7 @@ class NanInPadding(Answers):
         )
         shown = Scores(logps, entropies, scores.mask)
         batch = dataclasses.replace(step.batch, scores=shown, loss_weights=LossWeights(weights, None))
-        super().prepare(dataclasses.replace(step, batch=batch))
+        super().prepare(StepContext(dataclasses.replace(step, batch=batch)))
 
 
 class InfiniteWeight(Answers):
@@ -67,11 +69,12 @@ class InfiniteWeight(Answers):
 
     name = "infinite_weight"
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         weights = step.batch.loss_weights.logps.clone()
         weights[0] = math.inf
         batch = dataclasses.replace(step.batch, loss_weights=LossWeights(weights, None))
-        super().prepare(dataclasses.replace(step, batch=batch))
+        super().prepare(StepContext(dataclasses.replace(step, batch=batch)))
 
 
 class TokensTwin(Twin):
@@ -205,7 +208,7 @@ def test_weights_are_masked_with_those_of_entropies_and_add_up_without_their_sig
     loss = LossWeights(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0.5, -0.5, 0.25]]))
     step: Any = SimpleNamespace(batch=SimpleNamespace(loss_weights=loss), ranks=SimpleNamespace(reduce=lambda x: x))
     classes = torch.tensor([[0, 0, 2]])
-    assert token_classes._sums(step, "advantage", classes).tolist() == [[2.0, 0.0, 1.0], [5.0, 0.0, 1.25]]
+    assert token_classes._sums(StepContext(step), "advantage", classes).tolist() == [[2.0, 0.0, 1.0], [5.0, 0.0, 1.25]]
     chosen = loss.where(classes == 0)
     assert chosen.entropies is not None
     assert (chosen.logps.tolist(), chosen.entropies.tolist()) == ([[2.0, -2.0, 0.0]], [[0.5, -0.5, 0.0]])

@@ -132,6 +132,27 @@ def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp
     assert float((guide - plain).norm() / own.norm()) > 1e-3
 
 
+def test_the_guides_probe_says_of_long_responses_what_their_share_of_a_linear_step_is(tmp_path: Path) -> None:
+    """Without clipping, SGD's step is linear in the gradient: without the long ones ΔH differs by minus their share."""
+    mine: dict[str, Any] = {}
+    exec(example("how_to/write_a_probe.md", "class LongResponsesProbe"), mine)
+    shares = []
+
+    class WithShare(mine["LongResponsesProbe"]):  # type: ignore[misc]
+        def prepare(self, ctx: Any) -> None:
+            super().prepare(ctx)
+            lengths = ctx.step.batch.scores.mask.sum(dim=1, keepdim=True)
+            parts = ctx.gradient_shares([ctx.step.batch.loss_weights.where(lengths > lengths.median())])
+            shares.append(parts.pair(parts.shares[0]).estimate(0).value)
+
+    trainer = trainer_maker(tmp_path)(probes=[WithShare()], max_steps=1, max_grad_norm=0.0, **SHAPE | SGD)
+    trainer.train()
+    found = trainer.attachment.latest["long_responses/delta_h"]
+    assert found.value == pytest.approx(-shares[0], rel=1e-4)
+    assert found.value != 0.0
+    assert found.stderr > 0.0
+
+
 @pytest.fixture(scope="module")
 def generate() -> Any:
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")

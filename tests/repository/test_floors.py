@@ -136,6 +136,19 @@ def test_probes_do_not_import_one_another() -> None:
         assert not {name for name in imports_of(path) if name.rsplit(".", 1)[-1] in probes}
 
 
+def test_probes_make_gradients_and_predictions_through_their_context_alone() -> None:
+    """Of entropy they import formulas of numbers and names, and nothing that makes a gradient or talks to processes."""
+    formulas = {
+        *("advantage_covariance", "attribution", "fresh_sample", "importance", "per_decision", "previous_policy"),
+        *("trapezoid", "weights"),
+    }
+    for path in (PACKAGE / "probes").glob("*.py"):
+        for name in imports_of(path):
+            _, layer, *module = name.split(".") if name.startswith("rl_training.") else ("", "")
+            assert layer not in {"gradients", "optim"}, f"{path.name} imports {name}"
+            assert layer != "entropy" or not module or module[0] in formulas, f"{path.name} imports {name}"
+
+
 def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
     """By hosts/trl, and by the commands that build a trainer or count processes."""
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}

@@ -14,13 +14,13 @@ from configs import QUICK, composed, composing
 from torch import Tensor
 
 from rl_training import Estimate, Probe
+from rl_training.engine.context import StepContext
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.training import build_run
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
-from rl_training.step.data import Step
 
 RUN = [
     *QUICK, "batch.microbatch_size=8", "probe=none",
@@ -37,12 +37,14 @@ class Recorder(Probe):
 
     name = "recorder"
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
         self._before = {name: p.detach().clone() for name, p in step.gradients.weights.items()}
         gradient = torch.cat([g.flatten() for g in step.gradients.mean.values()]).clone()
         SEEN[step.number] = {"rollout": step.batch.rollout, "gradient": gradient}
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, ctx: StepContext) -> None:
+        step = ctx.step
         change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.weights.items()]
         SEEN[step.number]["delta"] = torch.cat(change)
 

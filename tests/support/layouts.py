@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from rl_training import Estimate, Probe, Rollout, measured_loop
+from rl_training.engine.context import StepContext
 from rl_training.policy.rollout import take_rows
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -34,7 +35,6 @@ from rl_training.probes import (
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
-from rl_training.step.data import Step
 from rl_training.tasks.models import load_tiny
 
 STEPS, FOLD, PROMPTS = 2, 8, 8  # optimizer steps; sequences of a fold; prompts of a step
@@ -61,7 +61,8 @@ class ScoringProbe(Probe):
 
     name = "scoring"
 
-    def prepare(self, step: Step) -> None:
+    def prepare(self, ctx: StepContext) -> None:
+        step = ctx.step
         logps = step.policy.score(step.batch.rollout, torch.arange(1)).logps
         self._answers = {"scoring/logps": Estimate(float(logps.sum()))}
 

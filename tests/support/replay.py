@@ -107,7 +107,8 @@ class Recorder(Probe):
         super().__init__()
         self.steps: list[dict[str, torch.Tensor]] = []
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         self.max_grad_norm = step.optimizer.max_grad_norm
         rows = step.gradients.layout.by_name(step.gradients.rows)
         kinds = {

@@ -16,9 +16,10 @@ class Seen(Probe):
         super().__init__(*args, **options)
         self.steps: list[Any] = []
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         self.steps.append(step)
-        super().prepare(step)
+        super().prepare(ctx)
 
     def results(self) -> dict[str, Estimate]:
         return {f"{self.name}/step": Estimate(float(self.steps[-1].number))}

@@ -59,7 +59,8 @@ class Recorder(Probe):
         super().__init__()
         self.steps: list[Snapshot] = []
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         self.number = step.number
         states = [step.optimizer.states[name] for name in step.gradients.weights]
         self.steps.append(
@@ -78,7 +79,8 @@ class Recorder(Probe):
             )
         )
 
-    def after_step(self, step: Any) -> None:
+    def after_step(self, ctx: Any) -> None:
+        step = ctx.step
         self.steps[-1].update = flat(step.gradients.weights.values()) - self.steps[-1].parameters
 
     def results(self) -> dict[str, Estimate]:

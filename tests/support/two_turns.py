@@ -10,6 +10,7 @@ import torch
 from example_steps import shard_of, step_of
 from torch import Tensor
 
+from rl_training.engine.context import StepContext
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.optim.adamw import AdamWState
 from rl_training.policy.policy import Policy
@@ -194,7 +195,7 @@ def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None
     for _ in range(batches):
         drawn = torch.multinomial(chances, FOLDS * G, replacement=True, generator=generator)
         step, probe = step_on(logits, drawn, states, sampler), SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
-        probe.prepare(step)
+        probe.prepare(StepContext(step))
         said = probe.results()
         answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
         assert step.gradients.rows is not None

@@ -39,12 +39,14 @@ class Witness(Seen):
         super().__init__(every)
         self.heard: list[Any] = []
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         self.heard.append(("prepare", step.number))
         self.before = {name: weight.clone() for name, weight in step.gradients.weights.items()}
 
-    def after_step(self, step: Any) -> None:
+    def after_step(self, ctx: Any) -> None:
+        step = ctx.step
         moved = any(not torch.equal(w, self.before[name]) for name, w in step.gradients.weights.items())
         self.heard.append(("after", moved))
 
@@ -312,11 +314,11 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
     class Interrupted(Witness):
         times = 0
 
-        def prepare(self, step: Any) -> None:
+        def prepare(self, ctx: Any) -> None:
             self.times += 1
             if self.times == 1:
                 raise KeyboardInterrupt
-            super().prepare(step)
+            super().prepare(ctx)
 
     trainer = make_trainer(probes=[Interrupted(), SimpleEntropyProbe()], max_steps=1)
     with pytest.raises(KeyboardInterrupt):
@@ -365,7 +367,7 @@ def broken(step: Any) -> None:
         ("results", lambda: {"witness/one": 0.5}, "results must return Estimates by name, and returned .*0"),
         ("results", dict, "returned nothing at step 1"),
         ("prepare", broken, "from the probe"),
-        ("prepare", lambda step: step.prediction, r"needs = Need\.ENTROPY_CHANGE"),
+        ("prepare", lambda ctx: ctx.prediction, r"needs = Need\.ENTROPY_CHANGE"),
     ],
 )
 def test_a_probe_that_is_wrong_ends_training_and_is_told_why(make_trainer, hook: str, does: Any, said: str) -> None:
@@ -392,8 +394,9 @@ def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_
     class Reader(Witness):
         needs = Need.ENTROPY_CHANGE
 
-        def prepare(self, step: Any) -> None:
-            super().prepare(step)
+        def prepare(self, ctx: Any) -> None:
+            step = ctx.step
+            super().prepare(ctx)
             assert step.prediction.quantities
 
     asked = []

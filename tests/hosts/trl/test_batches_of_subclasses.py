@@ -49,8 +49,9 @@ class SeenRewards(Seen):
         self._trainer = trainer
         self.rewards: list[tuple[list[float], list[float]]] = []
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         if hasattr(self._trainer, "rewards_of_rows"):
             self.rewards.append((step.batch.rollout.rewards.tolist(), self._trainer.rewards_of_rows.tolist()))
 

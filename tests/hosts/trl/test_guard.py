@@ -35,12 +35,13 @@ class Failing(Probe):
         if self.number == 2 and hook == self.hook:
             raise KeyError("api_key=of-the-user")
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         self.number = step.number
         step.policy.sample(2, seed=1)
         self._at("prepare")
 
-    def after_step(self, step: Any) -> None:
+    def after_step(self, ctx: Any) -> None:
         self._at("after_step")
 
     def results(self) -> dict[str, Estimate]:

@@ -65,8 +65,9 @@ class Contexts(Seen):
         super().__init__()
         self.scored: list[tuple[dict[int, Any], Any]] = []
 
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
+        super().prepare(ctx)
         rows = torch.arange(step.batch.rollout.num_sequences).view(2, -1).T  # pairs of different prompts
         asked = {int(row): (scores, i) for pair in rows for scores in [score(step, step.batch.rollout, pair)]
                  for i, row in enumerate(pair)}  # fmt: skip

@@ -90,7 +90,8 @@ class Recorder(Probe):
     name = "recorder"
     needs = Need.FOLD_GRADIENTS
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, ctx: Any) -> None:
+        step = ctx.step
         gradients, share = step.gradients, (step.fold_sizes / step.fold_sizes.sum()).float()
         mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before it is clipped
         kept = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
