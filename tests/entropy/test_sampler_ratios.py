@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from example_steps import scored
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 from two_turns import LOGITS, coverage
@@ -26,7 +27,7 @@ def part_of(rows: slice, width: int) -> Any:
     logps, sampled, entropies = (torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(3))
     own = [values[rows, :width] for values in (logps, entropies, mask)]
     rollout = SimpleNamespace(sampling_logps=sampled[rows, :width], completion_mask=own[2], on_policy=True)
-    return SimpleNamespace(batch=SimpleNamespace(rollout=rollout, scores=Scores(*own)), num_sequences=8.0)
+    return SimpleNamespace(batch=scored(rollout, Scores(*own)), num_sequences=8.0)
 
 
 def levels(rank: int, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_steps import scored
 from other_samplers import OtherSampler
 from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
 
@@ -38,7 +39,7 @@ def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_s
     )
     scores = Scores(logps.detach(), entropies.detach(), mask)
     nothing = LossWeights(torch.zeros_like(scores.logps), None)
-    batch = SimpleNamespace(rollout=rollout, scores=scores, loss_weights=nothing)
+    batch = scored(rollout, scores, nothing)
     step: Any = SimpleNamespace(batch=batch, ranks=all_ranks(), limits=Limits())
     weights = reward_gradient(step).weights
     assert weights is not None

@@ -40,6 +40,12 @@ def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
     return Shard(held, torch.optim.SGD(held.parameters()), None, replicated=True)
 
 
+def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
+    """Returns a batch of which nothing but its sequences, scores and loss weights is there."""
+    nothing = torch.zeros(0)
+    return Batch(rollout, scores, loss_weights, (), nothing, num_folds=0, responses_per_prompt=0)
+
+
 def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     """Returns the mean over all other folds, as steps without a fold are made of it, for each fold: (F, …), as folds.
 
