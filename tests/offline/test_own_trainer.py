@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from configs import composed
 from trainers import graded
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, Probe, analyze, attach
 from rl_training.job.run.analysis import result_files
+from rl_training.job.run.evaluation_plan import read_plan
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import restore
 from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
@@ -90,12 +92,12 @@ def test_a_loss_whose_step_cannot_be_analysed_is_refused_with_what_to_set(
         )
 
 
-def test_the_command_says_of_an_attached_run_what_to_type_in_python(
-    make_trainer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_commands_say_of_an_attached_run_what_to_do_instead(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     trainer = make_trainer(**PLAIN, max_steps=1)
     with attach(trainer, tmp_path / "run", "ess"):
         trainer.train()
     for named in (tmp_path / "run", Path(trainer.args.output_dir) / "checkpoint-1"):
         with pytest.raises(ValueError, match=r"analyze\(trainer, CHECKPOINT, FOLDER\)"):
             result_files({"checkpoint": str(named), "runs_dir": str(tmp_path), "name": "default", "output": None})
+    with pytest.raises(ValueError, match=r"a trainer that a script has made.*give 'checkpoints=\[PATH,...\]'"):
+        read_plan(composed("evaluate", f"run={tmp_path / 'run'}"))

@@ -30,6 +30,7 @@ from rl_training.job.configuration.nested import differences
 from rl_training.job.configuration.stored import MARK, as_written, load_settings, refuse_marked
 from rl_training.job.objects.make import make
 from rl_training.records.checkpoints import steps_taken
+from rl_training.records.config import is_of_attached_run
 from rl_training.records.evaluated import SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, EVALUATIONS, TRAINING_STATE, checkpoints_of
 from rl_training.records.links import leads_out_of_its_run, refuse_links_out
@@ -169,6 +170,11 @@ def _find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[P
         folder = Path(run)
         if not folder.is_dir():
             raise UserError(f"run={run}: there is no such folder")
+        if is_of_attached_run(folder):
+            raise UserError(
+                f"run={run} is of a trainer that a script has made: a command does not know its checkpoints and task; "
+                f"give 'checkpoints=[PATH,...]' and data=TASK, with output={run} for the results"
+            )
         if not paths and not (folder / CONFIG_FILE).is_file():
             raise UserError(
                 f"run={run} is not a run folder: it has no {CONFIG_FILE}; bare checkpoints are 'checkpoints=[PATH,...]'"
