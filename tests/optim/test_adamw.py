@@ -91,12 +91,12 @@ def test_the_total_is_the_sum_of_the_parts_of_several_steps_from_one_state(hyper
 def test_leading_dimensions_of_the_gradient_are_separate_steps_from_one_state(hyper: dict[str, Any]) -> None:
     param, _, exp_avg, exp_avg_sq = random_state(2, 3)
     grads = torch.randn(4, 5, 2, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    together = adamw_delta(param, grads, exp_avg, exp_avg_sq, 12, **hyper)
-    assert together.total.shape == grads.shape
+    stacked = adamw_delta(param, grads, exp_avg, exp_avg_sq, 12, **hyper)
+    assert stacked.total.shape == grads.shape
     for i, j in itertools.product(range(4), range(5)):
         flat = (x.reshape(-1).tolist() for x in (param, grads[i, j], exp_avg, exp_avg_sq))
-        alone = torch.tensor(reference.adamw_step(*flat, 12, **hyper).total, dtype=torch.float64).view(2, 3)
-        torch.testing.assert_close(together.total[i, j], alone, rtol=1e-11, atol=0)
+        single = torch.tensor(reference.adamw_step(*flat, 12, **hyper).total, dtype=torch.float64).view(2, 3)
+        torch.testing.assert_close(stacked.total[i, j], single, rtol=1e-11, atol=0)
 
 
 def test_inputs_are_not_modified() -> None:
@@ -138,9 +138,9 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
     """Although it has momentum and a decay; its moments stay, and it adds nothing in Adam's metric, cold or warm."""
     common = {"lr": 0.1, "weight_decay": 0.3}
     states: list[AdamWState | SGDState] = []
-    for kind, own in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+    for kind, settings in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
         param = nn.Parameter(torch.randn(5, dtype=torch.float64))
-        optimizer = kind([param], **common, **own)
+        optimizer = kind([param], **common, **settings)
         for _ in range(steps_before):
             param.grad = torch.randn_like(param)
             optimizer.step()

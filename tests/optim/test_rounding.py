@@ -29,11 +29,11 @@ def test_what_is_kept_of_a_change_is_what_rounding_in_float64_says(rate: float) 
         [nearest_bf16(w + d) - w for w, d in zip(weights.double().tolist(), row, strict=True)]
         for row in change.double().tolist()
     ]
-    found = rounded_update(weights, change)
-    assert found.dtype == torch.float32
-    assert found.double().tolist() == expected
+    update = rounded_update(weights, change)
+    assert update.dtype == torch.float32
+    assert update.double().tolist() == expected
     share = kept_share(weights, change)
-    torch.testing.assert_close(share * change, found)
+    torch.testing.assert_close(share * change, update)
     assert torch.equal(share[:, :50], torch.zeros(3, 50))
 
 

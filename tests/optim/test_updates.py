@@ -60,8 +60,8 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
     layout = Layout(parameters)
     layout.chunk_size = longest
     gradients = {name: draw(*shape) for name, shape in SHAPES.items()}
-    alone = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
-    step = torch.cat(layout.vector(parts.total for parts in alone.values()))
+    by_parameter = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
+    step = torch.cat(layout.vector(parts.total for parts in by_parameter.values()))
     gradient = layout.vector(gradients.values())
 
     pieces = list(OptimizerPieces(layout, parameters, states))
@@ -70,8 +70,8 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
         assert [len(piece.param) for piece in pieces] == lengths[optimizer]
     else:
         assert max(len(piece.param) for piece in pieces) == longest
-    found = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in pieces])
-    torch.testing.assert_close(found, step)
+    joined = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in pieces])
+    torch.testing.assert_close(joined, step)
     torch.testing.assert_close(torch.cat(compute_update(layout, pieces, gradient, clip=1.0)), step)
     flat = torch.cat(gradient)
     assert all(torch.equal(flat[piece.flat], piece.of(gradient)) for piece in pieces)
@@ -81,8 +81,8 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
     torch.testing.assert_close(halved, step)
     names = list(SHAPES)
     for piece in [*pieces, *halves]:
-        for name, own in zip(names[piece.parameters], piece.of(gradient).split(piece.sizes), strict=True):
-            assert set(own.tolist()) <= set(gradients[name].flatten().tolist())
+        for name, mean in zip(names[piece.parameters], piece.of(gradient).split(piece.sizes), strict=True):
+            assert set(mean.tolist()) <= set(gradients[name].flatten().tolist())
 
 
 @pytest.mark.parametrize("max_grad_norm", [math.inf, 0.5])
@@ -100,13 +100,13 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
     steps = LeaveOneOutUpdates(pieces, fold_means(mean, rows, sizes), max_grad_norm, identity)
     for k in range(3):
         others = [i for i in range(3) if i != k]
-        own = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()
-        clip = min(1.0, max_grad_norm / (float(own.norm()) + 1e-6))
+        mean_of_others = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()
+        clip = min(1.0, max_grad_norm / (float(mean_of_others.norm()) + 1e-6))
         assert float(steps.clips[k]) == pytest.approx(clip, rel=1e-12)
-        named = layout.by_name(layout.split(clip * own))
+        named = layout.by_name(layout.split(clip * mean_of_others))
         expected = [s.delta(parameters[n], named[n].view(SHAPES[n])).total.flatten() for n, s in states.items()]
-        one = torch.cat([parts.total for _, parts in steps.parts(k)])
-        torch.testing.assert_close(one, torch.cat(expected))
+        without_fold = torch.cat([parts.total for _, parts in steps.parts(k)])
+        torch.testing.assert_close(without_fold, torch.cat(expected))
 
 
 def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped_by_its_own_norm() -> None:
