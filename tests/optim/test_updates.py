@@ -81,8 +81,8 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
     torch.testing.assert_close(halved, step)
     names = list(SHAPES)
     for piece in [*pieces, *halves]:
-        for name, mean in zip(names[piece.parameters], piece.of(gradient).split(piece.sizes), strict=True):
-            assert set(mean.tolist()) <= set(gradients[name].flatten().tolist())
+        for name, entries in zip(names[piece.parameters], piece.of(gradient).split(piece.sizes), strict=True):
+            assert set(entries.tolist()) <= set(gradients[name].flatten().tolist())
 
 
 @pytest.mark.parametrize("max_grad_norm", [math.inf, 0.5])
