@@ -87,15 +87,11 @@ class StepDriver:
         self._clock = Clock(self._layout.device)
         needs, offload = self._requirements.needs, self._requirements.offload
         self._reduction = FoldReduction(loop.shard, self._clock.timed)
+        for line in announcement(loop, self._requirements) if loop.ranks.number == 0 else ():
+            logger.warning(line)  # a level at which it is seen
         if not needs:
-            if loop.opening and loop.ranks.number == 0:
-                logger.warning(loop.opening)
             return
         self._rows = GradientRows(self._reduction, offload, self._requirements.rows_dtype)
-        if loop.ranks.number == 0:
-            plan, missing = announcement(loop, self._requirements)
-            for line in (plan, *missing):  # a level at which it is seen
-                logger.warning(line)
         if Need.ENTROPY_GRADIENT in needs:
             self._memory = PreviousUpdate(loop.shard, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)

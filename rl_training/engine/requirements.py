@@ -149,9 +149,11 @@ def _agreed(wanted: Mapping[str, Any], what: str) -> Any:
     return next(iter(wanted.values()), None)
 
 
-def announcement(loop: LoopSpec, requirements: Requirements) -> tuple[str, list[str]]:
-    """Returns what will be measured, in a sentence, and what will not and which setting would change that."""
+def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
+    """Return what is said when training begins: what will be measured, what will not, and what would change that."""
     shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
+    if not needs:
+        return [loop.opening] if loop.opening else []
     count, again = requirements.folds_and_passes(loop)
     vectors, size = requirements.num_vectors(count), layout.num_bytes / 1e6
     plan = (
@@ -169,7 +171,7 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> tuple[str, list[
     # What is missing most stands in the first line, before all that is measured.
     sentences = [sentence for sentence in (loop.opening, *losses[:1], plan) if sentence]
     plan = ". ".join(sentences[:1] + [sentence[0].upper() + sentence[1:] for sentence in sentences[1:]])
-    return plan, [*losses[1:], *_other_losses(loop, needs), *_rounding_remarks(loop.shard, needs)]
+    return [plan, *losses[1:], *_other_losses(loop, needs), *_rounding_remarks(loop.shard, needs)]
 
 
 def _other_losses(loop: LoopSpec, needs: Need) -> list[str]:
