@@ -235,19 +235,26 @@ def test_a_batch_that_a_subclass_makes_anew_keeps_its_prompts_and_knows_no_rewar
     assert other["delta_reward/forward"].code == "no_rewards"
 
 
-def test_microbatches_of_sizes_that_nobody_foretold_have_no_folds_and_training_goes_on(make_trainer: Any) -> None:
+def test_microbatches_of_sizes_that_nobody_foretold_have_folds_that_add_up_to_the_steps_gradient(
+    make_trainer: Any,
+) -> None:
     class Shrinks(GRPOTrainer):
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             inputs = super()._prepare_inputs(generation_batch)
             rows = 4 if self._step % 4 == 3 else 8
             return {key: value[:rows] if value.ndim else value for key, value in inputs.items()}
 
-    settings = STEP | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+    settings = STEP | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
     found, steps = measured(make_trainer(Shrinks, **settings))
     assert steps[-1].batch.rollout.num_sequences == 28
-    for name in ("delta_h/forward", "gns/trace_step"):
-        assert found[name].code == "other_sizes"
-    assert math.isfinite(found["entropy/token"].value)
+    for name in ("delta_h/forward", "gns/trace_step", "entropy/token"):
+        assert math.isfinite(found[name].value)
+    gradients, sizes = steps[-1].gradients, steps[-1].fold_sizes
+    assert sizes.sum() == 28
+    for rows, name in zip(gradients.rows, gradients.layout.buckets, strict=True):
+        mean = torch.cat([gradients.mean[entry].reshape(-1) for entry in name.names])
+        of_folds = (sizes.to(rows).unsqueeze(1) * rows).sum(dim=0) / 28
+        assert float((of_folds - mean).norm()) < 1e-5 * float(mean.norm())
 
 
 def test_a_step_whose_loss_nobody_sees_has_no_estimates_and_says_so_once(make_trainer: Any, caplog: Any) -> None:
