@@ -227,7 +227,7 @@ def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that
     [
         ({"min_p": 0.1}, "set min_p=0.0"),
         ({"mask_truncated_completions": True}, "mask_truncated_completions=false"),
-        ({"loss_type": "grpo"}, "this one differs in loss_type: give .*trainer.loss_type=dr_grpo"),
+        ({"loss_type": "bnpo"}, "this one differs in loss_type: give .*trainer.loss_type=dr_grpo"),
         ({"interventions": ["bonus"]}, "this one differs in entropy_coef: .*intervention=null"),
     ],
 )
