@@ -1,4 +1,13 @@
-"""A run's output and its readers: records (here, as pandas DataFrames), checkpoints, dashboards, the report."""
+"""A run's output and its readers.
+
+jsonl.py         what a training writes: metrics.jsonl, probes.jsonl; config.py, provenance.py, masking.py
+frames.py        what was written, as pandas DataFrames: the names that this package exports
+checkpoints.py   which checkpoints there are and whether they are whole; checkpoint_states.py, what probes keep in them
+evaluated.py     what evaluations left; workspace.py, the panels of dashboards
+report/          the page of a run     compare/   the page of several
+folder.py, lock.py, atomic_write.py, links.py, pickles.py, unpack.py, stored_yaml.py, printable.py
+                 files that are whole or absent, of one process at a time, and read without running anything
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,9 @@ two that share their noise, the noise cancels.
 prompt, a prompt with all its responses, or a block of prompts on one process. Processes exchange sums of tables, never
 the sequences themselves.
 
+Which one to use: `jackknife_stderr` for the error of a number from its replicates, `estimates_over_units` for several
+numbers that are functions of sums over prompts, `JackknifeUnits` and `Replicates` where the replicates are kept.
+
 Source: Efron & Stein 1981, "The jackknife estimate of variance".
 """
 

@@ -1,5 +1,12 @@
 """The report of a run: records → charts, one self-contained HTML page, and the same in short for the terminal.
 
+    series.py         the records of a run as series of estimates
+    verdict.py        what entropy and reward do, with trends.py; advice.py and set_up.py: the one thing to change
+    standing_out/     rules that name a fault, each a function of the series
+    findings.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
+    charts.py, figures.py, labels.py, writing.py                                     how they are drawn and written
+    page.py, summary.py                                                              the page, and the terminal
+
 It shows only what the records of any run hold, finished, killed or still going; a missing value is "–" with the reason.
 """
 
