@@ -110,12 +110,12 @@ def run_folder(output: Path, condition: str, seed: int) -> Path:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Returns whether the run has its last step: one more than is judged, which closes the last trapezoid."""
+    """Return whether the run has its last step: one more than is judged, which closes the last trapezoid."""
     return any(row["step"] == steps + 1 for row in read_estimates(folder))
 
 
 def train(folder: Path, condition: str, seed: int, steps: int, num_sequences: int, bar: tqdm) -> None:
-    """Trains one run and records every prediction and every truth."""
+    """Train one run and record every prediction and every truth."""
     probes = [SimpleEntropyProbe(), TruthOfEachStep(num_sequences, seed, min(LINEARITY_STEP, steps))]
     settings = dict(CONDITIONS[condition])
     if condition == "lora":

@@ -55,7 +55,7 @@ def paired_effects(runs: Sequence[Run], name: str, steps: int) -> list[Pair]:
 
 
 def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
-    """Returns Σ prediction / Σ truth with its delete-one-step jackknife error."""
+    """Return Σ prediction / Σ truth with its delete-one-step jackknife error."""
     terms = torch.tensor([[p.prediction.value, p.truth.value] for p in pairs], dtype=torch.float64)
     sums = terms.sum(dim=0)
 
@@ -83,7 +83,7 @@ def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator
 
 
 def sums_row(condition: str, runs: Sequence[Run], steps: int) -> str:
-    """Returns the row of sums over whole runs: means, the ratio of all runs' sums, and how many intervals hold."""
+    """Return the row of sums over whole runs: means, the ratio of all runs' sums, and how many intervals hold."""
     sums, held = [], 0
     for run in runs:
         predicted = run["delta_h/cumulative_predicted"][steps]
@@ -99,7 +99,7 @@ def sums_row(condition: str, runs: Sequence[Run], steps: int) -> str:
 
 
 def log_log_line(run: Run, exponents: Sequence[int], step: int) -> tuple[float, float]:
-    """Returns slope and R² of log|ΔH| on log η."""
+    """Return slope and R² of log|ΔH| on log η."""
     x = torch.tensor([float(e) for e in exponents], dtype=torch.float64)
     y = torch.tensor([run[f"linearity/{e}"][step].value for e in exponents], dtype=torch.float64).abs().log2()
     x, y = x - x.mean(), y - y.mean()
@@ -148,13 +148,13 @@ def print_report(runs: dict[str, list[Run]], steps: int) -> None:
 
 
 def cumulative(runs: Sequence[Run], name: str, steps: int) -> Tensor:
-    """Returns (steps,): the sum of an estimate up to each step, mean over runs."""
+    """Return (steps,): the sum of an estimate up to each step, mean over runs."""
     values = torch.tensor([[run[name][s].value for s in range(1, steps + 1)] for run in runs], dtype=torch.float64)
     return values.mean(dim=0).cumsum(dim=0)
 
 
 def draw(runs: dict[str, list[Run]], steps: int, path: Path) -> None:
-    """Draws the sums over steps, a panel per learning rate, and the change along a scaled step, two in a row."""
+    """Draw the sums over steps, a panel per learning rate, and the change along a scaled step, two in a row."""
     styles = {
         TRUE: ("measured on fresh sequences", TEXT, ()),
         "delta_h/trapezoid": ("trapezoid", BLUE, ()),

@@ -53,13 +53,13 @@ class Ending:
 
 
 def command_lines() -> list[str]:
-    """Returns the command lines, less what makes the runs small: nearly all setting one thing, wrongly or not."""
+    """Return the command lines, less what makes the runs small: nearly all setting one thing, wrongly or not."""
     pairs = (product(("run_dir", "data=gsm8k data.path"), TYPED["paths"]), product(TYPED["settings"], TYPED["values"]))
     return [*TYPED["tries"], *TYPED["others"], *(f"{key}={value}" for both in pairs for key, value in both)]
 
 
 def run(words: list[str], log: Path) -> None:
-    """Runs a command in this process, which is a fork and leads a group of processes."""
+    """Run a command in this process, which is a fork and leads a group of processes."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -71,7 +71,7 @@ def run(words: list[str], log: Path) -> None:
 
 
 def words_of(line: str, folder: Path, runs: Path) -> list[str]:
-    """Returns the words of a command: one of `tries`, or the settings of a small run."""
+    """Return the words of a command: one of `tries`, or the settings of a small run."""
     if line in TYPED["tries"]:
         places = {"$MEASURED": MEASURED, "$RUN": runs / "run", "$LORA": runs / "lora", "$NEW": folder / "run"}
         for name, place in (places | {"$SMALL": " ".join(SMALL)}).items():
@@ -84,7 +84,7 @@ def words_of(line: str, folder: Path, runs: Path) -> list[str]:
 
 
 def end_of(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
-    """Runs a command line and returns how it ended."""
+    """Run a command line and return how it ended."""
     log = folder / "log"
     (folder / "custom.py").write_text(TYPED["own"], encoding="utf-8")
     process = ForkProcess(target=run, args=(words_of(line, folder, runs), log))
@@ -102,7 +102,7 @@ def end_of(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
 
 
 def leave_nothing(group: int) -> bool:
-    """Returns whether a process of the group was left, and ends it."""
+    """Return whether a process of the group was left, and end it."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
@@ -111,7 +111,7 @@ def leave_nothing(group: int) -> bool:
 
 
 def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Path, said: list[str]) -> str:
-    """Returns why this is no way to end, or ""."""
+    """Return why this is no way to end, or ""."""
     if code is None:
         return "did not end"
     if left:

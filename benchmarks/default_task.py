@@ -30,7 +30,7 @@ def default_trainer(
     rollout_func: Any = None,
     **settings: Any,
 ) -> DrGRPOTrainer:
-    """Returns a trainer of the default task, or of `task` with a model of its own.
+    """Return a trainer of the default task, or of `task` with a model of its own.
 
     32 prompts x 8 responses in 8 microbatches, unless `settings` differ.
     """

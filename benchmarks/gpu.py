@@ -114,7 +114,7 @@ class SyncCounter(TrainerCallback):
 
 
 def every_second(probes: list[Probe]) -> list[Probe]:
-    """Returns the probes, told to measure at every second step from FIRST on."""
+    """Return the probes, told to measure at every second step from FIRST on."""
     for probe in probes:
         probe.measures_at = lambda step: step >= FIRST and (step - FIRST) % 2 == 0  # type: ignore[method-assign]
     return probes
@@ -247,7 +247,7 @@ SECTIONS: tuple[Callable[[Scale, float], Iterator[str]], ...] = (
 
 
 def machine() -> Iterator[str]:
-    """Yields what the figures were measured on."""
+    """Yield what the figures were measured on."""
     if GPU:
         about = torch.cuda.get_device_properties(0)
         yield f"# {about.name}\n\n{about.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"

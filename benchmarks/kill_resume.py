@@ -59,7 +59,7 @@ PLACES = {  # innermost first: a word of the stack, and what it means
 
 
 def train(overrides: list[str], env: dict[str, str], log: Path) -> None:
-    """Runs train.py in this process, which is a fork."""
+    """Run train.py in this process, which is a fork."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -71,7 +71,7 @@ def train(overrides: list[str], env: dict[str, str], log: Path) -> None:
 
 
 def start(run_dir: Path, processes: int, overrides: list[str], log: Path) -> list[ForkProcess]:
-    """Returns the processes of one training run, with the environment that a launcher would give them."""
+    """Return the processes of one training run, with the environment that a launcher would give them."""
     port, workers = get_free_port(), []
     for rank in range(processes):
         env = {"HF_HUB_OFFLINE": "1"}
@@ -104,7 +104,7 @@ def unfinished(run_dir: Path) -> list[Path]:
 
 
 def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_checkpoint: bool) -> str:
-    """Kills a run `wait` seconds after its first step, or after its next step with a checkpoint: these follow its line.
+    """Kill a run `wait` seconds after its first step, or after its next step with a checkpoint: these follow its line.
 
     Returns where it then stood; "" when it had already ended.
     """
@@ -131,12 +131,12 @@ def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_c
 
 
 def same(a: Any, b: Any) -> bool:
-    """Returns whether two tensors hold the same bits, nan included."""
+    """Return whether two tensors hold the same bits, nan included."""
     return a is not None and b is not None and a.numpy().tobytes() == b.numpy().tobytes()
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """Returns what differs between the measurements and the last checkpoints of two runs."""
+    """Return what differs between the measurements and the last checkpoints of two runs."""
     found = []
     for read in (read_metrics, read_estimates):
         left, right = (
@@ -164,7 +164,7 @@ def compare(a: Path, b: Path) -> None:
 
 
 def run_with_kills(whole: Path, killed: Path, args: argparse.Namespace, log: Path) -> Counter[str]:
-    """Returns where the kills hit. `killed` is then as complete as `whole`."""
+    """Return where the kills hit. `killed` is then as complete as `whole`."""
     moments, places = random.Random(args.seed), Counter[str]()
     seconds = sum(row["step_time"] for row in read_metrics(whole / "logs"))
     while True:

@@ -123,7 +123,7 @@ class Bank(Probe):
 
 
 def by_prompt(rollout: Rollout, scores: Scores, others: Scores, count: int) -> Tensor:
-    """Returns the sums (prompts, 11) of the probe's `statistic`, from the first `count` responses of every prompt."""
+    """Return the sums (prompts, 11) of the probe's `statistic`, from the first `count` responses of every prompt."""
     rows = torch.arange(PROMPTS * RESPONSES).view(PROMPTS, -1)[:, :count].reshape(-1)
     some = Scores(others.logps[rows], others.entropies[rows], others.mask[rows])
     terms = differences_before(
@@ -142,7 +142,7 @@ def told(sums: Tensor) -> dict[str, Estimate]:
 
 
 def train(condition: str, seed: int, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns a row for each of these steps: the truth, and what each batch says of it."""
+    """Return a row for each of these steps: the truth, and what each batch says of it."""
     bank = Bank(lambda: trainer, seed, steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = default_trainer(folder, [bank], max(steps), seed=seed, **SETTINGS.get(condition, {}))
@@ -168,7 +168,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def cells(rows: Sequence[dict[str, Any]], count: str, name: str) -> list[str]:
-    """Returns coverage, the ratio of the sums of the measured means and of the truths, and the error of one batch."""
+    """Return coverage, the ratio of the sums of the measured means and of the truths, and the error of one batch."""
     held, squares, total, true, variance = [], [], 0.0, 0.0, 0.0
     for row in rows:
         value, noise = row[name]

@@ -66,7 +66,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def peak() -> int:
-    """Returns the largest resident memory of this process since the last `forget_peak`, in bytes."""
+    """Return the largest resident memory of this process since the last `forget_peak`, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
@@ -78,7 +78,7 @@ def forget_peak() -> None:
 
 
 def rollout(number: int, sequences: int) -> Rollout:
-    """Returns sequences of random tokens, G to a prompt."""
+    """Return sequences of random tokens, G to a prompt."""
     generator = torch.Generator().manual_seed(number)
     prompts = torch.randint(4, 4096, (sequences // G, PROMPT), generator=generator).repeat_interleave(G, dim=0)
     completions = torch.randint(4, 4096, (sequences, COMPLETION), generator=generator)
@@ -97,7 +97,7 @@ def scores(model: Any, part: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def work(rank: int, port: int, layout: str, folds: int, probes: bool, folder: str) -> None:
-    """Trains as one of the processes, and writes the peak of each step and the last one's bytes by collective."""
+    """Train as one of the processes, and write the peak of each step and the last one's bytes by collective."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 18)
@@ -145,7 +145,7 @@ def work(rank: int, port: int, layout: str, folds: int, probes: bool, folder: st
 
 
 def trained(layout: str, folds: int, probes: bool) -> list[dict[str, Any]]:
-    """Returns what each process has found."""
+    """Return what each process has found."""
     fork, port = get_context("fork"), get_free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [

@@ -28,7 +28,7 @@ Named = dict[str, Tensor]
 
 
 def to_bits(bits: int, weights: Named) -> Named:
-    """Returns weights with so many bits an entry and a scale of each row, as fp32; vectors as they are."""
+    """Return weights with so many bits an entry and a scale of each row, as fp32; vectors as they are."""
     largest = 2 ** (bits - 1) - 1
     scales = {name: (w.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12) for name, w in weights.items()}
     return {name: w if w.dim() < 2 else (w / scales[name]).round() * scales[name] for name, w in weights.items()}
@@ -39,7 +39,7 @@ def to_bf16(weights: Named) -> Named:
 
 
 def with_noise(deviation: float, logits: Tensor, hidden: Tensor) -> Tensor:
-    """Returns logits with noise of this deviation: a fixed function of the hidden state that nothing else resembles."""
+    """Return logits with noise of this deviation: a fixed function of the hidden state that nothing else resembles."""
     draw = torch.Generator().manual_seed(5)
     directions = 30.0 * torch.randn(hidden.shape[-1], logits.shape[-1], generator=draw)
     phases = 2.0 * math.pi * torch.rand(logits.shape[-1], generator=draw)
@@ -47,7 +47,7 @@ def with_noise(deviation: float, logits: Tensor, hidden: Tensor) -> Tensor:
 
 
 def cut(top_p: float, logits: Tensor, hidden: Tensor) -> Tensor:
-    """Returns logits without the tokens beyond the likeliest that hold this share."""
+    """Return logits without the tokens beyond the likeliest that hold this share."""
     chances, order = logits.softmax(-1).sort(-1, descending=True)
     beyond = (chances.cumsum(-1) - chances >= top_p).gather(-1, order.argsort(-1))
     return logits.masked_fill(beyond, -math.inf)
@@ -123,7 +123,7 @@ class Frozen(TrainerCallback):
         optimizer.load_state_dict(copy.deepcopy(self.state[1]))
 
     def step(self, gradient: Named, state: int = -1) -> Named:
-        """Returns the step that AdamW would make of a gradient at a kept state, clipped at a norm of 1."""
+        """Return the step that AdamW would make of a gradient at a kept state, clipped at a norm of 1."""
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
         clip, made = min(1.0, 1.0 / (norm + 1e-6)), {}
         for name, moments in self.moments[state].items():
@@ -137,7 +137,7 @@ class Frozen(TrainerCallback):
 def trainer_of(
     folder: str | Path, probes: Sequence[Probe], max_steps: int, sampler: str, fixed: Named | None = None, **more: Any
 ) -> DrGRPOTrainer:
-    """Returns a trainer that samples with one of COPIES or HEADS, or with the fixed weights, "stale-N" for instance.
+    """Return a trainer that samples with one of COPIES or HEADS, or with the fixed weights, "stale-N" for instance.
 
     "itself" without fixed weights is the policy, and then it can be asked for fresh responses.
     """

@@ -70,7 +70,7 @@ def make_probes(names: str, **options: Any) -> list[Probe]:
 
 
 def now() -> float:
-    """Returns the seconds that count: of the processor, or until the GPU is done."""
+    """Return the seconds that count: of the processor, or until the GPU is done."""
     if not torch.cuda.is_available():
         return time.process_time()
     torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def interleaved(plain: Callable[[], object], other: Callable[[], object], pairs: int = 7) -> tuple[float, float]:
-    """Returns the median of plain's seconds, and of the ratio plain / other, over pairs that follow one another."""
+    """Return the median of plain's seconds, and of the ratio plain / other, over pairs that follow one another."""
     plain(), other()
     timed = [(seconds_of(plain), seconds_of(other)) for _ in range(pairs)]
     return statistics.median(a for a, _ in timed), statistics.median(a / b for a, b in timed)
@@ -115,7 +115,7 @@ class StepTimer(TrainerCallback):
 
 
 def ratios(workload: Workload, probes: str, steps: int) -> tuple[list[float], list[float], float]:
-    """Returns the ratios of adjacent steps with and without, (training, whole step), and generation's share."""
+    """Return the ratios of adjacent steps with and without, (training, whole step), and generation's share."""
     trainer = make_trainer(workload, make_probes(probes, every=2), max_steps=steps)
     timer = StepTimer(trainer)
     trainer.train()
@@ -183,7 +183,7 @@ class PeakMeter(TrainerCallback):
 
 
 def extra_memory(workload: Workload, probes: str) -> float:
-    """Returns the peak with the probes minus that without, in fp32 vectors over the trainable parameters."""
+    """Return the peak with the probes minus that without, in fp32 vectors over the trainable parameters."""
     peaks = []
     for names in (make_probes(probes, every=1), []):
         trainer = make_trainer(workload, names, max_steps=2)
@@ -232,7 +232,7 @@ def _process(rank: int, port: int, workload: Workload, sets: tuple[str, ...], qu
 
 
 def bytes_sent(workload: Workload, sets: tuple[str, ...]) -> list[float]:
-    """Returns the bytes that the probes of each set hand to collectives in a step, by two processes on the CPU."""
+    """Return the bytes that the probes of each set hand to collectives in a step, by two processes on the CPU."""
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     torch.multiprocessing.spawn(_process, args=(get_free_port(), workload, sets, queue), nprocs=2)
@@ -263,7 +263,7 @@ def print_bound(workload: Workload, steps: int) -> None:
 
 
 def print_growth(workload: Workload, steps: int) -> None:
-    """Prints how the cost of `simple` grows when one number of the workload is halved and doubled."""
+    """Print how the cost of `simple` grows when one number of the workload is halved and doubled."""
     print("| what | forward + backward + optimizer | whole step |")
     print("|---|---|---|")
     for field in ("rank", "completion_tokens", "folds"):

@@ -79,7 +79,7 @@ class TapedTrainer(DrGRPOTrainer):
 def measured(
     model_name: str, precision: str, tape: Tape, steps: int, microbatches: int | None = None
 ) -> list[dict[str, float]]:
-    """Returns the log line of each step, of 16 microbatches with `tiny` and 8 with `wide` unless given."""
+    """Return the log line of each step, of 16 microbatches with `tiny` and 8 with `wide` unless given."""
     dtype, autocast = PRECISIONS[precision]
     set_seed(0)
     model, tokenizer = load_tiny()
@@ -122,7 +122,7 @@ def measured(
 
 
 def against(exact: list[dict[str, float]], lines: list[dict[str, float]]) -> dict[str, tuple[float, ...]]:
-    """Returns, by metric, of the steps' differences to the exact ones: their rms over that of the values; in standard
+    """Return, by metric, of the steps' differences to the exact ones: their rms over that of the values; in standard
     errors their mean, median and largest. Of RATIOS the least and the largest ratio.
     """
     found: dict[str, tuple[float, ...]] = {}

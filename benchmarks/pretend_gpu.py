@@ -52,7 +52,7 @@ def _tensors_in(*values: Any) -> list[Tensor]:
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Returns the value with the function applied to what lists hold, in half the time of torch's own tree_map."""
+    """Return the value with the function applied to what lists hold, in half the time of torch's own tree_map."""
     if isinstance(value, list | tuple):
         return type(value)(_mapped(function, part) for part in value)
     return function(value)
@@ -111,7 +111,7 @@ class PretendGpu(TorchDispatchMode):
         self._undo = contextlib.ExitStack()
 
     def hold(self, model: nn.Module) -> None:
-        """Takes the model's parameters and buffers; tied ones stay tied."""
+        """Take the model's parameters and buffers; tied ones stay tied."""
         taken: dict[Tensor, Any] = {}
         for module in model.modules():
             for name, param in module._parameters.items():
@@ -123,7 +123,7 @@ class PretendGpu(TorchDispatchMode):
                 module._buffers[name] = None if buffer is None else self._new(buffer)
 
     def start_counting(self) -> None:
-        """Sets the counters to 0, and the peak to what is held now."""
+        """Set the counters to 0, and the peak to what is held now."""
         self.launches, self.peak, self.waits, self.sent = 0, self.live, Counter(), Counter()
 
     @contextlib.contextmanager
@@ -195,7 +195,7 @@ class PretendGpu(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation: on values where all are known, else on shapes."""
+        """Run an operation: on values where all are known, else on shapes."""
         name, returns = func._schema.name.split("::")[1], func._schema.returns
         tensors = _tensors_in(*args, *kwargs.values())
         ours = [x for x in tensors if isinstance(x, OnGpu)]
@@ -234,7 +234,7 @@ class PretendGpu(TorchDispatchMode):
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if is_view else wrapped
 
     def wait(self, what: str) -> None:
-        """Counts a wait, of the line of the package that asks for it."""
+        """Count a wait, of the line of the package that asks for it."""
         frame: Any = sys._getframe(1)
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back

@@ -84,7 +84,7 @@ class Divergence(SamplerProbe):
         return f"{statistics.fmean(values):.3g} ± {statistics.stdev(values) / math.sqrt(len(values)):.1g}"
 
     def report(self) -> None:
-        """Prints the divergence, and the law ESS = exp(−2 KL T) of all batches together."""
+        """Print the divergence, and the law ESS = exp(−2 KL T) of all batches together."""
         kl, tokens = statistics.fmean(said["sampler/kl"].value for said in self.said), statistics.fmean(self.tokens)
         cuts = sum(said["sampler/mean_ratio"].reason == CUT for said in self.said)
         names = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap")
@@ -129,7 +129,7 @@ class Forward(Divergence):
         )
 
     def report(self) -> None:
-        """Prints coverage, and the means along the directions beside those of the truth."""
+        """Print coverage, and the means along the directions beside those of the truth."""
         super().report()
         error, number = [value - truth for value, _, truth in self.rows], len(self.rows)
         held = statistics.fmean(abs(value - truth) <= width for value, width, truth in self.rows)
@@ -179,7 +179,7 @@ class Corrections(InterventionsProbe):
 
 
 def print_cases(name: str, cases: Sequence[tuple[str, str, Estimate, float, float]]) -> None:
-    """Prints the coverage and the asserted signs of ΔH and Δreward."""
+    """Print the coverage and the asserted signs of ΔH and Δreward."""
     for quantity in ("delta_h", "delta_reward"):
         own = [(said, truth, error) for _, each, said, truth, error in cases if each == quantity]
         held = [interval_covers(said.value - truth, said.stderr, said.num_samples, error) for said, truth, error in own]
@@ -191,7 +191,7 @@ def print_cases(name: str, cases: Sequence[tuple[str, str, Estimate, float, floa
 
 
 def milli(values: Sequence[float]) -> str:
-    """Returns the mean with its standard error, in thousandths."""
+    """Return the mean with its standard error, in thousandths."""
     error = statistics.stdev(values) / math.sqrt(len(values))
     return f"{1e3 * statistics.fmean(values):.4g} ± {1e3 * error:.2g}"
 
@@ -201,7 +201,7 @@ def inner(one: Named, other: Named) -> float:
 
 
 def product(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
-    """Returns ∂H_tok · direction, from the X of all folds."""
+    """Return ∂H_tok · direction, from the X of all folds."""
     assert change.rows is not None
     assert change.levels is not None
     by_fold = [float(dot([part[k] for part in change.rows], direction)) for k in range(len(sizes))]
@@ -209,7 +209,7 @@ def product(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
 
 
 def gradients_of(policy: Any, rollout: Any, weights: Sequence[Sequence[Tensor | None]]) -> list[Named]:
-    """Returns Σ c ∂log π + d ∂h for each pair of weights (c, d), (B, T); without d where it is None."""
+    """Return Σ c ∂log π + d ∂h for each pair of weights (c, d), (B, T); without d where it is None."""
     parameters = dict(policy.model.named_parameters())
     found = [{name: torch.zeros_like(p) for name, p in parameters.items()} for _ in weights]
     for rows in torch.arange(rollout.num_sequences).split(64):
@@ -226,7 +226,7 @@ def gradients_of(policy: Any, rollout: Any, weights: Sequence[Sequence[Tensor | 
 
 
 def large_sample(trainer: DrGRPOTrainer, count: int, seed: int, part_size: int = PART) -> Truth:
-    """Returns the truth from so many fresh responses, one to a prompt, baselines over each part."""
+    """Return the truth from so many fresh responses, one to a prompt, baselines over each part."""
     policy, truth = TrainerPolicy(trainer), Truth([], [])
     by_prompt = {row["prompt"]: row for row in trainer.train_dataset}
     for part in range(count // part_size):

@@ -108,7 +108,7 @@ class _Layer(torch.autograd.Function):
 
 
 def model_of(name: str) -> Any:
-    """Returns a model of this shape without values."""
+    """Return a model of this shape without values."""
     hidden, intermediate, layers, heads, kv_heads, tied, rank = MODELS[name]
     config = Qwen2Config(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
@@ -122,7 +122,7 @@ def model_of(name: str) -> Any:
 
 
 def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str, Counts]]:
-    """Yields what each kind of step takes: "" without probes, and with each of these."""
+    """Yield what each kind of step takes: "" without probes, and with each of these."""
     verifier.LIMIT = verifier.LIMIT_ROUNDED = loss_check.LIMIT = math.inf  # there are no values that could agree
     loss_check.SAME_SCORES = loss_check.SAME_SCORES_ROUNDED = math.inf
     length_and_reward.ROUNDING = math.inf  # nor that could say that the loss is the reward's: Dr-GRPO's is
@@ -161,7 +161,7 @@ def shard(model: Any, bf16: bool) -> None:
 
 
 def optimizer_of(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """Returns an optimizer with states, as after twenty steps."""
+    """Return an optimizer with states, as after twenty steps."""
     optimizer = torch.optim.AdamW(parameters, foreach=False)
     for param in parameters:
         param.grad = torch.zeros_like(param)
@@ -176,7 +176,7 @@ def optimizer_of(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
 def one_step(
     gpu: PretendGpu, bodies: Bodies, loop: MeasuredLoop, optimizer: torch.optim.Optimizer, number: int
 ) -> Counts:
-    """Returns what an optimizer step takes, without the model's layers and the optimizer's own launches."""
+    """Return what an optimizer step takes, without the model's layers and the optimizer's own launches."""
     gc.collect()
     gc.freeze()
     gpu.start_counting()
@@ -197,7 +197,7 @@ def one_step(
 
 
 def random_rollout(prompt: int) -> Rollout:
-    """Returns a prompt's responses, all of full length."""
+    """Return a prompt's responses, all of full length."""
     with torch.device(GPU):
         return Rollout(
             prompt_ids=torch.ones(RESPONSES, PROMPT_TOKENS, dtype=torch.long),
@@ -211,7 +211,7 @@ def random_rollout(prompt: int) -> Rollout:
 
 
 def print_model(name: str, settings: argparse.Namespace) -> None:
-    """Prints a row for each probe."""
+    """Print a row for each probe."""
     parameters = list(model_of(name).parameters())
     weights = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -57,7 +57,7 @@ def prompts(seed: int, number: int) -> list[str]:
 
 
 def chain(prompt: str, rng: random.Random) -> str:
-    """Returns a worked response; the prompt's letter decides how often it adds 1, 2 or 3."""
+    """Return a worked response; the prompt's letter decides how often it adds 1, 2 or 3."""
     total, lines = int(prompt[1]), []
     for _ in range(LINES):
         easy = rng.random() < 0.3 + 0.02 * (ord(prompt[0]) - ord("a"))
@@ -83,7 +83,7 @@ def _is_right(total: int, text: str) -> bool:
 
 
 def base_model(folder: Path, size: str) -> None:
-    """Trains the model that GRPO starts from on worked responses, and saves it with its tokenizer."""
+    """Train the model that GRPO starts from on worked responses, and save it with its tokenizer."""
     hidden, layers, steps, rate, *_ = SIZES[size]
     tokenizer = build_tokenizer()
     tokenizer.model_max_length = 256
@@ -116,7 +116,7 @@ def base_model(folder: Path, size: str) -> None:
 def trainer_of(
     output: Path, size: str, lora: bool, probes: list[Probe], steps: int, scratch: str, records: Records | None = None
 ) -> DrGRPOTrainer:
-    """Returns a trainer that starts from the base model of this size, which is trained where it is not there."""
+    """Return a trainer that starts from the base model of this size, which is trained where it is not there."""
     base = output / f"base_{size}"
     if not base.is_dir():
         base_model(base, size)
@@ -131,7 +131,7 @@ def trainer_of(
 
 
 def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences: int) -> None:
-    """Trains one run and records every prediction, and the truth of each `every`-th step."""
+    """Train one run and record every prediction, and the truth of each `every`-th step."""
     folder = output / f"{size}{'_lora' if lora else ''}"
     probes = [SimpleEntropyProbe(), MeasuredStepProbe(), GroundTruthProbe(every, sequences)]
     began = time.time()
@@ -146,7 +146,7 @@ def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences
 
 
 def interventions(output: Path, size: str, batches: int, sequences: int) -> None:
-    """Prints how many intervals of INTERVENTIONS hold what they change, at each of STATES and over all."""
+    """Print how many intervals of INTERVENTIONS hold what they change, at each of STATES and over all."""
     cases = []
     with tempfile.TemporaryDirectory() as scratch:
         run = Frozen()
@@ -167,7 +167,7 @@ def interventions(output: Path, size: str, batches: int, sequences: int) -> None
 
 
 def row_of(folder: Path) -> str:
-    """Returns a line of the table: coverage and error of single steps, sums over the run."""
+    """Return a line of the table: coverage and error of single steps, sums over the run."""
     by_name: dict[str, dict[int, dict[str, float]]] = {}
     for row in read_estimates(folder):
         by_name.setdefault(row["name"], {})[row["about_step"]] = row

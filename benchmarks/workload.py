@@ -58,7 +58,7 @@ class Workload:
 
 
 def model_config(shape: str) -> PretrainedConfig:
-    """Returns the architecture of a shape, in the tiny model's alphabet unless its vocabulary is larger."""
+    """Return the architecture of a shape, in the tiny model's alphabet unless its vocabulary is larger."""
     if shape == "default_task":
         return AutoConfig.from_pretrained(TINY_PATH)
     if shape not in SHAPES:
@@ -79,7 +79,7 @@ def model_config(shape: str) -> PretrainedConfig:
 def make_trainer(
     workload: Workload, probes: Sequence[Probe], max_steps: int, config: PretrainedConfig | None = None
 ) -> DrGRPOTrainer:
-    """Returns a trainer of this workload; with `config`, of another model under the same workload."""
+    """Return a trainer of this workload; with `config`, of another model under the same workload."""
     set_seed(0)
     per_step = workload.prompts * workload.responses
     if workload.prompts % workload.folds:
@@ -118,7 +118,7 @@ def make_trainer(
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns a model of random weights, made where it will run: a billion draws take the CPU a minute."""
+    """Return a model of random weights, made where it will run: a billion draws take the CPU a minute."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -126,13 +126,13 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def random_prompts(num_tokens: int) -> Dataset:
-    """Returns prompts of so many digits: the tiny tokenizer makes one token of each."""
+    """Return prompts of so many digits: the tiny tokenizer makes one token of each."""
     rng = random.Random(0)
     return Dataset.from_dict({"prompt": ["".join(rng.choices("0123456789", k=num_tokens)) for _ in range(1024)]})
 
 
 def given_responses(workload: Workload) -> RolloutFunc:
-    """Returns what TRL calls instead of its generation: prompts as they are, random digits and letters as responses."""
+    """Return what TRL calls instead of its generation: prompts as they are, random digits and letters as responses."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
     rng = random.Random(0)
 
@@ -144,5 +144,5 @@ def given_responses(workload: Workload) -> RolloutFunc:
 
 
 def meaningless_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Returns a number per response that differs between the responses of a prompt, as far as one can tell."""
+    """Return a number per response that differs between the responses of a prompt, as far as one can tell."""
     return [sum(ids) % 7 / 7.0 for ids in completion_ids]

@@ -55,7 +55,7 @@ html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", 
 def as_restructured_text(
     app: object, what: str, name: str, obj: object, options: object, lines: list[str], *rest: object
 ) -> None:
-    """Turns a docstring into what Sphinx reads: `name   what it is` becomes a list, what is indented stays as it is."""
+    """Turn a docstring into what Sphinx reads: `name   what it is` becomes a list, what is indented stays as it is."""
     written: list[str] = []
     for block in re.split(r"\n\s*\n", "\n".join(lines).strip()):
         is_list = re.match(r"\w+ {2,}\S", block)
@@ -76,14 +76,14 @@ def as_restructured_text(
 
 
 def as_text(text: str) -> str:
-    """Returns a text for reStructuredText: `code` as ``code``, and no other character means anything."""
+    """Return a text for reStructuredText: `code` as ``code``, and no other character means anything."""
     special = str.maketrans({character: f"\\{character}" for character in "\\*|_"})
     parts = re.split(r"`([^`]+)`", text)  # in turn text and code
     return "".join(f"``{part}``\\ " if i % 2 else part.translate(special) for i, part in enumerate(parts))
 
 
 def without_bars(app: object, doctree: nodes.document) -> None:
-    """Leaves progress bars and DeepSpeed's line on loading out of a tutorial's outputs."""
+    """Leave progress bars and DeepSpeed's line on loading out of a tutorial's outputs."""
     for output in doctree.findall(nodes.literal_block):
         if "output" in output["classes"]:
             lines = output.astext().splitlines()

@@ -27,7 +27,7 @@ LINE = re.compile(r"^(?P<indent> *)(?P<key>[\w@/ ]+?):(?: (?P<value>[^#]*?))?(?:
 
 
 def write_reference(folder: Path) -> None:
-    """Writes the generated parts, each where its text has changed: Sphinx then reads only these again."""
+    """Write the generated parts, each where its text has changed: Sphinx then reads only these again."""
     groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "experiment"))
     parts = {f"{job}.md": table(settings(CONF / f"{job}.yaml")) for job in JOBS}
     parts["groups.md"] = "\n\n".join(map(group_section, groups))
@@ -41,19 +41,19 @@ def write_reference(folder: Path) -> None:
 
 
 def help_text(name: str) -> str:
-    """Returns what a command of this checkout says of itself."""
+    """Return what a command of this checkout says of itself."""
     command = [sys.executable, "-m", "rl_training", name, "--help"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
 
 
 def group_section(folder: Path) -> str:
-    """Returns a section for a group of conf/, its options with their settings."""
+    """Return a section for a group of conf/, its options with their settings."""
     options = sorted(folder.glob("*.yaml"))
     return "\n\n".join([f"### {folder.name}", *(option_text(folder.name, path) for path in options)])
 
 
 def option_text(group: str, path: Path) -> str:
-    """Returns what an option of a group is for, and the table of its settings."""
+    """Return what an option of a group is for, and the table of its settings."""
     text = path.read_text(encoding="utf-8")
     package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
     prefix = {"_global_": ""}.get(package.group(1), f"{package.group(1)}.") if package else f"{group}."
@@ -63,7 +63,7 @@ def option_text(group: str, path: Path) -> str:
 
 
 def opening(text: str) -> str:
-    """Returns the comment at the top of a file of conf/, as one paragraph."""
+    """Return the comment at the top of a file of conf/, as one paragraph."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -74,7 +74,7 @@ def opening(text: str) -> str:
 
 
 def settings(path: Path, prefix: str = "") -> list[tuple[str, str, str]]:
-    """Returns (name, default, what it is) of each setting of a file of conf/: from its comments and docstrings.
+    """Return (name, default, what it is) of each setting of a file of conf/: from its comments and docstrings.
 
     A comment above a key counts for that key. What `_target_` names says of its parameters what the file does not.
     """
@@ -105,7 +105,7 @@ def settings(path: Path, prefix: str = "") -> list[tuple[str, str, str]]:
 
 
 def parameters(target: str) -> dict[str, str]:
-    """Returns what the docstring of `module.name` says of each parameter: lines `name   what it is`, and their ends."""
+    """Return what the docstring of `module.name` says of each parameter: lines `name   what it is`, and their ends."""
     module, name = target.rsplit(".", 1)
     try:
         doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
@@ -127,7 +127,7 @@ SOURCES = {"lr": "the optimizer's own", "max_grad_norm": "Pascanu et al. 2013, a
 
 
 def interventions() -> str:
-    """Returns the table of all interventions, from their functions' docstrings and named.py; and why one is missing."""
+    """Return the table of all interventions, from their functions' docstrings and named.py; and why one is missing."""
     lines = ["| name | what it does | strength | exactly nothing | needs | setting of TRL | source |", "|---" * 7 + "|"]
     for name, known in INTERVENTIONS.items():
         doc = (inspect.getdoc(known.function) if known.function else None) or f"The optimizer's own `{known.trl}`."
@@ -149,7 +149,7 @@ def interventions() -> str:
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
-    """Returns a Markdown table of settings."""
+    """Return a Markdown table of settings."""
     if not rows:
         return ""
 
@@ -164,7 +164,7 @@ def table(rows: list[tuple[str, str, str]]) -> str:
 
 
 def as_notebook(page: Path) -> str:
-    """Returns a tutorial as a notebook that installs the package first: its cells, with links that hold anywhere."""
+    """Return a tutorial as a notebook that installs the package first: its cells, with links that hold anywhere."""
     text = page.read_text(encoding="utf-8").split("---\n", 2)[2]  # behind the front matter
     parts = re.split(
         r"^```\{code-cell\} python\n(.*?)^```\n", text, flags=re.MULTILINE | re.DOTALL

@@ -35,7 +35,7 @@ MAX_GRAD_NORM, LEARNING_RATE = 1.0, 3e-4
 
 
 def sample_rollout(model: Any, tokenizer: Any, task: Any, rows: list[dict[str, Any]]) -> Rollout:
-    """Returns G responses to each prompt with Dr-GRPO's advantages: reward less the mean of its group."""
+    """Return G responses to each prompt with Dr-GRPO's advantages: reward less the mean of its group."""
     rows = [row for row in rows for _ in range(G)]
     asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)  # on the left
     sequences = model.generate(**asked, max_new_tokens=MAX_TOKENS, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
@@ -52,7 +52,7 @@ def sample_rollout(model: Any, tokenizer: Any, task: Any, rows: list[dict[str, A
 
 
 def scores(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities, with graph, and entropies of the completions, (B, T): a forward pass of one's own."""
+    """Return log-probabilities, with graph, and entropies of the completions, (B, T): a forward pass of one's own."""
     ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
     there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
     logits = model(input_ids=ids, attention_mask=there, use_cache=False).logits

@@ -6,7 +6,7 @@ from rl_training.errors import UserError
 
 
 def check_whole(option: str, value: object, least: int, hint: str = "") -> None:
-    """Raises UserError, with the hint, for what is no whole number from `least` on.
+    """Raise UserError, with the hint, for what is no whole number from `least` on.
 
     >>> check_whole("simple: every", 0, least=1)
     Traceback (most recent call last):
@@ -17,13 +17,13 @@ def check_whole(option: str, value: object, least: int, hint: str = "") -> None:
 
 
 def check_num_folds(probe: str, value: object) -> None:
-    """Raises UserError for what is no number of folds: None for the default, or a whole number."""
+    """Raise UserError for what is no number of folds: None for the default, or a whole number."""
     if value is not None:
         check_whole(f"{probe}: num_folds", value, 1)
 
 
 def check_share(option: str, value: object, interval: str, hint: str = "") -> None:
-    """Raises UserError, with the hint, for what is no number in an interval from 0 to 1: [0, 1), (0, 1] or (0, 1).
+    """Raise UserError, with the hint, for what is no number in an interval from 0 to 1: [0, 1), (0, 1] or (0, 1).
 
     >>> check_share("gns: decay", 1.0, "(0, 1)", "; .95 remembers about 40 steps")
     Traceback (most recent call last):
@@ -35,7 +35,7 @@ def check_share(option: str, value: object, interval: str, hint: str = "") -> No
 
 
 def check_flag(option: str, value: object) -> None:
-    """Raises UserError for what is neither true nor false."""
+    """Raise UserError for what is neither true nor false."""
     if type(value) is not bool:
         raise UserError(f"{option}={value!r} must be true or false")
 

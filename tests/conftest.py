@@ -25,7 +25,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # no test compiles, and impor
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Any]:
-    """Makes trainers on the embedded default: see support/trainers.py."""
+    """Make trainers on the embedded default: see support/trainers.py."""
     from trainers import trainer_maker  # not above: the process that only hands out the tests need not import torch
 
     return trainer_maker(tmp_path)
@@ -55,7 +55,7 @@ LONG = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of LONG first, file by file; all others keep their order."""
+    """Put the tests of LONG first, file by file; all others keep their order."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

@@ -76,7 +76,7 @@ class StepDriver:
             probe.reset()
 
     def start(self, loop: LoopSpec) -> None:
-        """Records which parameters are trained. Call it when training begins. A collective after one that failed."""
+        """Record which parameters are trained. Call it when training begins. A collective after one that failed."""
         self.close()
         self.end()
         self._loop = loop
@@ -98,13 +98,13 @@ class StepDriver:
             self._guard = UpdateVerifier(loop.shard, self._memory, loop.ranks.reduce)
 
     def refuse_impossible_folds(self, shape: StepShape) -> None:
-        """Raises ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
+        """Raise ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
         self._requirements.folds(shape, shape.sizes)
 
     # --- the six calls, in the order of a step -----------------------------------------------------------------------
 
     def begin(self, number: int) -> None:
-        """Begins optimizer step `number`, counted from 1. A collective where it is measured."""
+        """Begin optimizer step `number`, counted from 1. A collective where it is measured."""
         self.open_step = StepRecorder(number, [probe for probe in self.probes if probe.measures_at(number)])
         if self.open_step.probes:
             with self._clock.timed():
@@ -114,7 +114,7 @@ class StepDriver:
                     self._memory.count_bytes(more=0)
 
     def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
-        """Plans the folds of the step that has begun. A collective where it is measured and has sizes of its own.
+        """Plan the folds of the step that has begun. A collective where it is measured and has sizes of its own.
 
         sizes  sequences of each of its microbatches on this rank; None: all of this is as in the loop's `shape`
         """
@@ -132,7 +132,7 @@ class StepDriver:
                     self._rows.make_room(step.folds, needs_of(step.probes), is_sliced=len(step.folds) > len(step.sizes))
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: MadeLoss, seen: Scores | None = None) -> None:
-        """Takes a microbatch whose forward pass is done, and watches its backward.
+        """Take a microbatch whose forward pass is done, and watch its backward.
 
         scores  that the loss is made of, with graph
         seen    kept instead of these scores: also covers tokens that the loss masks out
@@ -162,7 +162,7 @@ class StepDriver:
             self._rows.drop_backward()
 
     def gradients_ready(self, rollout_number: int) -> None:
-        """Runs the probes just before the optimizer's step. A collective where the step is measured.
+        """Run the probes just before the optimizer's step. A collective where the step is measured.
 
         rollout_number  number of the rollout that the step learns from, within this training
         """
@@ -201,12 +201,12 @@ class StepDriver:
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
 
     def about_to_step(self) -> None:
-        """Looks at the weights right before the optimizer's step, where a loop knows when that is."""
+        """Look at the weights right before the optimizer's step, where a loop knows when that is."""
         if self._guard is not None and self.open_step is not None and self.open_step.view is not None:
             self._guard.about_to_step()
 
     def stepped(self, made: bool = True) -> None:
-        """Runs the probes just after the optimizer's step. A collective where the step is measured.
+        """Run the probes just after the optimizer's step. A collective where the step is measured.
 
         made  False where the loop has left the step out after `gradients_ready`
         """
@@ -227,13 +227,13 @@ class StepDriver:
                     step.check = self._guard.stepped(made)
 
     def skip_step(self) -> None:
-        """Discards the step that has begun; called instead of `gradients_ready` when the loop leaves the step out."""
+        """Discard the step that has begun; called instead of `gradients_ready` when the loop leaves the step out."""
         self.open_step = None
         if self._rows is not None:
             self._rows.release()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
-        """Ends the step, and frees its gradients. Returns the estimates of each probe that measured it, by its name.
+        """End the step, and free its gradients. Returns the estimates of each probe that measured it, by its name.
 
         The check of the step is the engine's. Nothing when no probe has measured it.
         """
@@ -256,7 +256,7 @@ class StepDriver:
     # --- costs, state, end --------------------------------------------------------------------------------------------
 
     def costs(self, step_seconds: float) -> dict[str, float]:
-        """Returns what measuring the last step took: seconds by probe, their share of the step's, and bytes at once.
+        """Return what measuring the last step took: seconds by probe, their share of the step's, and bytes at once.
 
         `engine_seconds` are what probes share: hooks, the folds' gradients, the entropy gradient, checks.
         """
@@ -265,29 +265,29 @@ class StepDriver:
         return costs | {"fraction_of_step": share, "buffer_bytes": float(self._bytes_held)}
 
     def end(self) -> None:
-        """Ends what processes have in common: training has ended on all of them. A collective."""
+        """End what processes have in common: training has ended on all of them. A collective."""
         if self._reduction is not None:
             self._reduction.close()
 
     def close(self) -> None:
-        """Removes every hook and frees all vectors: training has ended, perhaps in the middle of a step."""
+        """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
         self._memory_state, self._memory = self.state_dict(), None
         if self._rows is not None:
             self._rows.release()
         self.open_step = self._rows = self._guard = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns what a resumed run needs beside the probes' own states: the last update, and errors."""
+        """Return what a resumed run needs beside the probes' own states: the last update, and errors."""
         return dict(self._memory_state) if self._memory is None else self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state_dict` returned."""
+        """Take back what `state_dict` returned."""
         self._memory_state = state
         if self._memory is not None:
             self._memory.load_state_dict(state)
 
     def _view(self, step: StepRecorder) -> Step:
-        """Returns what probes see of a step whose gradients are all in. A collective."""
+        """Return what probes see of a step whose gradients are all in. A collective."""
         loop, rollout = self._loop, step.join_rollouts(self._loop.ranks)
         edited = None if self._guard is None else self._guard.edit_limit()
         padded = self._padding.limit(rollout, loop.policy, loop.ranks.reduce)

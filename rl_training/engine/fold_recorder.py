@@ -48,7 +48,7 @@ class GradientRows:
         self._sum: Vector | None = None  # and of all that have passed
 
     def make_room(self, groups: Sequence[FoldGroup], needs: Need, is_sliced: bool) -> None:
-        """Begins a step with what probes need of its folds.
+        """Begin a step with what probes need of its folds.
 
         is_sliced  folds cut microbatches: their norms take rows
         """
@@ -58,7 +58,7 @@ class GradientRows:
         self.start_step(groups, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
 
     def start_step(self, groups: Sequence[FoldGroup], keep_rows: bool = True, roots: Vector | None = None) -> None:
-        """Makes room for the step that begins.
+        """Make room for the step that begins.
 
         keep_rows  keep every row
         roots      √P of Adam's metric, nan where it is not one; square norms are measured where it is given, with the
@@ -76,7 +76,7 @@ class GradientRows:
             )
 
     def arm(self, first_row: int) -> None:
-        """Sets the hooks: the gradients that reach the leaves from now on are of the microbatch that begins there.
+        """Set the hooks: the gradients that reach the leaves from now on are of the microbatch that begins there.
 
         It sets none where the step keeps nothing of them.
         """
@@ -135,7 +135,7 @@ class GradientRows:
         fill_rows_by_prompt(step, self.rows)
 
     def split_microbatch_gradients(self, step: Step) -> None:
-        """Splits each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.
+        """Split each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.
 
         Each slice takes a forward pass and a backward, except the last one, whose gradient is the difference: s slices
         cost (s − 1)/s of training's own passes. A collective.
@@ -156,7 +156,7 @@ class GradientRows:
             copy(_folds_of(self.rows, slices[-1]), rest)
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> Tensor:
-        """Puts rows and square norms on the scale of means: all gradients are in.
+        """Put rows and square norms on the scale of means: all gradients are in.
 
         Returns (3 + F,) fp64: how many gradients came in several parts, of which only the first were caught; and sums
         of squares over this process's entries, of the step's gradient less the mean of all that were caught, of the
@@ -190,7 +190,7 @@ class GradientRows:
         return torch.cat([torch.stack([late, off, dot(mean, mean)]), squares])
 
     def release(self) -> None:
-        """Frees the rows."""
+        """Free the rows."""
         self._reduction.drop()
         self.rows = self.sq_norms = self._passing = self._sum = self._roots = self._group = None
 
@@ -210,5 +210,5 @@ class GradientRows:
 
 
 def _folds_of(rows: Vector, group: FoldGroup) -> Vector:
-    """Returns the rows of a group's folds: views."""
+    """Return the rows of a group's folds: views."""
     return [part[group.folds.start : group.folds.stop] for part in rows]

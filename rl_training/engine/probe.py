@@ -57,7 +57,7 @@ class Probe:
         self._answers: dict[str, Estimate] = {}
 
     def measures_at(self, number: int) -> bool:
-        """Returns whether this probe measures at this optimizer step, counted from 1."""
+        """Return whether this probe measures at this optimizer step, counted from 1."""
         return (number - 1) % self.every == 0
 
     def reset(self) -> None:
@@ -70,22 +70,22 @@ class Probe:
             self.running.load_state_dict({})
 
     def prepare(self, ctx: StepContext) -> None:
-        """Measures what takes the old parameters."""
+        """Measure what takes the old parameters."""
 
     def after_step(self, ctx: StepContext) -> None:
-        """Measures what takes the new parameters."""
+        """Measure what takes the new parameters."""
 
     def discard(self, reason: str) -> None:
-        """Makes the step's predictions nan with this reason: the step was not what they were made for."""
+        """Make the step's predictions nan with this reason: the step was not what they were made for."""
         missing = Estimate.missing(reason)
         self._answers = {name: e if name.startswith(self.measured) else missing for name, e in self._answers.items()}
 
     def results(self) -> dict[str, Estimate]:
-        """Returns the step's estimates by metric name: what the hooks have stored in `_answers`."""
+        """Return the step's estimates by metric name: what the hooks have stored in `_answers`."""
         return self._answers
 
     def checked_results(self, number: int) -> dict[str, Estimate]:
-        """Returns what the probe says of this step. ValueError when that is nothing."""
+        """Return what the probe says of this step. ValueError when that is nothing."""
         estimates = self.results()
         if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
             raise UserError(f"probe {self.name!r}: results must return Estimates by name, and returned {estimates!r}")
@@ -94,7 +94,7 @@ class Probe:
         return dict(estimates)
 
     def num_vectors(self, num_folds: int) -> int:
-        """Returns how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
+        """Return how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
 
         Beside those that are kept for it; `num_folds` are this rank's.
         """
@@ -110,11 +110,11 @@ class Probe:
     on_train_begin = on_init_end  # of one that is added later
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns what a resumed run needs to go on as if never stopped, the same on every rank."""
+        """Return what a resumed run needs to go on as if never stopped, the same on every rank."""
         return {} if self.running is None else self.running.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state_dict` returned."""
+        """Take back what `state_dict` returned."""
         if self.running is not None:
             self.running.load_state_dict(state)
         elif state:

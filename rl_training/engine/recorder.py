@@ -95,12 +95,12 @@ class SeenPrompts:
     numbers: set[int] = field(default_factory=set)
 
     def turn_to(self, rollout_number: int) -> None:
-        """Begins anew where this is another rollout."""
+        """Begin anew where this is another rollout."""
         if rollout_number != self.rollout_number:
             self.rollout_number, self.numbers = rollout_number, set()
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Takes what a step has learned from."""
+        """Take what a step has learned from."""
         if rollouts:
             self.numbers.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
 
@@ -136,7 +136,7 @@ class StepRecorder:
         return starts[min(len(self.rollouts), len(starts)) - 1]
 
     def watch_loss(self, scores: Scores) -> None:
-        """Keeps the gradients that the loop's own backward will give these scores."""
+        """Keep the gradients that the loop's own backward will give these scores."""
         weights: dict[str, Tensor] = {}
         self.loss_weights.append(weights)
 
@@ -258,7 +258,7 @@ class StepRecorder:
         )
 
     def join(self, rollout: Rollout, fold: Tensor, num_folds: int) -> Batch:
-        """Returns sequences, scores and loss weights of the whole step, padded to one width.
+        """Return sequences, scores and loss weights of the whole step, padded to one width.
 
         rollout   all of its microbatches    fold  that each sequence is in, (B,)
         """

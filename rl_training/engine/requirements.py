@@ -76,7 +76,7 @@ class Requirements:
         responses_per_prompt: int | None = None,
         may_cut: bool = True,
     ) -> list[FoldGroup]:
-        """Returns the folds of a step.
+        """Return the folds of a step.
 
         sizes                 sequences of each microbatch of this step on this process
         sizes_of_ranks        on every process; None where they are the same
@@ -130,7 +130,7 @@ class Requirements:
         return self.folds(loop.shape, sizes, loop.ranks.gather(own).long().tolist(), responses_per_prompt, may_cut)
 
     def num_vectors(self, num_folds: int) -> int:
-        """Returns how many fp32 vectors of a process's entries a measured step holds on the device."""
+        """Return how many fp32 vectors of a process's entries a measured step holds on the device."""
         by_fold = (Need.FOLD_GRADIENTS in self.needs) / (1 if self.rows_dtype is None else 2)
         rows = 0 if self.offload else math.ceil(num_folds * (by_fold + (Need.ENTROPY_ROWS in self.needs)))
         beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_GRADIENT in self.needs)
@@ -138,12 +138,12 @@ class Requirements:
 
 
 def needs_of(probes: Sequence[Probe]) -> Need:
-    """Returns everything that one of these probes needs."""
+    """Return everything that one of these probes needs."""
     return functools.reduce(operator.or_, (probe.needs for probe in probes), Need.NOTHING)
 
 
 def _agreed(wanted: Mapping[str, Any], what: str) -> Any:
-    """Returns what the probes ask for, None where none does. ValueError when they do not agree."""
+    """Return what the probes ask for, None where none does. ValueError when they do not agree."""
     if len(set(wanted.values())) > 1:
         raise UserError(f"all probes share one {what}: give {list(wanted)} the same")
     return next(iter(wanted.values()), None)

@@ -49,7 +49,7 @@ class Clock:
         self._events.append((name, *events))
 
     def read(self) -> dict[str, float]:
-        """Returns the seconds by name since the last call."""
+        """Return the seconds by name since the last call."""
         for name, start, end in self._events:
             end.synchronize()
             self._seconds[name] += start.elapsed_time(end) / 1e3

@@ -67,7 +67,7 @@ def gradient_mismatch(sums: Tensor, rounded: bool) -> Limit | None:
 
 
 def refuse_other_parameters(shard: Shard) -> None:
-    """Raises ValueError where parameters are no longer those that were trained when measuring began."""
+    """Raise ValueError where parameters are no longer those that were trained when measuring began."""
     trained = {name for name, param in shard.model.named_parameters() if param.requires_grad}
     for name in sorted(trained ^ shard.trained.keys()):
         raise UserError(
@@ -77,7 +77,7 @@ def refuse_other_parameters(shard: Shard) -> None:
 
 
 def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
-    """Returns some entries of each parameter, at most SAMPLED in all: a copy in fp64."""
+    """Return some entries of each parameter, at most SAMPLED in all: a copy in fp64."""
     stride = max(1, math.ceil(layout.num_entries / SAMPLED))
     return torch.cat([values[::stride] for values in entries]).to(layout.device, torch.float64)
 
@@ -107,7 +107,7 @@ class UpdateVerifier:
         self._after: Tensor | None = None  # and after it
 
     def detect_external_edits(self) -> None:
-        """Forgets the step before where weights are no longer those that it ended with. A collective."""
+        """Forget the step before where weights are no longer those that it ended with. A collective."""
         self._begun = self._sampled_weights()
         if self._after is not None and self._differ(self._begun, self._after):
             self._memory.forget(EDITED_AFTER_STEP)
@@ -128,7 +128,7 @@ class UpdateVerifier:
         return float(self._reduce(changed.double())) > 0.0
 
     def ready(self, step: Step, probes: Sequence[Probe]) -> None:
-        """Keeps what it takes to check the step that follows."""
+        """Keep what it takes to check the step that follows."""
         self._probes, self._formula, change = predicting(probes), None, step.prediction_if_any
         if self._probes and change is not None:
             self._states = [probe.state_dict() for probe in self._probes]
@@ -137,12 +137,12 @@ class UpdateVerifier:
                 self._formula = sampled(self._layout, self._layout.by_name(change.intended).values())
 
     def about_to_step(self) -> None:
-        """Looks at the weights right before the optimizer's step. With a formula, what comes before is found after."""
+        """Look at the weights right before the optimizer's step. With a formula, what comes before is found after."""
         if self._probes and self._formula is None:
             self._at_step = self._sampled_weights()
 
     def stepped(self, made: bool) -> dict[str, Estimate]:
-        """Returns how far the step was from the formula, and what rounding has left of it. A collective.
+        """Return how far the step was from the formula, and what rounding has left of it. A collective.
 
         made  False: the loop has left it out
         """
@@ -178,7 +178,7 @@ class UpdateVerifier:
         }
 
     def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
-        """Returns the error beyond rounding, and (δ_actual · δ) / δ² of all weights and of each layer.
+        """Return the error beyond rounding, and (δ_actual · δ) / δ² of all weights and of each layer.
 
         The error is inf where weights move that would not, or become no numbers, and nan where the formula has none. A
         share is nan where the formula moves nothing.
@@ -200,7 +200,7 @@ class UpdateVerifier:
         return [error, *(by_part[:, 2] / by_part[:, 3]).tolist()]
 
     def _kept(self, change: Tensor) -> Tensor:
-        """Returns what rounding leaves of a change of the sampled weights."""
+        """Return what rounding leaves of a change of the sampled weights."""
         return torch.where(self._is_short, rounded_update(self._before.to(self._short), change), change)
 
 
@@ -211,5 +211,5 @@ def _remaining(share: float) -> Estimate:
 
 
 def predicting(probes: Sequence[Probe]) -> list[Probe]:
-    """Returns those that multiply something with the optimizer's step."""
+    """Return those that multiply something with the optimizer's step."""
     return [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]

@@ -137,7 +137,7 @@ class _Calculation:
         return True
 
     def calculate(self, local_blocks: range) -> None:
-        """Calculates those of these blocks that are missing; the first one has U's side too."""
+        """Calculate those of these blocks that are missing; the first one has U's side too."""
         numbers = range(len(self._blocks))  # a block of another kernel is refused by all processes
         missing = [number for number in numbers if not self.has(BLOCK_FILE.format(number)) and number in local_blocks]
         total = sum(len(self._blocks[number]) + self._inputs.update.num_sequences for number in missing)

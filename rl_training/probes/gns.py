@@ -149,7 +149,7 @@ def _split_limit(ctx: StepContext) -> Limit | None:
 
 
 def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
-    """Returns the square norms by channel, from (parameters, 2): all, all in Adam's metric, and by kind of module."""
+    """Return the square norms by channel, from (parameters, 2): all, all in Adam's metric, and by kind of module."""
     parts = [sq_norms[[k == kind for k in kinds], 0] for kind in KINDS]
     none = torch.tensor(torch.nan, dtype=sq_norms.dtype)
     by_kind = [part.sum() if len(part) else none for part in parts]
@@ -157,7 +157,7 @@ def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
 
 
 def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
-    """Returns the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
+    """Return the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
     step = ctx.step
     index, weights = step.batch.rollout.prompt_index, step.batch.loss_weights
     prompts = index.unique()[:num_prompts]

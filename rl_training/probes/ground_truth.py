@@ -98,12 +98,12 @@ class GroundTruthProbe(Probe):
         self._buffer = self._predicted = None
 
     def _sample(self, ctx: StepContext) -> tuple[Rollout, JackknifeUnits]:
-        """Returns N responses at the present parameters, the same random numbers at each call, each a unit."""
+        """Return N responses at the present parameters, the same random numbers at each call, each a unit."""
         rollout = ctx.policy.sample(self.sequences, (self.seed << 32) + ctx.step.number)
         return rollout, JackknifeUnits(rollout.prompt_index, self.sequences, ctx.ranks.reduce)
 
     def _draw(self, ctx: StepContext) -> EvaluationBuffer:
-        """Returns the evaluation buffer, sampled and scored at the present parameters, and measures its floor."""
+        """Return the evaluation buffer, sampled and scored at the present parameters, and measure its floor."""
         rollout, sequences = self._sample(ctx)
         scores = ctx.policy.score_rollout(rollout)
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
@@ -114,7 +114,7 @@ class GroundTruthProbe(Probe):
         return buffer
 
     def _measured(self, ctx: StepContext, buffer: EvaluationBuffer) -> dict[str, Estimate]:
-        """Returns the change of entropy since the buffer was drawn, and how it is known."""
+        """Return the change of entropy since the buffer was drawn, and how it is known."""
 
         def draw_afresh() -> Tensor:
             drawn, sequences = self._sample(ctx)
@@ -137,7 +137,7 @@ class GroundTruthProbe(Probe):
 
 
 def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
-    """Returns the prediction from E, per token and as far as asked for per sequence, and how far it is off."""
+    """Return the prediction from E, per token and as far as asked for per sequence, and how far it is off."""
     error = predicted - Replicates(true.value[: len(predicted.value)], true.without[:, : len(predicted.value)])
     count = len(predicted.without)
     enough = count >= MIN_UNITS_OFFLINE
@@ -156,7 +156,7 @@ def _estimate(value: float, stderr: float, count: int, no_bar: str = NO_ERROR_BA
 
 
 def _widened(scores: Scores, width: int) -> Scores:
-    """Returns the scores in tables of so many columns."""
+    """Return the scores in tables of so many columns."""
     logps, entropies, mask = (
         pad_and_concat([v], at_least=width) for v in (scores.logps, scores.entropies, scores.mask)
     )
@@ -166,7 +166,7 @@ def _widened(scores: Scores, width: int) -> Scores:
 def predicted_change(
     ctx: StepContext, buffer: EvaluationBuffer, blocks: JackknifeUnits, num_targets: int
 ) -> Replicates:
-    """Returns X_E · δθ, (targets,) nats, and without each block, (blocks, targets). A collective.
+    """Return X_E · δθ, (targets,) nats, and without each block, (blocks, targets). A collective.
 
     num_targets  1: per token; 2: per sequence too
     """

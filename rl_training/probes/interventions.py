@@ -126,7 +126,7 @@ class InterventionsProbe(Probe):
         return [f"intervention/{each.name}/{quantity}" for each in self.which for quantity in QUANTITIES]
 
     def _estimates(self, each: Intervention, pair: Pair, ctx: StepContext, no_reward: Limit | None) -> list[Estimate]:
-        """Returns the QUANTITIES of an intervention at this step, and adds it to the means.
+        """Return the QUANTITIES of an intervention at this step, and add it to the means.
 
         pair       ΔH per token and Δreward per response, less those of the step as it is
         no_reward  why every Δreward is nan
@@ -156,7 +156,7 @@ class InterventionsProbe(Probe):
 
 
 def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Estimate:
-    """Returns the strength that halves the mean fall once it is long in effect, on a straight line through one step's.
+    """Return the strength that halves the mean fall once it is long in effect, on a straight line through one step's.
 
     mean_kept, plain  over steps: what it does when it is kept, and the step as it is
     """

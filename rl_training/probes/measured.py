@@ -120,7 +120,7 @@ class MeasuredStepProbe(Probe):
         return self._kept
 
     def _rows(self, ctx: StepContext) -> Tensor:
-        """Returns which responses are scored again."""
+        """Return which responses are scored again."""
         number = response_index(ctx.step.batch.rollout.prompt_index)
         return (number < self.responses_per_prompt).nonzero().squeeze(1)
 
@@ -133,7 +133,7 @@ class MeasuredStepProbe(Probe):
         return check.limit(ctx.ranks.reduce)
 
     def _measure(self, ctx: StepContext, kept: ShardedVectorState, before: Vector) -> dict[str, Estimate]:
-        """Returns the estimates of the change by the steps since these weights. A collective."""
+        """Return the estimates of the change by the steps since these weights. A collective."""
         batch, rounding = ctx.step.batch, ctx.policy.scorer.training_rounding
         rollout, logs = batch.rollout, batch.log_ratios()
         assert logs is not None
@@ -161,7 +161,7 @@ class MeasuredStepProbe(Probe):
 
 
 def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
-    """Returns the scores of all responses now, and of some with the weights of before. A collective.
+    """Return the scores of all responses now, and of some with the weights of before. A collective.
 
     Training's own are taken for now, where they are those of a measurement: one row is scored once more to see it.
     """
@@ -192,7 +192,7 @@ def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, T
 
 
 def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tensor, is_rewarded: Tensor) -> Tensor:
-    """Returns what each response adds to the sums of `statistic`, (B, 12).
+    """Return what each response adds to the sums of `statistic`, (B, 12).
 
     rows, terms  of the responses that were scored again
     is_rewarded  (B,), whether a response and another one to its prompt have a reward
@@ -209,7 +209,7 @@ def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tenso
 
 
 def statistic(sums: Tensor) -> Tensor:
-    """Returns (…, 6): CHANGES, the KL divergence per token and the share of the responses that weights leave."""
+    """Return (…, 6): CHANGES, the KL divergence per token and the share of the responses that weights leave."""
     all_of_them, scored = sums[..., :3], sums[..., 3:] / sums[..., 3:4]
     entropy, length = (all_of_them[..., 1:] / all_of_them[..., :1]).unbind(-1)
     _, more_entropy, longer, more_reward, kl, tokens, weight, square, rewarded = scored.unbind(-1)
@@ -219,7 +219,7 @@ def statistic(sums: Tensor) -> Tensor:
 
 
 def _average_errors(found: dict[str, Estimate], errors: RunningVariance, step: int, remark: str) -> None:
-    """Gives each change the error averaged over a few steps, and this remark."""
+    """Give each change the error averaged over a few steps, and this remark."""
     variances, batches = errors.add(torch.tensor([found[name].stderr ** 2 for name in CHANGES]).double(), step)
     for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
         one = found[name]

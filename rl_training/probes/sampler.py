@@ -97,7 +97,7 @@ class SamplerProbe(Probe):
             self._answers["sampler/mean_ratio"] = dataclasses.replace(mean, reason=CUT)
 
     def _by_numerics(self, ctx: StepContext) -> dict[str, Estimate]:
-        """Returns KL and share outside between training's scores and those of rows scored one by one. A collective.
+        """Return KL and share outside between training's scores and those of rows scored one by one. A collective.
 
         The rows answer different prompts, so each is independent of the others.
         """
@@ -113,14 +113,14 @@ class SamplerProbe(Probe):
 
 
 def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:
-    """Returns tokens, Σ e^d − 1 − d, and how many ratios are outside, of each sequence."""
+    """Return tokens, Σ e^d − 1 − d, and how many ratios are outside, of each sequence."""
     ratios = logs.exp()
     outside = ((ratios < LOW) | (ratios > HIGH)).to(logs)
     return [mask.sum(dim=1).to(logs), (torch.expm1(logs) - logs).sum(dim=1), outside.sum(dim=1)]
 
 
 def _statistic(sums: Tensor) -> Tensor:
-    """Returns METRICS of sums over sequences."""
+    """Return METRICS of sums over sequences."""
     tokens, divergence, outside, changed, number, ratio, square, *of_rewards = sums.unbind(-1)
     rewarded, reward, ratio_of_rewarded, weighed = of_rewards
     gap = weighed / ratio_of_rewarded - reward / rewarded

@@ -128,7 +128,7 @@ class SimpleEntropyProbe(Probe):
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
-        """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""
+        """Return the metric names of a quantity, per token and per sequence: those that were asked for."""
         if quantity == "entropy":
             return "entropy/token", "entropy/sequence"
         if quantity == LENGTH_AND_REWARD:
@@ -138,7 +138,7 @@ class SimpleEntropyProbe(Probe):
 
 
 def truncated_share(ctx: StepContext) -> Estimate:
-    """Returns the share of the responses that are cut off at the maximum length. A collective."""
+    """Return the share of the responses that are cut off at the maximum length. A collective."""
     truncated = ctx.step.batch.rollout.truncated
     count = torch.tensor(torch.nan) if truncated is None else truncated.sum()
     share = float(ctx.ranks.reduce(count.to(ctx.step.batch.fold.device, torch.float64))) / ctx.step.num_sequences
@@ -146,7 +146,7 @@ def truncated_share(ctx: StepContext) -> Estimate:
 
 
 def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
-    """Returns Σ h / Σ T, nats per token, and Σ h / N, nats per sequence, of the visited prefixes. A collective.
+    """Return Σ h / Σ T, nats per token, and Σ h / N, nats per sequence, of the visited prefixes. A collective.
 
     For sequences that are no samples of the scored policy: h is exact at every prefix, but which ones are visited, and
     how often, the cut or penalised policy decides. So this is no H_tok or H_seq of either policy.

@@ -89,7 +89,7 @@ class TokenClassesProbe(Probe):
                 self._answers |= {f"tokens/{kind}/{name}/{quantity}": e for quantity, e in estimates.items()}
 
     def kinds(self, ctx: StepContext) -> dict[str, Tensor]:
-        """Returns the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""
+        """Return the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""
         batch, reduce = ctx.step.batch, ctx.ranks.reduce
         mask = batch.scores.mask != 0
         advantages = batch.rollout.advantages_of_tokens.expand_as(mask)
@@ -112,7 +112,7 @@ class TokenClassesProbe(Probe):
 
 
 def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns how many of the QUANTILES, of all ranks' tokens together, each entropy is above. A collective.
+    """Return how many of the QUANTILES, of all ranks' tokens together, each entropy is above. A collective.
 
     A quantile is the smallest number that at least this share of the tokens does not exceed. It is found exactly, for
     entropies in fp32, by two histograms: numbers that are not negative are in the order of their bits, so the first
@@ -136,7 +136,7 @@ def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], 
 
 
 def text_class(text: str) -> int:
-    """Returns the number of a token's class by its text: "" is the end, which special tokens are decoded to.
+    """Return the number of a token's class by its text: "" is the end, which special tokens are decoded to.
 
     >>> [CLASSES["text"][text_class(text)] for text in ("", "</think>", " 12", "x2", "+", "\\n")]
     ['end', 'tag', 'number', 'word', 'sign', 'space']
@@ -152,7 +152,7 @@ def text_class(text: str) -> int:
 
 
 def _pairs(ctx: StepContext, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[tuple[str, int], Pair]:
-    """Returns ΔH of each class of each kind. A collective.
+    """Return ΔH of each class of each kind. A collective.
 
     The class with the most weight gets what the others leave of the whole: one backward less for each kind.
     """
@@ -175,7 +175,7 @@ def _pairs(ctx: StepContext, kinds: Mapping[str, Tensor], sums: Mapping[str, Ten
 
 
 def _sums(ctx: StepContext, kind: str, classes: Tensor) -> Tensor:
-    """Returns (2, number of classes), over all ranks: the tokens of each, and the absolute sum of their weights."""
+    """Return (2, number of classes), over all ranks: the tokens of each, and the absolute sum of their weights."""
     parts = [part.double().abs() for part in vars(ctx.step.batch.loss_weights).values() if part is not None]
     is_token, count = classes >= 0, len(CLASSES[kind])
     sizes = torch.stack(parts).sum(dim=0)[is_token]

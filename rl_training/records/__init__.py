@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name, imported on first use: writing records needs no pandas."""
+    """Return a public name, imported on first use: writing records needs no pandas."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with require_extra():

@@ -14,7 +14,7 @@ MAKE_ROOM = "make room"
 
 
 def write_atomically(files: Mapping[Path, bytes | Iterable[bytes]], fix: str = MAKE_ROOM) -> None:
-    """Writes all of these files, whole or part by part, or none: each under another name first, then moved in order.
+    """Write all of these files, whole or part by part, or none: each under another name first, then moved in order.
 
     A kill in between leaves at most the earlier ones, so the last one marks completion. Raises UserError, naming the
     file and the fix, when the disk is full; existing files are then unchanged. The other name is this call's own: two
@@ -41,5 +41,5 @@ def write_atomically(files: Mapping[Path, bytes | Iterable[bytes]], fix: str = M
 
 
 def cannot_write(path: Path, error: OSError, fix: str) -> UserError:
-    """Returns the error of a file that cannot be written, with the fix."""
+    """Return the error of a file that cannot be written, with the fix."""
     return UserError(f"{path} cannot be written ({error.strerror}): {fix}")

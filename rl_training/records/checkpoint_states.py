@@ -62,7 +62,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def about(checkpoint: Path) -> dict[str, str]:
-    """Returns what `save_probe_states` noted of a checkpoint; nothing where the trainer had no probes.
+    """Return what `save_probe_states` noted of a checkpoint; nothing where the trainer had no probes.
 
     Raises UserError, naming the file, for notes that it does not write.
     """
@@ -86,7 +86,7 @@ def _are_ours(notes: Mapping[str, str]) -> bool:
 
 
 def checksum(path: Path) -> str:
-    """Returns the CRC-32 of a file, in hexadecimal digits."""
+    """Return the CRC-32 of a file, in hexadecimal digits."""
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -95,7 +95,7 @@ def checksum(path: Path) -> str:
 
 
 def changed_files(folder: Path, checksums: Mapping[str, str]) -> list[str]:
-    """Returns which files in a folder are missing or do not match these checksums."""
+    """Return which files in a folder are missing or do not match these checksums."""
     return [
         name
         for name, expected in checksums.items()
@@ -104,7 +104,7 @@ def changed_files(folder: Path, checksums: Mapping[str, str]) -> list[str]:
 
 
 def _file_of(rank: int) -> str:
-    """Returns the name of a process's file."""
+    """Return the name of a process's file."""
     return PROBE_STATES if rank == 0 else PROBE_STATES.replace(".", f"_{rank}.")
 
 
@@ -138,7 +138,7 @@ def save_probe_states(
 
 
 def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None:
-    """Gives each probe its state back; warns of one that was not there when the checkpoint was written."""
+    """Give each probe its state back; warns of one that was not there when the checkpoint was written."""
     notes = about(checkpoint)
     names = notes["probes"].split(",") if notes else []
     files = [checkpoint / _file_of(rank) for rank in range(int(notes.get("num_processes", 0)))]
@@ -165,12 +165,12 @@ def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None
 
 
 def save_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
-    """Writes the buffer's state into the checkpoint folder."""
+    """Write the buffer's state into the checkpoint folder."""
     save_file(buffer.state_dict(), checkpoint / BUFFER_STATE)
 
 
 def load_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
-    """Gives the buffer its state back. ValueError when the checkpoint has none."""
+    """Give the buffer its state back. ValueError when the checkpoint has none."""
     if not (checkpoint / BUFFER_STATE).is_file():
         raise UserError(
             f"{checkpoint} has no {BUFFER_STATE}, so it was not written with buffer=filtered: resume with "

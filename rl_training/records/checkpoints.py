@@ -30,7 +30,7 @@ SHARDED_BY = ("DeepSpeed", "FSDP")  # launches whose checkpoints store the optim
 
 
 def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: str = "resume") -> Path:
-    """Returns the checkpoint folder that `resume` names.
+    """Return the checkpoint folder that `resume` names.
 
     resume   "latest": the newest complete checkpoint of `run_dir`, or, when that run does not exist yet, of the newest
              run beside it that has one. Otherwise a checkpoint folder, or a run folder (its newest complete one).
@@ -45,7 +45,7 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: s
 
 
 def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
-    """Returns the checkpoint folders that are meant, with whole weights, in the order given or of their steps.
+    """Return the checkpoint folders that are meant, with whole weights, in the order given or of their steps.
 
     choice  "latest": the newest checkpoint of the newest run in `runs`; "all": all of that run's; a run folder: its
             newest; a folder of checkpoints, as RUN/training_state: all there; a checkpoint folder; a list of these
@@ -61,7 +61,7 @@ def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
 
 
 def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str) -> Path:
-    """Returns the newest checkpoint without a flaw of what is named, or the one that is named. ValueError: none.
+    """Return the newest checkpoint without a flaw of what is named, or the one that is named. ValueError: none.
 
     runs  a run, or a folder of runs, of which the one that has taken a step last counts: where none is named
     """
@@ -85,12 +85,12 @@ def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str
 
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
-    """Returns the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
+    """Return the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
     return next(_flawless(checkpoints_of(run)[::-1], lambda path: find_flaw(path, sharded_by)), None)
 
 
 def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> Iterator[Path]:
-    """Yields those without a flaw; the others are left out with a warning."""
+    """Yield those without a flaw; the others are left out with a warning."""
     for checkpoint in checkpoints:
         flaw = flaw_of(checkpoint)
         if flaw:
@@ -100,13 +100,13 @@ def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> It
 
 
 def _last_step_at(run: Path) -> float:
-    """Returns when a run took its last step, by the clock of the file system; 0 when it took none."""
+    """Return when a run took its last step, by the clock of the file system; 0 when it took none."""
     written = [run / LOGS_FOLDER / METRICS_FILE, *(path / "trainer_state.json" for path in checkpoints_of(run))]
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
 
 def steps_taken(checkpoint: Path) -> int:
-    """Returns the number of optimizer steps behind a complete checkpoint, whatever its folder is called.
+    """Return the number of optimizer steps behind a complete checkpoint, whatever its folder is called.
 
     Of a folder of weights alone, it is the number at the end of its parent's name, and 0 without one.
     """
@@ -118,13 +118,13 @@ def steps_taken(checkpoint: Path) -> int:
 
 
 def state_folder(checkpoint: Path) -> Path:
-    """Returns the folder that holds optimizer and scheduler: the checkpoint, or the one around weights in `model`."""
+    """Return the folder that holds optimizer and scheduler: the checkpoint, or the one around weights in `model`."""
     alone = checkpoint.resolve().name == WEIGHTS_ALONE and not (checkpoint / "trainer_state.json").is_file()
     return checkpoint.resolve().parent if alone else checkpoint
 
 
 def set_aside_later(run: Path, after_step: int) -> None:
-    """Moves checkpoints of later steps away for a run that takes those steps again: `latest` might pick one of them."""
+    """Move checkpoints of later steps away for a run that takes those steps again: `latest` might pick one of them."""
     aside = run / TRAINING_STATE / SET_ASIDE
     for later in checkpoints_of(run):
         if step_of(later) > after_step:
@@ -167,7 +167,7 @@ def _flaw_of_pickles(paths: Iterable[Path]) -> str:
 
 
 def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
-    """Returns which of SHARDED_BY wrote this checkpoint ("": none), and the files of its optimizer."""
+    """Return which of SHARDED_BY wrote this checkpoint ("": none), and the files of its optimizer."""
     if (checkpoint / "latest").exists():  # where DeepSpeed says in which folder its engine's state is
         folder = deepspeed_folder(checkpoint)
         return "DeepSpeed", [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
@@ -177,7 +177,7 @@ def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
 
 
 def deepspeed_folder(checkpoint: Path) -> str:
-    """Returns the name of the folder in which DeepSpeed's engine has its state. UserError: there is no such name."""
+    """Return the name of the folder in which DeepSpeed's engine has its state. UserError: there is no such name."""
     name = read_text(checkpoint / "latest").strip()
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"{checkpoint / 'latest'} names no folder of this checkpoint: it is damaged")
@@ -230,7 +230,7 @@ def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
 
 
 def _flaw_of_zip(path: Path) -> str:
-    """Returns what is wrong with a file of torch.save, a zip archive: each of its members has a checksum."""
+    """Return what is wrong with a file of torch.save, a zip archive: each of its members has a checksum."""
     if not zipfile.is_zipfile(path):
         return "missing or damaged"
     try:
@@ -242,12 +242,12 @@ def _flaw_of_zip(path: Path) -> str:
 
 
 def written_by(checkpoint: Path) -> int:
-    """Returns how many processes wrote this complete checkpoint."""
+    """Return how many processes wrote this complete checkpoint."""
     return len(_rng_files(checkpoint))
 
 
 def _rng_files(checkpoint: Path) -> list[str]:
-    """Returns the names of the files with the random states: one of each process that wrote the checkpoint."""
+    """Return the names of the files with the random states: one of each process that wrote the checkpoint."""
     metadata = about(checkpoint)
     if "num_processes" not in metadata:  # of a trainer without probes: which files there should be is not known
         return sorted(path.name for path in checkpoint.glob("rng_state*.pth")) or ["rng_state.pth"]

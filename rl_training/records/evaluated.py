@@ -35,7 +35,7 @@ MAKE_ROOM = "make room, and run the same command again; nothing that was finishe
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that this evaluation was started with; a new one stores the given settings."""
+    """Return the settings that this evaluation was started with; a new one stores the given settings."""
     path = folder / SETTINGS
     if not path.is_file():
         write_atomically({path: json.dumps(settings, indent=2).encode()}, MAKE_ROOM)
@@ -50,7 +50,7 @@ def write_step(
     responses: Sequence[Mapping[str, Any]],
     compress: bool = False,
 ) -> None:
-    """Writes the two files of step_N, or none. Raises OSError, naming the file, on a full disk.
+    """Write the two files of step_N, or none. Raises OSError, naming the file, on a full disk.
 
     about  what else metrics.json says, beside the numbers: which checkpoint it was, how long it took
     """
@@ -73,7 +73,7 @@ def write_step(
 
 
 def read_step(folder: Path, step: int) -> dict[str, Any] | None:
-    """Returns what metrics.json says of this step, null as nan; None when it was not evaluated.
+    """Return what metrics.json says of this step, null as nan; None when it was not evaluated.
 
     Raises ValueError for a damaged one, naming it.
     """
@@ -90,7 +90,7 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 def _numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is said of a metric, each fact of its own kind; raises an error of Python's where one is not."""
+    """Return what is said of a metric, each fact of its own kind; raises an error of Python's where one is not."""
     value, stderr = (math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr"))
     counted, said = checked_count(row["num_prompts"]), checked_text(row["reason"])
     return {
@@ -110,7 +110,7 @@ def _pair(ends: Any) -> tuple[float, float] | None:
 
 
 def read_table(folder: Path) -> pd.DataFrame:
-    """Returns the numbers of all evaluated steps, in their order: COLUMNS and `reason`; no rows before the first."""
+    """Return the numbers of all evaluated steps, in their order: COLUMNS and `reason`; no rows before the first."""
     names = (path.parent.name.removeprefix("step_") for path in folder.glob(f"step_*/{METRICS}"))
     steps = sorted({int(name) for name in names if name.isdecimal() and int(name) <= MOST})  # step_8.old is none
     rows = [
@@ -124,14 +124,14 @@ def read_table(folder: Path) -> pd.DataFrame:
 
 
 def consolidate(folder: Path) -> Path:
-    """Returns the path of the rebuilt table of all evaluated steps, for other programs."""
+    """Return the path of the rebuilt table of all evaluated steps, for other programs."""
     path = folder / TABLE_FILE
     write_atomically({path: as_csv(read_table(folder)[COLUMNS], missing="nan")}, MAKE_ROOM)
     return path
 
 
 def estimates_in(table: pd.DataFrame) -> list[Estimate]:
-    """Returns the number of each row."""
+    """Return the number of each row."""
     return [
         Estimate(value, stderr, int(num), reason, interval=None if math.isnan(low) else (low, high))
         for value, stderr, num, low, high, reason in table[[*COLUMNS[2:], "reason"]].itertuples(index=False)
@@ -139,6 +139,6 @@ def estimates_in(table: pd.DataFrame) -> list[Estimate]:
 
 
 def largest_pass_at(metrics: Iterable[str]) -> str:
-    """Returns the metric pass_at_k of the largest k; "" where there is none."""
+    """Return the metric pass_at_k of the largest k; "" where there is none."""
     by_k = {int(k): f"pass_at_{k}" for m in metrics if (k := m.removeprefix("pass_at_")) != m and k.isdecimal()}
     return by_k[max(by_k)] if by_k else ""

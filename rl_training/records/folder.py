@@ -23,7 +23,7 @@ WRITTEN = (CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, OFFLINE, EVALUATIONS, TRAINI
 
 
 def checkpoints_of(run: Path) -> list[Path]:
-    """Returns the checkpoint-N folders of a run, whole or not, by their steps."""
+    """Return the checkpoint-N folders of a run, whole or not, by their steps."""
     return checkpoints_in(run / TRAINING_STATE)
 
 
@@ -32,7 +32,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def refuse_a_file(path: Path) -> None:
-    """Raises UserError where a file lies in the place of a folder that is to be made."""
+    """Raise UserError where a file lies in the place of a folder that is to be made."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file, and a folder of this name is to be made: move it away")
 

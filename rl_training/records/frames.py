@@ -45,7 +45,7 @@ SUMMARY = "_summary.json"  # ends the name of a log's summary
 
 
 def metrics(run: str | Path) -> pd.DataFrame:
-    """Returns logs/metrics.jsonl as a table: a row per logged step (the index), a column per metric.
+    """Return logs/metrics.jsonl as a table: a row per logged step (the index), a column per metric.
 
     What a step did not log is nan. Raises FileNotFoundError when the folder is no run, and ValueError for a damaged
     line, naming the file.
@@ -55,7 +55,7 @@ def metrics(run: str | Path) -> pd.DataFrame:
 
 
 def probes(run: str | Path) -> pd.DataFrame:
-    """Returns logs/probes.jsonl as a table: a row per estimate, with the columns of PROBE_COLUMNS and then `detail`s.
+    """Return logs/probes.jsonl as a table: a row per estimate, with the columns of PROBE_COLUMNS and then `detail`s.
 
     `half_width` is that of the 95 % Student-t interval, t_{.975, num_samples−1} · stderr; nan without an error.
     `reason` says why a value or an error is nan. No rows when no probe ran. Raises as `metrics` does.
@@ -69,7 +69,7 @@ def probes(run: str | Path) -> pd.DataFrame:
 
 
 def rollouts(run: str | Path) -> pd.DataFrame:
-    """Returns logs/rollouts.jsonl.gz as a table: a row per recorded sequence, with the columns of ROLLOUT_COLUMNS.
+    """Return logs/rollouts.jsonl.gz as a table: a row per recorded sequence, with the columns of ROLLOUT_COLUMNS.
 
     No rows when none were recorded (rollouts.every). Raises ValueError for a damaged line.
     """
@@ -77,7 +77,7 @@ def rollouts(run: str | Path) -> pd.DataFrame:
 
 
 def evaluations(run: str | Path) -> pd.DataFrame:
-    """Returns all evaluations of a run's checkpoints: a row per evaluation, step and metric; see EVALUATION_COLUMNS.
+    """Return all evaluations of a run's checkpoints: a row per evaluation, step and metric; see EVALUATION_COLUMNS.
 
     `evaluation` is the folder's name in RUN/evaluations, or "in training" for those that the trainer made itself
     (logs/evaluations.jsonl: their metrics without the leading eval_, errors and number of prompts). No rows when there
@@ -99,7 +99,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Returns the run folders in `folder`, at any depth and sorted by path; the folder alone when it is a run itself.
+    """Return the run folders in `folder`, at any depth and sorted by path; the folder alone when it is a run itself.
 
     A run is a folder with logs/metrics.jsonl. Raises FileNotFoundError when there is none.
     """
@@ -119,7 +119,7 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def analysis_results(folder: str | Path) -> pd.DataFrame:
-    """Returns a row per prediction and its truth, of all analyses in a folder (a run, or RUN/offline/NAME).
+    """Return a row per prediction and its truth, of all analyses in a folder (a run, or RUN/offline/NAME).
 
     kind   "whole": the analysis itself. Of sweeps: "eta", another multiple of the step; "size", fewer sequences of E;
            "update", another U
@@ -136,7 +136,7 @@ def analysis_results(folder: str | Path) -> pd.DataFrame:
 
 
 def read_analysis(path: str | Path) -> dict[str, Any]:
-    """Returns what a result.json holds; nan where a number is not available, with the reason in `reasons`."""
+    """Return what a result.json holds; nan where a number is not available, with the reason in `reasons`."""
     try:
         content: dict[str, Any] = jsonl.from_json(jsonl.parse_json(Path(path).read_text(encoding="utf-8")))
         results = {key: float(value) for key, value in content["results"].items()}
@@ -156,7 +156,7 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
 
 
 def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a result.json that lies there: the analysis itself, and what was varied."""
+    """Yield the rows of a result.json that lies there: the analysis itself, and what was varied."""
     results, own, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
         "analysis": in_whole_characters(path.parents[1].name), "checkpoint": content["checkpoint"],
@@ -176,7 +176,7 @@ def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]
 
 
 def probe_logs(folder: str | Path) -> pd.DataFrame:
-    """Returns a row per finished log in a folder, at any depth, by step and time: what it is of, its core numbers."""
+    """Return a row per finished log in a folder, at any depth, by step and time: what it is of, its core numbers."""
     rows = []
     # By the name without its end: a second log of one second, …_2, comes after the first.
     stems = sorted(str(path).removesuffix(SUMMARY) for path in Path(folder).rglob(f"entropy_probe_*{SUMMARY}"))
@@ -190,7 +190,7 @@ def probe_logs(folder: str | Path) -> pd.DataFrame:
 
 
 def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
-    """Returns the tables of a log, those that its level has.
+    """Return the tables of a log, those that its level has.
 
     results       name, value, stderr, reason: the core numbers alone at level minimal
     timing        phase, seconds

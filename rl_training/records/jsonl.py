@@ -58,7 +58,7 @@ class Records:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, after_step: int, settings: Mapping[str, Any] | None = None) -> None:
-        """Drops the lines of steps that come after `after_step`: a resumed run takes those steps again.
+        """Drop the lines of steps that come after `after_step`: a resumed run takes those steps again.
 
         settings  that affect training, by name: kept where the run's folder has no config.yaml, which has them all
         """
@@ -101,7 +101,7 @@ class Records:
         self._append(PROBES_FILE, rows)
 
     def wants_rollouts_of(self, step: int) -> bool:
-        """Returns whether the sequences of this step, counted from 1, are to be written."""
+        """Return whether the sequences of this step, counted from 1, are to be written."""
         return self.rollouts_every > 0 and (step - 1) % self.rollouts_every == 0
 
     def write_rollouts(self, step: int, sequences: Iterable[Mapping[str, Any]]) -> None:
@@ -122,7 +122,7 @@ def _packed(path: Path, text: str) -> bytes:
 
 
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each whole line of a file with what it says. ValueError with the number of one that cannot be read."""
+    """Yield each whole line of a file with what it says. ValueError with the number of one that cannot be read."""
     checks = CHECKS.get(path.name, {"step": checked_count})
     for number, line in enumerate(whole_lines(path), start=1):
         try:
@@ -143,7 +143,7 @@ def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_json(text: str) -> Any:
-    """Returns what a text of JSON says. ValueError where it is none, or is nested without end."""
+    """Return what a text of JSON says. ValueError where it is none, or is nested without end."""
     try:
         value = json.loads(text, parse_int=_whole_number)
     except RecursionError:
@@ -156,21 +156,21 @@ def _as_it_is(value: Any) -> Any:
 
 
 def checked_count(value: Any) -> int:
-    """Returns a whole number that counts something. ValueError for what is none, or is larger than any count."""
+    """Return a whole number that counts something. ValueError for what is none, or is larger than any count."""
     if type(value) is not int or abs(value) > MOST:
         raise UserError(f"{str(value)[:40]!r}, which is no count")
     return value
 
 
 def checked_text(value: Any) -> str:
-    """Returns a text, "" for null. ValueError for anything else."""
+    """Return a text, "" for null. ValueError for anything else."""
     if not isinstance(value, str | None) and value == value:
         raise UserError(f"{str(value)[:40]!r}, which is no text")
     return value if isinstance(value, str) else ""
 
 
 def checked_number(value: Any) -> float:
-    """Returns a number, nan for null. ValueError for anything else."""
+    """Return a number, nan for null. ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{str(value)[:40]!r}, which is no number")
     return float(value)
@@ -195,7 +195,7 @@ def _whole_number(digits: str) -> int | float:
 
 
 def logs_of(run: str | Path) -> Path:
-    """Returns the folder of a run's logs. Raises FileNotFoundError where no complete line of metrics.jsonl is there."""
+    """Return the folder of a run's logs. Raises FileNotFoundError where no complete line of metrics.jsonl is there."""
     path = Path(run) / LOGS_FOLDER / METRICS_FILE
     if next(_iterate(path), None) is None:
         raise UserError(
@@ -222,22 +222,22 @@ def read_settings(run: str | Path) -> dict[str, Any]:
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl as dictionaries, null as nan. Raises FileNotFoundError naming the file."""
+    """Return the lines of metrics.jsonl as dictionaries, null as nan. Raises FileNotFoundError naming the file."""
     return [row for _, row in _parsed(Path(folder) / METRICS_FILE)]
 
 
 def read_estimates(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns the lines of probes.jsonl as dictionaries, null as nan; empty when no probe ran."""
+    """Return the lines of probes.jsonl as dictionaries, null as nan; empty when no probe ran."""
     return list(_iterate(Path(folder) / PROBES_FILE))
 
 
 def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns the lines of evaluations.jsonl as dictionaries, null as nan; empty when the trainer evaluated nothing."""
+    """Return the lines of evaluations.jsonl as dictionaries, null as nan; empty when the trainer evaluated nothing."""
     return list(_iterate(Path(folder) / EVALUATIONS_FILE))
 
 
 def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of rollouts.jsonl.gz as dictionaries, null as nan; none where none were asked for."""
+    """Yield the lines of rollouts.jsonl.gz as dictionaries, null as nan; none where none were asked for."""
     return _iterate(Path(folder) / ROLLOUTS_FILE)
 
 
@@ -247,7 +247,7 @@ def _iterate(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_json(value: Any, infinite_as_text: bool = False) -> Any:
-    """Returns the value with null for numbers that are not finite, at any depth.
+    """Return the value with null for numbers that are not finite, at any depth.
 
     >>> to_json({"a": [1.0, float("nan")]}), to_json(float("-inf"), infinite_as_text=True)
     ({'a': [1.0, None]}, '-inf')
@@ -261,7 +261,7 @@ def to_json(value: Any, infinite_as_text: bool = False) -> Any:
 
 
 def from_json(value: Any, levels: int = MOST_LEVELS) -> Any:
-    """Returns the value with nan for null, settings excepted. ValueError where more levels are nested."""
+    """Return the value with nan for null, settings excepted. ValueError where more levels are nested."""
     if value is None:
         return math.nan
     if not levels:

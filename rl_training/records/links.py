@@ -18,7 +18,7 @@ WANDB = Path(LOGS_FOLDER, "wandb")  # its runs link to logs in the user's cache
 
 
 def refuse_links_out(run: Path, *names: str) -> None:
-    """Raises ValueError for a link out of the run, and for what is neither a file nor a folder, as a pipe.
+    """Raise ValueError for a link out of the run, and for what is neither a file nor a folder, as a pipe.
 
     names  of files and folders of the run, each with all that lies in it; those of WRITTEN where none is given.
            What lies in checkpoints is left out, and what in W&B's folder, which nothing here reads
@@ -42,6 +42,6 @@ def refuse_links_out(run: Path, *names: str) -> None:
 
 
 def leads_out_of_its_run(checkpoint: Path) -> bool:
-    """Returns whether a checkpoint of a run is a link, or lies behind one, to a folder outside of this run."""
+    """Return whether a checkpoint of a run is a link, or lies behind one, to a folder outside of this run."""
     is_in_a_run = checkpoint.parent.name == TRAINING_STATE
     return is_in_a_run and not checkpoint.resolve().is_relative_to(checkpoint.parents[1].resolve())

@@ -36,7 +36,7 @@ class _NotNeeded:
 
 
 def load_tensors(path: Path, device: str = "cpu") -> Any:
-    """Returns what a file holds: tensors, numbers and texts in dictionaries and lists.
+    """Return what a file holds: tensors, numbers and texts in dictionaries and lists.
 
     device  "meta": of tensors only the shapes
 
@@ -53,7 +53,7 @@ def load_tensors(path: Path, device: str = "cpu") -> Any:
 
 
 def _foreign_objects(path: Path) -> list[str]:
-    """Returns the names of what a file would have made beside tensors, numbers and what DeepSpeed writes."""
+    """Return the names of what a file would have made beside tensors, numbers and what DeepSpeed writes."""
     try:
         with torch.serialization.safe_globals(list(OF_NUMPY)):
             named = torch.serialization.get_unsafe_globals_in_checkpoint(path)

@@ -17,7 +17,7 @@ LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", 
 
 
 def provenance() -> dict[str, str]:
-    """Returns what is known of this process's code, command and machine, in words."""
+    """Return what is known of this process's code, command and machine, in words."""
     found = {name: next(iter(metadata.distributions(name=name)), None) for name in LIBRARIES}  # as it is imported
     return {
         "version": VERSION,

@@ -17,7 +17,7 @@ MOST_DEPTH = 50
 
 
 def read_text(path: Path, errors: str = "replace") -> str:
-    """Returns the text of a file. ValueError, naming it, for one that is too large to be anybody's settings."""
+    """Return the text of a file. ValueError, naming it, for one that is too large to be anybody's settings."""
     with open(path, "rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -26,7 +26,7 @@ def read_text(path: Path, errors: str = "replace") -> str:
 
 
 def plain_yaml(path: Path) -> str:
-    """Returns the text of a file, checked to be plain YAML. ValueError, naming it and what is not."""
+    """Return the text of a file, checked to be plain YAML. ValueError, naming it and what is not."""
     depth = 0
     try:
         text = read_text(path, errors="strict")
@@ -42,7 +42,7 @@ def plain_yaml(path: Path) -> str:
 
 
 def _what_is_unusual(event: yaml.Event) -> str:
-    """Returns what of a piece of YAML is not plain, "" where all of it is."""
+    """Return what of a piece of YAML is not plain, "" where all of it is."""
     if getattr(event, "anchor", None) is not None:  # an alias has one too
         return "an anchor or alias"
     return "a tag" if getattr(event, "tag", None) not in (None, "!") else ""

@@ -27,7 +27,7 @@ CORE = (
 
 
 def sections() -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns what workspace.yaml holds: the panels of each section by title, with their metrics, pattern and unit."""
+    """Return what workspace.yaml holds: the panels of each section by title, with their metrics, pattern and unit."""
     with require_extra():  # attach needs CORE without it
         import yaml
 
@@ -35,7 +35,7 @@ def sections() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def build_workspace(entity: str, project: str, name: str) -> Any:
-    """Returns the wandb_workspaces Workspace of workspace.yaml, not saved. ImportError without that package."""
+    """Return the wandb_workspaces Workspace of workspace.yaml, not saved. ImportError without that package."""
     with require_extra():
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
@@ -52,7 +52,7 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Saves or prints the workspace that the command line asks for. Raises UserError, saying why, if it cannot."""
+    """Save or print the workspace that the command line asks for. Raises UserError, saying why, if it cannot."""
     parser = argparse.ArgumentParser(
         prog="rl-training dashboard",
         description=f"Save a W&B workspace for the runs of logger=wandb, with the sections: {', '.join(sections())}.",

@@ -31,7 +31,7 @@ class Correction:
     high: float = math.inf
 
     def factors(self, log_ratios: Tensor) -> Tensor:
-        """Returns the factors, (B, T).
+        """Return the factors, (B, T).
 
         log_ratios  (B, T), log π − log μ, 0 where the loss has no token
         """
@@ -41,7 +41,7 @@ class Correction:
         return ratios.clamp(self.low, self.high)
 
     def ratios(self, log_ratios: Tensor) -> Tensor:
-        """Returns the ratios before the bounds, (B, T)."""
+        """Return the ratios before the bounds, (B, T)."""
         whole = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios) if self.sequence else log_ratios
         return whole.exp()
 
@@ -97,10 +97,10 @@ class Batch:
         return difference.masked_fill(scores.mask == 0, 0.0)
 
     def sum_by_prompt(self, values: Tensor) -> Tensor:
-        """Returns the sums of (B, …) over this process's responses to each of its prompts, (prompts, …)."""
+        """Return the sums of (B, …) over this process's responses to each of its prompts, (prompts, …)."""
         prompts, place = self.rollout.prompt_index.unique(return_inverse=True)
         return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, place, values)
 
     def sum_by_fold(self, values: Tensor) -> Tensor:
-        """Returns the sums of (B, …) over this process's sequences of each fold, (F, …)."""
+        """Return the sums of (B, …) over this process's sequences of each fold, (F, …)."""
         return values.new_zeros(self.num_folds, *values.shape[1:]).index_add_(0, self.fold, values)

@@ -115,11 +115,11 @@ class Step:
         return float(self.fold_sizes.sum())
 
     def sum_by_fold(self, values: Tensor) -> Tensor:
-        """Returns the sums of (B, …) over the sequences of each fold, (F, …), of all processes. A collective."""
+        """Return the sums of (B, …) over the sequences of each fold, (F, …), of all processes. A collective."""
         return self.ranks.reduce(self.batch.sum_by_fold(values))
 
     def with_prediction(self, change: EntropyPrediction) -> Step:
-        """Returns the step with what it does to entropy, and with what its scores have shown of the policy."""
+        """Return the step with what it does to entropy, and with what its scores have shown of the policy."""
         can, why = self.limits, change.other_scores
         if why:
             can = dataclasses.replace(can, sampling_mismatch=why, no_fresh_responses=why)

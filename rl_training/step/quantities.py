@@ -42,14 +42,14 @@ class Quantity:
     remark: str = ""  # on a value or an error bar that is there, or why the bar alone is not
 
     def masked_if(self, reason: str | None) -> Quantity:
-        """Returns this quantity, but nan with the reason if there is one."""
+        """Return this quantity, but nan with the reason if there is one."""
         if not reason:
             return self
         unknown = torch.full((2,), torch.nan)
         return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
 
     def estimates(self, num_folds: int) -> list[Estimate]:
-        """Returns the two numbers as a probe answers them; an error bar takes enough folds."""
+        """Return the two numbers as a probe answers them; an error bar takes enough folds."""
         no_error = NO_ERROR.get(self.name.split("/")[0]) or stderr_limit(num_folds)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):

@@ -47,11 +47,11 @@ class ScoreCheck:
         self._sums = torch.zeros(3, dtype=torch.float64, device=batch.fold.device)
 
     def add(self, rows: Tensor, fresh: Scores) -> None:
-        """Takes scores of some rows of this process, calculated as training calculates them."""
+        """Take scores of some rows of this process, calculated as training calculates them."""
         self._sums += _differences(fresh, self._batch.scores, rows)
 
     def look(self, rows: Tensor) -> None:
-        """Scores a few of these rows for this purpose alone, where no entropy gradient is made of them.
+        """Score a few of these rows for this purpose alone, where no entropy gradient is made of them.
 
         All of them where a row's scores depend on its batch. A collective for sharded weights.
         """
@@ -82,7 +82,7 @@ class ScoreCheck:
         )
 
     def _noises(self) -> list[Tensor]:
-        """Returns what drawing and rounding does to some rows, as `_sums` has it, by cause."""
+        """Return what drawing and rounding does to some rows, as `_sums` has it, by cause."""
         rows, scorer, rollout = self._some_rows(), self._policy.scorer, self._batch.rollout
         with self._policy.measuring():
             exact = scorer.score(rollout, rows, graph=False)
@@ -95,12 +95,12 @@ class ScoreCheck:
         return [_differences(exact, other, numbers) for other in others]
 
     def _some_rows(self) -> Tensor:
-        """Returns the first response to each of a few prompts."""
+        """Return the first response to each of a few prompts."""
         return (response_index(self._batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
 
 
 def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
-    """Returns Σ |difference| of log-probabilities and of entropies over tokens, and their number, (3,) fp64.
+    """Return Σ |difference| of log-probabilities and of entropies over tokens, and their number, (3,) fp64.
 
     Numbers that are not finite, as of a policy that has diverged, are left out.
 
@@ -114,5 +114,5 @@ def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
 
 
 def _means(sums: Tensor) -> Tensor:
-    """Returns the mean differences, (2,), in host memory; 0 where there is no token."""
+    """Return the mean differences, (2,), in host memory; 0 where there is no token."""
     return (sums[:2] / sums[2].clamp(min=1.0)).cpu()

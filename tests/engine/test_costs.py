@@ -38,7 +38,7 @@ def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def costs_of(trainer: Any) -> list[dict[str, float]]:
-    """Returns what each step of a training is said to have cost."""
+    """Return what each step of a training is said to have cost."""
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     begin = "probe_cost/"

@@ -44,7 +44,7 @@ LAYOUTS: list[tuple[int, int, bool, Sequence[int | None]]] = [
 
 @functools.cache
 def sequences(number: int, count: int, shuffled: bool, sampler: bool) -> Rollout:
-    """Returns some sequences of a step, short ones, as they lie in its microbatches."""
+    """Return some sequences of a step, short ones, as they lie in its microbatches."""
     rollout = plain_loop.rollout_of(ROLLOUTS[number])
     if sampler:
         rollout = by_another(load_tiny()[0].double(), rollout, number)
@@ -57,7 +57,7 @@ def sequences(number: int, count: int, shuffled: bool, sampler: bool) -> Rollout
 def totals(
     size: int, count: int, shuffled: bool, num_folds: int | None, responses: int, sampler: bool = False
 ) -> list[float]:
-    """Returns TOTALS of the second of two steps of a loop."""
+    """Return TOTALS of the second of two steps of a loop."""
     estimates = measured_at(size, count, shuffled, num_folds, responses, sampler)
     return [estimates[name].value for name in TOTALS]
 

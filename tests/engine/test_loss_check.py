@@ -32,7 +32,7 @@ NUMBERS = "of its norm off the one that its log-probabilities and entropies give
 def loop_with(
     term: Any, steps: int = 1, forward: Any = plain_loop.scores_of, **options: Any
 ) -> list[dict[str, Estimate]]:
-    """Returns the estimates of a plain loop that adds a term to its loss, and does not say so.
+    """Return the estimates of a plain loop that adds a term to its loss, and does not say so.
 
     term  from the model to the term
     """

@@ -85,7 +85,7 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
 
 
 def measured(probes: list[Probe], responses_per_prompt: int = G_OF_LOOP, **settings: Any) -> list[dict[str, Estimate]]:
-    """Returns the estimates of two steps of a plain loop."""
+    """Return the estimates of two steps of a plain loop."""
     torch.manual_seed(0)
     model = load_tiny()[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -133,7 +133,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-3})
 
     def step(self, closure: Any = None) -> None:
-        """Leaves the weights as they are."""
+        """Leave the weights as they are."""
 
 
 def test_an_optimizer_of_another_library_is_told_from_torchs_of_the_same_name() -> None:

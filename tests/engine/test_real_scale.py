@@ -126,7 +126,7 @@ class StepAndFormula(Seen):
 
 
 def four_bit_run(make_trainer: Any, *probes: Probe) -> dict[str, Tensor]:
-    """Returns the parameters after 2 steps of the embedded default in 4 bits, with checkpointing and autocast."""
+    """Return the parameters after 2 steps of the embedded default in 4 bits, with checkpointing and autocast."""
     trainer = make_trainer(
         model=load_tiny("bfloat16", "nf4")[0], dtype=None, probes=probes, bf16=True, activation_checkpointing=True,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),

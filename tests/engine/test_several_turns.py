@@ -28,7 +28,7 @@ from rl_training.tasks.models import load_tiny
 
 
 def mean_gradient(target: str) -> Tensor:
-    """Returns the expectation of the estimate over all groups of two outcomes."""
+    """Return the expectation of the estimate over all groups of two outcomes."""
     groups = list(itertools.product(OUTCOMES, repeat=2))
     outcomes = torch.cartesian_prod(torch.arange(len(OUTCOMES)), torch.arange(len(OUTCOMES))).flatten()
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
@@ -68,7 +68,7 @@ TEMPLATE = (
 
 
 def calling_tokenizer() -> Any:
-    """Returns the tiny model's tokenizer as that of a chat model: every second response is read as a call of `look`."""
+    """Return the tiny model's tokenizer as that of a chat model: every second response is read as a call of `look`."""
     tokenizer = load_tiny()[1]
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = {}
@@ -85,7 +85,7 @@ def calling_tokenizer() -> Any:
 
 
 def look(where: int) -> str:
-    """Says what is there.
+    """Say what is there.
 
     Args:
         where: a place
@@ -105,7 +105,7 @@ class Weather:
         return f"+{self.dice.randrange(10)}"
 
     def look(self, where: int) -> str:
-        """Says what is there.
+        """Say what is there.
 
         Args:
             where: a place
@@ -140,7 +140,7 @@ TURNS: dict[str, dict[str, Any]] = {
 
 
 def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[Ending, Any, GRPOTrainer]:
-    """Trains two steps of 8 prompts with 4 responses."""
+    """Train two steps of 8 prompts with 4 responses."""
     Weather.dice = random.Random(0)
     prompts = [[{"role": "user", "content": f"{a}+{a % 7}="}] for a in range(16)]
     experimental = pytest.warns(UserWarning, match="experimental feature")

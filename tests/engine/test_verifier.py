@@ -29,7 +29,7 @@ def estimates(
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     **wrong: Any,
 ) -> list[dict[str, Estimate]]:
-    """Returns the estimates of the two steps of a plain loop that promises max_grad_norm=CLIP.
+    """Return the estimates of the two steps of a plain loop that promises max_grad_norm=CLIP.
 
     after        what happens behind the optimizer's step, before it has ended
     dtype, rate  of the weights, of learning; all else as plain_loop.train takes it
@@ -162,7 +162,7 @@ def test_the_surviving_share_of_bf16_weights_is_that_of_all_entries_to_a_hundred
 
 
 def round_at_random(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Moves each weight to one of its neighbours, half of them up: not to nearest."""
+    """Move each weight to one of its neighbours, half of them up: not to nearest."""
     with torch.no_grad():
         for param in model.parameters():
             ulp = torch.finfo(param.dtype).eps

@@ -24,7 +24,7 @@ from rl_training.records.jsonl import Records, read_estimates
 
 
 def one_step(model: Any, measured: MeasuredLoop, number: int) -> None:
-    """Makes all of a step but what comes after its gradients."""
+    """Make all of a step but what comes after its gradients."""
     for part in microbatches(number):
         logps, entropies = scores_of(model, part)
         measured.microbatch(part, logps, entropies.detach())

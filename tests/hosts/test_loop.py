@@ -89,7 +89,7 @@ def test_averages_are_over_the_tokens_that_are_there_and_say_nothing_of_rewards_
 
 
 def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
-    """Returns a model with the optimizer that transformers would make, and their loop."""
+    """Return a model with the optimizer that transformers would make, and their loop."""
     model = model or load_tiny()[0]
     model.train()
     groups = [
@@ -102,7 +102,7 @@ def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any
 
 
 def trained(model: Any, optimizer: Any, measured: MeasuredLoop, steps: int = STEPS, **how: Any) -> dict[str, Tensor]:
-    """Returns the weights after some steps of Dr-GRPO on the given rollouts."""
+    """Return the weights after some steps of Dr-GRPO on the given rollouts."""
     train(model, optimizer, measured, steps, **how)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -254,7 +254,7 @@ def saved(path: Path, model: Any, optimizer: Any, measured: MeasuredLoop) -> Pat
 
 
 def respond(model: Any, number: int) -> Rollout:
-    """Returns so many responses of eight tokens, each to a random prompt of four."""
+    """Return so many responses of eight tokens, each to a random prompt of four."""
     prompts = torch.randint(4, 50, (number, 4))
     there = torch.ones_like(prompts)
     whole = model.generate(

@@ -57,7 +57,7 @@ TRL_S_OWN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
 
 
 def change_by(make_trainer: Callable[..., Any], trainer_class: Any = DrGRPOTrainer, **settings: Any) -> Tensor:
-    """Trains, and returns what the weights have changed by."""
+    """Train, and return what the weights have changed by."""
     torch.manual_seed(0)  # of an adapter's weights
     trainer = make_trainer(trainer_class, **settings)
     first = trained_weights(trainer)

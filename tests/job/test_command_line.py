@@ -112,7 +112,7 @@ def task():
 
 
 def train_with_own(tmp_path: Path, *arguments: str) -> Command:
-    """Trains with what OWN has, in a file of the working folder."""
+    """Train with what OWN has, in a file of the working folder."""
     (tmp_path / "my_file.py").write_text(OWN, encoding="utf-8")
     words = [*SMALL, *arguments, "run_dir=run"]
     return start(tmp_path / "log", *words, script=str(ROOT / "train.py"), folder=tmp_path)

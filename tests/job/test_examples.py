@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def imports_of_the_package(code: str) -> list[str]:
-    """Returns the modules of the package that a program imports names from, once for each such line."""
+    """Return the modules of the package that a program imports names from, once for each such line."""
     lines = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
     return [line.module for line in lines if line.module and line.module.startswith("rl_training")]
 

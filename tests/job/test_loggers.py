@@ -48,13 +48,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Returns what metrics.jsonl holds: {step: {name: value}}."""
+    """Return what metrics.jsonl holds: {step: {name: value}}."""
     lines = read_metrics(run_dir / "logs")
     return {line.pop("step"): {k: v for k, v in line.items() if not math.isnan(v)} for line in lines}
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Yields the records of a .wandb file: LevelDB's log format, blocks of 32 KiB after a header of 7 bytes."""
+    """Yield the records of a .wandb file: LevelDB's log format, blocks of 32 KiB after a header of 7 bytes."""
     data, position, record = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while position < len(data):

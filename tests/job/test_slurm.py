@@ -56,7 +56,7 @@ class Cluster:
         return ended.stdout
 
     def submit(self, *options: str, settings: list[str]) -> str:
-        """Returns the number of the job that launch/train.slurm becomes, as it stands."""
+        """Return the number of the job that launch/train.slurm becomes, as it stands."""
         return self.ask("sbatch", "--parsable", *options, "launch/train.slurm", *SMALL, *settings).strip()
 
     def states(self, job: str) -> set[str]:
@@ -64,7 +64,7 @@ class Cluster:
         return {word.removeprefix("JobState=") for word in words if word.startswith("JobState=")}
 
     def said(self, job: str) -> str:
-        """Returns what a job, or an array of them, has printed."""
+        """Return what a job, or an array of them, has printed."""
         return "".join(path.read_text() for path in sorted(self.checkout.glob(f"slurm-{job}[._]*")))
 
     def is_idle(self) -> bool:
@@ -134,7 +134,7 @@ def test_in_a_folder_that_is_no_checkout_it_runs_the_module_of_the_active_enviro
 
 
 def submitted(tmp_path: Path, given: dict[str, str], environment_folder: str) -> subprocess.CompletedProcess[str]:
-    """Returns how the script ended on the first node, where Slurm's programs and accelerate are stand-ins."""
+    """Return how the script ended on the first node, where Slurm's programs and accelerate are stand-ins."""
     programs = {
         "bin/scontrol": "echo node1; echo node2",
         "bin/srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',

@@ -15,7 +15,7 @@ SIGINT, SIGTERM = 2, 15
 
 
 def ends_after(stop: StopAtStepEnd, step: int, steps_per_rollout: int = 1) -> bool:
-    """Returns whether it ends there; a step's rollout is one microbatch of `steps_per_rollout` iterations."""
+    """Return whether it ends there; a step's rollout is one microbatch of `steps_per_rollout` iterations."""
     args = SimpleNamespace(steps_per_generation=1, num_iterations=steps_per_rollout, gradient_accumulation_steps=1)
     control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=True)
     stop.on_step_end(args, SimpleNamespace(global_step=step), control)

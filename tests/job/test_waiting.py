@@ -21,14 +21,14 @@ PATIENCE = 1.0
 
 
 def lines_to(file: Path) -> None:
-    """Writes to a file what this process warns of waiting, and nowhere else."""
+    """Write to a file what this process warns of waiting, and nowhere else."""
     handler = logging.FileHandler(file, delay=False)
     waiting.logger.addHandler(handler)
     waiting.logger.propagate = False
 
 
 def meet(folder: str) -> None:
-    """Opens the process group of a launch as a training does, and watches with little patience."""
+    """Open the process group of a launch as a training does, and watches with little patience."""
     find_run_folder(composed("train", f"run_dir={folder}/run", "++trainer.ddp_timeout=3", *QUICK))
     (watch,) = waiting._watches
     watch.close()

@@ -167,7 +167,7 @@ def test_what_is_imported_without_an_extra_comes_without_one(module: str, at_mos
 
 
 def requirements_of(extra: str) -> set[str]:
-    """Returns the distributions that setup.cfg names for an extra, "" for none, and for those that it refers to."""
+    """Return the distributions that setup.cfg names for an extra, "" for none, and for those that it refers to."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = setup["options.extras_require"][extra] if extra else setup["options"]["install_requires"]

@@ -269,7 +269,7 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(run, tmp_path, c
 
 
 def compare(one: dict[str, Any], two: dict[str, Any], tolerance: float) -> int:
-    """Asserts that numbers are the same, to so much of themselves or of the prediction; returns how many are known."""
+    """Assert that numbers are the same, to so much of themselves or of the prediction; returns how many are known."""
     compared = 0
     for key, value in one.items():
         scale = abs(one["deltaH1_sequence" if "sequence" in key else "deltaH1"])

@@ -74,7 +74,7 @@ def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_wor
 
 
 def assert_whole(folder: Path, num_logs: int, num_results: int, num_pages: int) -> None:
-    """Asserts that so much is there, can be read, and stands for all that belongs to it."""
+    """Assert that so much is there, can be read, and stands for all that belongs to it."""
     logs = probe_logs(folder)
     assert len(logs) == num_logs
     assert all(len(read_probe_log(path)) > 0 for path in (logs["path"] if num_logs else ()))

@@ -55,7 +55,7 @@ class LinearLoss(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Returns the mean over the prompts of a block; vectors (b, DIM)."""
+        """Return the mean over the prompts of a block; vectors (b, DIM)."""
         return (vectors @ torch.cat([p.flatten() for p in self.parameters()])).mean()
 
 
@@ -72,7 +72,7 @@ class Truth:
         return self.mean + noise @ self.factor.T
 
     def moments(self, metric: Tensor | float = 1.0, columns: slice = slice(None)) -> tuple[float, float]:
-        """Returns (tr Σ, |G|²), in a diagonal metric, of some of the columns."""
+        """Return (tr Σ, |G|²), in a diagonal metric, of some of the columns."""
         variance = (self.factor.square().sum(dim=1) * metric)[columns]
         return float(variance.sum()), float((self.mean.square() * metric)[columns].sum())
 
@@ -101,7 +101,7 @@ class Loop:
         self.steps = 0
 
     def step(self, vectors: Sequence[Tensor] | Tensor) -> dict[str, Estimate]:
-        """Returns the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts, each a fold."""
+        """Return the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts, each a fold."""
         sizes = [len(block) for block in vectors]
         self.steps += 1
         rows = ranges_of([number * G for number in sizes])
@@ -150,7 +150,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def adamw_states(*, step: int = WARM_STEPS, dead: int = 1) -> dict[str, AdamWState]:
-    """Returns states whose second moments go up by a factor of 10⁸, the first `dead` of each parameter being 0.
+    """Return states whose second moments go up by a factor of 10⁸, the first `dead` of each parameter being 0.
 
     So do the variances of `Truth`: its noise scale is another in Adam's metric.
     """
@@ -165,7 +165,7 @@ def adamw_states(*, step: int = WARM_STEPS, dead: int = 1) -> dict[str, AdamWSta
 
 
 def preconditioner(states: dict[str, AdamWState]) -> Tensor:
-    """Returns P, (DIM,), 0 where v is 0: from the definition, entry by entry."""
+    """Return P, (DIM,), 0 where v is 0: from the definition, entry by entry."""
     return torch.tensor(
         [
             1 / (math.sqrt(v / (1 - s.betas[1] ** s.step)) + s.eps) if v > 0 else 0.0
@@ -452,7 +452,7 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
 
 
 def prompt_moments(table: reference.Table, rewards: list[float], group: int) -> tuple[float, Tensor, float]:
-    """Returns E[r_1·r_2], E[g] and E|g|² of a prompt, over all groups of responses: r_i = (R_i − mean R) ∂S_i."""
+    """Return E[r_1·r_2], E[g] and E|g|² of a prompt, over all groups of responses: r_i = (R_i − mean R) ∂S_i."""
     scores = torch.zeros(len(reference.RESPONSES), len(reference.PREFIXES), 3, dtype=torch.float64)
     for n, response in enumerate(reference.RESPONSES):
         for row, token in zip(reference.prefix_numbers(response), response, strict=True):

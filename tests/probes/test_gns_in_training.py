@@ -39,7 +39,7 @@ class Answers(Kept, GradientNoiseScaleProbe):
 
 
 def response_gradients(probe: Answers) -> Tensor:
-    """Returns r_i of each response, (B, P), on the scale of a mean: −A_i ∂S_i / L_max, from the full logits."""
+    """Return r_i of each response, (B, P), on the scale of a mean: −A_i ∂S_i / L_max, from the full logits."""
     model = load_tiny()[0].double()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -58,7 +58,7 @@ def response_gradients(probe: Answers) -> Tensor:
 
 
 def moments_of_blocks(by_prompt: Tensor, num_blocks: int) -> tuple[float, float]:
-    """Returns (tr Σ, |G|²) from the gradients of the prompts, (prompts, P): variance between blocks, and the rest."""
+    """Return (tr Σ, |G|²) from the gradients of the prompts, (prompts, P): variance between blocks, and the rest."""
     blocks = by_prompt.view(num_blocks, -1, by_prompt.shape[1]).mean(dim=1)
     mean = blocks.mean(dim=0)
     variance = float((blocks - mean).square().sum()) / (num_blocks - 1)  # of a block

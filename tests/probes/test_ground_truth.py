@@ -108,7 +108,7 @@ class Validated(TruthProbe):
 
 
 def plain_truth(sequences: list[Any]) -> tuple[float, float]:
-    """Returns ΔH per token and per sequence by PDIS, from the definition, position by position."""
+    """Return ΔH per token and per sequence by PDIS, from the definition, position by position."""
     ratios = [[math.exp(sum(n[:k]) - sum(o[:k])) for k in range(L_MAX)] for o, _, n, *_ in sequences]
     entropy = length = 0.0
     for k in range(L_MAX):
@@ -128,7 +128,7 @@ def plain_snis(sequences: list[Any]) -> float:
 
 
 def plain_comparison(sequences: list[Any], size: int) -> dict[str, tuple[float, float]]:
-    """Returns X_E·δθ and its difference to PDIS, with errors by blocks of `size`, from the slopes of all tokens."""
+    """Return X_E·δθ and its difference to PDIS, with errors by blocks of `size`, from the slopes of all tokens."""
     _, entropies, _, _, *slopes = zip(*sequences, strict=True)
     lengths = [len(row) for row in entropies]
     blocks = [range(i, min(i + size, len(lengths))) for i in range(0, len(lengths), size)]
@@ -194,7 +194,7 @@ def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> 
 
 
 def train_twice(rank: int, out: Path) -> None:
-    """Trains with and without the ground truth on this rank, and writes down what came out."""
+    """Train with and without the ground truth on this rank, and write down what came out."""
     make = trainer_maker(out / str(rank))
 
     def share(step: Step) -> list[int]:
@@ -217,7 +217,7 @@ def train_twice(rank: int, out: Path) -> None:
 
 
 def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> Tensor:
-    """Returns (768, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
+    """Return (768, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
     tokenizer, rows = trainer.processing_class, []
     prompts = random.Random(seed).choices(trainer.train_dataset["prompt"], k=768)
     batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
@@ -237,7 +237,7 @@ def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> 
 
 
 def plain_change_and_errors(before: Tensor, after: Tensor) -> dict[str, tuple[float, float, float]]:
-    """Returns ΔH per sequence, and per token by the delta method, with its errors as of pairs and of two samples."""
+    """Return ΔH per sequence, and per token by the delta method, with its errors as of pairs and of two samples."""
     (h, t), (new_h, new_t) = before.unbind(dim=1), after.unbind(dim=1)
     ratio, new_ratio = h.sum() / t.sum(), new_h.sum() / new_t.sum()
     said = {}

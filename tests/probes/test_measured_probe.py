@@ -61,7 +61,7 @@ def ragged(values: Tensor, mask: Tensor) -> list[list[float]]:
 
 
 def plain(before: Any, now: Any, step: Step, scored: int, steps: int = 1) -> dict[str, tuple[float, float]]:
-    """Returns each change with its error over prompts, from two models, response by response."""
+    """Return each change with its error over prompts, from two models, response by response."""
     rollout = step.batch.rollout
     with torch.no_grad():
         (logps, h), (logps_before, h_before) = (

@@ -277,7 +277,7 @@ def test_too_few_folds_for_an_error_give_no_parts_and_the_reason(make_trainer: C
 
 
 def in_a_loop(decode: Callable[[Tensor], str] | None) -> dict[str, Estimate]:
-    """Returns what two steps of a plain loop come to."""
+    """Return what two steps of a plain loop come to."""
     torch.manual_seed(0)
     model, probe = load_tiny()[0], Answers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

@@ -45,7 +45,7 @@ T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from
 def record(
     folder: Path, seed: int = 0, rate: float = 0.1, reward: float = 0.5, steps: int = 12, first: int = 1, **more: Any
 ) -> Path:
-    """Returns the folder of a run whose reward is `reward` at every step, and whose entropy falls from 1 nat."""
+    """Return the folder of a run whose reward is `reward` at every step, and whose entropy falls from 1 nat."""
     records = Records(folder / "logs")
     for step in range(first, steps + 1):
         records.write_metrics(step, {"reward": reward, "entropy": 1.0 / step})
@@ -66,7 +66,7 @@ def record(
 
 
 def evaluate(run: Path, step_values: dict[int, tuple[float, float]], name: str = "sums") -> None:
-    """Writes an evaluation with (entropy, reward) of each checkpoint."""
+    """Write an evaluation with (entropy, reward) of each checkpoint."""
     for step, (entropy, reward) in step_values.items():
         numbers = {"entropy/token": Estimate(entropy, 0.01, 64), "reward": Estimate(reward, 0.02, 64)}
         write_step(run / "evaluations" / name, step, {}, numbers, [])
@@ -123,7 +123,7 @@ ENDS = {7: 4e-4, 8: 9e-4}  # of ½B
 def record_change(
     run: Path, levels: dict[int, float], sums: dict[int, float], error: float, anew: bool = False
 ) -> Path:
-    """Adds what a probe with 9 folds has measured at steps 6 to 8; anew: its sums have begun at step 6."""
+    """Add what a probe with 9 folds has measured at steps 6 to 8; anew: its sums have begun at step 6."""
     before = F_6 if anew else V_6
     variances = {6: 0.0 if anew else V_6, 7: before + ENDS[7], 8: before + V_7 + ENDS[8]}
     for step, level in levels.items():

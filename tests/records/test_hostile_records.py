@@ -80,7 +80,7 @@ CONFIGS = [
 
 
 def odd_lines(name: str) -> Iterator[str]:
-    """Yields lines of this file, each with one odd fact, at a step of its own."""
+    """Yield lines of this file, each with one odd fact, at a step of its own."""
     facts = LINES[name]
     changes = [(key, odd) for key in (*facts, "extra") for odd in ODD]
     changes += [(key, "1") for key in ODD_NAMES]
@@ -94,7 +94,7 @@ def odd_lines(name: str) -> Iterator[str]:
 
 
 def run_of(folder: Path) -> Path:
-    """Returns a run with something in each of its files."""
+    """Return a run with something in each of its files."""
     run = record_run(folder, range(1, 6))
     records = Records(run / "logs")
     for step in range(1, 6):
@@ -114,7 +114,7 @@ def run_of(folder: Path) -> Path:
 
 
 def bare_run(folder: Path) -> Path:
-    """Returns a run without probes, which is quickly shown."""
+    """Return a run without probes, which is quickly shown."""
     records = Records(folder / "logs")
     for step in (1, 2):
         records.write_metrics(step, {"reward": 0.5})
@@ -123,7 +123,7 @@ def bare_run(folder: Path) -> Path:
 
 
 def said_by(*arguments: str) -> tuple[int, str]:
-    """Returns the exit code of rl-training report, and what it printed."""
+    """Return the exit code of rl-training report, and what it printed."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["rl-training report", *arguments])
@@ -137,7 +137,7 @@ def said_by(*arguments: str) -> tuple[int, str]:
 
 
 def assert_shown_or_refused(run: Path, other: Path) -> None:
-    """Asserts that report and comparison are written, or end in one line that names a file of the run."""
+    """Assert that report and comparison are written, or end in one line that names a file of the run."""
     comparison = run.parent / "comparison.html"
     for arguments, page in (([str(run)], run / "report" / "report.html"),
                             ([str(run), str(other), "--out", str(comparison)], comparison)):  # fmt: skip
@@ -180,7 +180,7 @@ def test_a_line_with_any_odd_fact_is_refused_by_its_number_or_shown(tmp_path: Pa
 
 
 def odd_contents(good: dict[str, Any], depth: int) -> Iterator[str]:
-    """Yields JSON that differs from a good one by one odd fact, at most so deep in it."""
+    """Yield JSON that differs from a good one by one odd fact, at most so deep in it."""
 
     def places(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         inner = node.items() if isinstance(node, dict) else enumerate(node[:1]) if isinstance(node, list) else ()

@@ -163,7 +163,7 @@ def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Pat
 
 
 def record_noise_scale(folder: Path, low: float, high: float) -> Path:
-    """Returns the folder of a run of 32 prompts a step, with 200 as the noise scale, whatever its interval is."""
+    """Return the folder of a run of 32 prompts a step, with 200 as the noise scale, whatever its interval is."""
     numbers = {"noise_scale_prompts": 200.0, "noise_scale_prompts_low": low, "noise_scale_prompts_high": high}
     numbers |= {"batch_ratio": 0.16, "batch_ratio_low": 32 / high, "batch_ratio_high": 32 / low}
     record_run(folder, [1, 2])

@@ -40,7 +40,7 @@ def code_cells(page: Path) -> list[str]:
 
 
 def typed_in_a_terminal(line: str, folder: Path) -> None:
-    """Runs `rl-training COMMAND …` as a warm fork, which starts at the root of the repository; trainings are smaller.
+    """Run `rl-training COMMAND …` as a warm fork, which starts at the root of the repository; trainings are smaller.
 
     `make docs` runs them as they are.
     """
@@ -70,7 +70,7 @@ def test_a_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def example(page: str, marker: str) -> str:
-    """Returns the Python block of a guide that contains the marker."""
+    """Return the Python block of a guide that contains the marker."""
     return next(block for block in blocks(DOCS / page, "python") if marker in block)
 
 

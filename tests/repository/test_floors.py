@@ -73,13 +73,13 @@ FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in
 
 
 def layer_of(path: Path) -> str:
-    """Returns the folder that a module lies in, or "" for what lies above all layers: commands."""
+    """Return the folder that a module lies in, or "" for what lies above all layers: commands."""
     parts = path.relative_to(ROOT).parts
     return parts[1] if len(parts) > 2 and path.name != "__main__.py" else ""
 
 
 def libraries_of(path: Path) -> set[str]:
-    """Returns what a module may import from outside: a loop's libraries in the host of that loop only."""
+    """Return what a module may import from outside: a loop's libraries in the host of that loop only."""
     host = "/".join(path.relative_to(PACKAGE).parts[:2])
     return LIBRARIES[host if host in LIBRARIES else layer_of(path)]
 
@@ -177,7 +177,7 @@ def test_what_is_refused_is_a_user_error(layer: str) -> None:
 
 
 def private_members_named_in(path: Path) -> set[str]:
-    """Returns the names behind `x._name` where x is another object than self."""
+    """Return the names behind `x._name` where x is another object than self."""
     return {
         node.attr
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

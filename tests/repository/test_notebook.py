@@ -30,7 +30,7 @@ def record(folder: Path, probed: bool) -> Path:
 
 
 def run_notebook(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
-    """Returns what its cells have as values, as text, and how many figures they draw; an exception is raised here.
+    """Return what its cells have as values, as text, and how many figures they draw; an exception is raised here.
 
     In this process: a kernel of Jupyter's would import everything again.
     """

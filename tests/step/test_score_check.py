@@ -38,7 +38,7 @@ Forward = Callable[[Any, Rollout], tuple[Tensor, Tensor]]
 
 
 def tiny(**changes: Any) -> Any:
-    """Returns the default's weights in a model whose config is changed."""
+    """Return the default's weights in a model whose config is changed."""
     policy = load_tiny()[0]
     model = Qwen2ForCausalLM(type(policy.config)(**policy.config.to_dict() | changes))
     model.load_state_dict(policy.state_dict())
@@ -48,7 +48,7 @@ def tiny(**changes: Any) -> Any:
 def estimates(
     probes: list[Any] | None = None, model: Any = None, forward: Forward = scores_of, steps: int = STEPS, **facts: Any
 ) -> list[dict[str, Any]]:
-    """Returns the estimates of each step of a plain loop."""
+    """Return the estimates of each step of a plain loop."""
     model = load_tiny()[0] if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-5)
     measured = measured_loop(
@@ -59,7 +59,7 @@ def estimates(
 
 
 def at_odd_steps(change: Forward, otherwise: Forward = scores_of) -> Forward:
-    """Returns a loop's forward pass that is another one at step ODD."""
+    """Return a loop's forward pass that is another one at step ODD."""
     calls = itertools.count()
 
     def forward(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def hotter(model: Any, part: Rollout, temperature: float = 1.5) -> tuple[Tensor,
 
 
 def half_hidden(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    """Leaves the first token of a prompt out of what is attended to."""
+    """Leave the first token of a prompt out of what is attended to."""
     mask = part.prompt_mask.clone()
     mask[torch.arange(len(mask)), mask.argmax(dim=1)] = 0
     return scores_of(model, dataclasses.replace(part, prompt_mask=mask))
@@ -248,7 +248,7 @@ def with_tables(kind: str, positions: int) -> Any:
 
 
 def as_short_as_it_is(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    """Scores a microbatch without what is padding in all of its rows."""
+    """Score a microbatch without what is padding in all of its rows."""
     whole, width = part.completion_ids.shape[1], int(part.completion_mask.sum(dim=1).max())
     cut = {name: getattr(part, name)[:, :width] for name in ("completion_ids", "completion_mask")}
     scores = scores_of(model, dataclasses.replace(part, **cut))

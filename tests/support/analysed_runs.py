@@ -75,17 +75,17 @@ def as_update_buffer(rollout: Any) -> UpdateBuffer:
 
 
 def close(a: Tensor, b: Tensor) -> float:
-    """Returns the norm of the difference over that of b."""
+    """Return the norm of the difference over that of b."""
     return float((a - b).double().norm() / b.double().norm())
 
 
 def joined(parts: Any) -> Tensor:
-    """Returns a step, (P,), from its pieces."""
+    """Return a step, (P,), from its pieces."""
     return torch.cat([by_cause.total[0] for _, by_cause in parts])
 
 
 def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:
-    """Returns a copy of the run whose first checkpoint has been tampered with."""
+    """Return a copy of the run whose first checkpoint has been tampered with."""
     copy = tmp_path / "run_2"
     shutil.copytree(checkpoint(run, 1), checkpoint(copy, 1))
     shutil.copy(run / "config.yaml", copy)
@@ -94,7 +94,7 @@ def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:
 
 
 def results_of(predicted: float, measured: float, stderr: float, of_predicted: float = 0.1) -> dict[str, float]:
-    """Returns results in nats from thousandths: the difference follows."""
+    """Return results in nats from thousandths: the difference follows."""
     numbers = {"deltaH1": (predicted, of_predicted), "deltaH_true": (measured, of_predicted)}
     numbers["paired_error"] = (predicted - measured, stderr)
     return {f"{key}{se}": 1e-3 * pair[bool(se)] for key, pair in numbers.items() for se in ("", "_se")}

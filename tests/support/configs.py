@@ -21,7 +21,7 @@ REFUSED = yaml.safe_load(Path(__file__).parents[1].joinpath("refused.yaml").read
 
 
 def composing() -> initialize_config_dir:
-    """Returns a context in which hydra finds the files of conf/."""
+    """Return a context in which hydra finds the files of conf/."""
     return initialize_config_dir(str(CONF), version_base="1.3")
 
 
@@ -31,7 +31,7 @@ def composed(name: str, *overrides: str) -> DictConfig:
 
 
 def launched_program(*words: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the program with its arguments that `accelerate launch WORDS` starts, and its environment."""
+    """Return the program with its arguments that `accelerate launch WORDS` starts, and its environment."""
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     (python, *program), env = prepare_simple_launcher_cmd_env(arguments)
     assert python == sys.executable
@@ -39,7 +39,7 @@ def launched_program(*words: str) -> tuple[list[str], dict[str, str]]:
 
 
 def assert_silent(said: str) -> None:
-    """Asserts that nothing of what libraries say while they are imported, load and save is there."""
+    """Assert that nothing of what libraries say while they are imported, load and save is there."""
     for noise in ("Failed to load CPU", "Setting accelerator", "Loading weights", "Writing model", "FutureWarning"):
         assert noise not in said
 

@@ -31,7 +31,7 @@ while True:
 
 
 def start_drawing() -> Callable[[str, str, str], str]:
-    """Starts the process; returns what asks it what a program says, given its argument and stdin: "" if it fails."""
+    """Start the process; returns what asks it what a program says, given its argument and stdin: "" if it fails."""
     calls, folder = socket.socket(socket.AF_UNIX), tempfile.TemporaryDirectory(prefix="drawing-")
     calls.bind(f"{folder.name}/calls")
     calls.listen()

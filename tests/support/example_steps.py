@@ -35,19 +35,19 @@ PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0
 
 
 def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
-    """Returns the shard of a process that keeps all of these parameters."""
+    """Return the shard of a process that keeps all of these parameters."""
     held = nn.ParameterDict(parameters)
     return Shard(held, torch.optim.SGD(held.parameters()), None, replicated=True)
 
 
 def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
-    """Returns a batch of which nothing but its sequences, scores and loss weights is there."""
+    """Return a batch of which nothing but its sequences, scores and loss weights is there."""
     nothing = torch.zeros(0)
     return Batch(rollout, scores, loss_weights, (), nothing, num_folds=0, responses_per_prompt=0)
 
 
 def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
-    """Returns the mean over all other folds, as steps without a fold are made of it, for each fold: (F, …), as folds.
+    """Return the mean over all other folds, as steps without a fold are made of it, for each fold: (F, …), as folds.
 
     sizes  (F,) fp64, n_k
     """
@@ -74,7 +74,7 @@ def step_of(
     memory: PreviousUpdate | None = None,
     ranks: Ranks = ALONE,
 ) -> Step:
-    """Returns a step in so many microbatches of equal size, each a fold of all ranks; with a memory, and its ΔH.
+    """Return a step in so many microbatches of equal size, each a fold of all ranks; with a memory, and its ΔH.
 
     parameters, mean  as they are shaped; what a step keeps of them is flat
     rows, sq_norms    of each fold

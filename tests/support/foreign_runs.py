@@ -35,7 +35,7 @@ class Canary:
 
 
 def foreign_run(parent: Path) -> Path:
-    """Returns a run with a checkpoint that looks whole, and files beside that would leave PARENT/canary."""
+    """Return a run with a checkpoint that looks whole, and files beside that would leave PARENT/canary."""
     folder = parent / "run"
     checkpoint = folder / "training_state" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
@@ -96,7 +96,7 @@ def probe(run: Path, *words: str) -> object:
 
 
 def said(command: Callable[[Path], object], run: Path) -> str:
-    """Returns the line in which a command refuses a run, "" where it does not; nothing of it has run or is told."""
+    """Return the line in which a command refuses a run, "" where it does not; nothing of it has run or is told."""
     try:
         command(run)
         line = ""

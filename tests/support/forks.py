@@ -42,7 +42,7 @@ FORK = get_context("fork")
 
 
 def start_server() -> None:
-    """Forks the process that every other one is a fork of."""
+    """Fork the process that every other one is a fork of."""
     global _server
     _server, asked = FORK.Pipe()
     if os.fork() == 0:
@@ -52,7 +52,7 @@ def start_server() -> None:
 
 
 def _serve(asked: Connection) -> NoReturn:
-    """Calls each function that is asked for in a fork of its own, until the one who asks has ended."""
+    """Call each function that is asked for in a fork of its own, until the one who asks has ended."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest has its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is pytest's
     with contextlib.suppress(EOFError):
@@ -73,7 +73,7 @@ def _serve(asked: Connection) -> NoReturn:
 
 
 def in_fork(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns what the function returns in a process of its own. An exception is raised here, as its traceback."""
+    """Return what the function returns in a process of its own. An exception is raised here, as its traceback."""
     _server.send(functools.partial(function, *args))
     result, failure = _server.recv()
     if failure:
@@ -82,7 +82,7 @@ def in_fork(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Returns what a Python program of the repository said and how it ended: `run("train.py", "--help")`.
+    """Return what a Python program of the repository said and how it ended: `run("train.py", "--help")`.
 
     env  its whole environment, by default this one. What a library reads while it is imported was read before the fork
     """
@@ -124,14 +124,14 @@ def _run(command: Sequence[str]) -> None:
 def begin_ranks(
     worker: Callable[..., None], args: tuple[Any, ...], processes: int
 ) -> torch.multiprocessing.ProcessContext:
-    """Returns so many processes, in which worker(rank, *args) was called with a launcher's environment. In a fork."""
+    """Return so many processes, in which worker(rank, *args) was called with a launcher's environment. In a fork."""
     return torch.multiprocessing.start_processes(
         _rank, (worker, args, processes, get_free_port()), nprocs=processes, join=False, start_method="fork"
     )
 
 
 def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: int) -> None:
-    """Calls worker(rank, *args) in so many processes and waits for them. An exception in one of them is raised here."""
+    """Call worker(rank, *args) in so many processes and wait for them. An exception in one of them is raised here."""
     in_fork(_join_ranks, worker, args, processes)
 
 
@@ -142,7 +142,7 @@ def _join_ranks(*args: Any) -> None:
 
 
 def run_on_ranks(command: Sequence[str], processes: int, **env: str) -> None:
-    """Runs a program of the repository in so many processes, with these variables beside a launcher's."""
+    """Run a program of the repository in so many processes, with these variables beside a launcher's."""
     start_ranks(program_on_rank, (tuple(command), env), processes)
 
 

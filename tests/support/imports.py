@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def imported_at_once(path: Path) -> set[str]:
-    """Returns what a module imports while it is imported itself, not what its functions import, nor for types only."""
+    """Return what a module imports while it is imported itself, not what its functions import, nor for types only."""
     names: set[str] = set()
     statements = list(ast.parse(path.read_text(encoding="utf-8")).body)
     for node in statements:  # grows
@@ -26,7 +26,7 @@ def imported_at_once(path: Path) -> set[str]:
 
 
 def imported_with(module: str) -> set[str]:
-    """Returns the libraries, beside Python's own, that come along when a module of this package is imported."""
+    """Return the libraries, beside Python's own, that come along when a module of this package is imported."""
     libraries: set[str] = set()
     modules = [module]
     for name in modules:  # grows

@@ -110,7 +110,7 @@ def wrapped(model: Any, case: dict[str, Any]) -> Any:
 
 
 def rows_of(case: dict[str, Any], rank: int, world: int) -> Iterator[Tensor]:
-    """Yields the rows of each microbatch of a process."""
+    """Yield the rows of each microbatch of a process."""
     size = case["microbatch"]
     count = PROMPTS * G // world // size
     rows = []
@@ -126,7 +126,7 @@ def rows_of(case: dict[str, Any], rank: int, world: int) -> Iterator[Tensor]:
 
 
 def by_another(policy: nn.Module, rollout: Rollout, number: int) -> Rollout:
-    """Returns the rollout as if a policy that is some noise away had sampled it."""
+    """Return the rollout as if a policy that is some noise away had sampled it."""
     with torch.no_grad():
         logps = scores_of(policy, rollout)[0]
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(number), dtype=logps.dtype)
@@ -134,7 +134,7 @@ def by_another(policy: nn.Module, rollout: Rollout, number: int) -> Rollout:
 
 
 def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Returns the estimates of each step, and a digest of this process's weights, optimizer and random numbers."""
+    """Return the estimates of each step, and a digest of this process's weights, optimizer and random numbers."""
     case = OPTIONS | case
     policy = model_of(case)
     rollouts = {number: take_rows(rollout_of(number), ROWS) for number in range(1, STEPS + 1)}
@@ -172,7 +172,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
 
 def num_groups() -> int:
-    """Returns how many groups of processes this one knows of."""
+    """Return how many groups of processes this one knows of."""
     return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
 
 
@@ -186,7 +186,7 @@ def digest(trained: list[Any], optimizer: torch.optim.Optimizer) -> str:
 
 
 def worker(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
-    """Trains all cases one after another, as one of the processes, and saves what each returned."""
+    """Train all cases one after another, as one of the processes, and save what each returned."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.get_world_size()

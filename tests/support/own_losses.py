@@ -55,7 +55,7 @@ def some_rewards(completions: list[str], **kwargs: Any) -> list[float | None]:
 
 
 def above_the_others(rewards: Tensor, group: int) -> Tensor:
-    """Returns, one response after another, its reward less the mean of the others'; 0 without any, in float64."""
+    """Return, one response after another, its reward less the mean of the others'; 0 without any, in float64."""
     found = []
     for row, own in enumerate(rewards.tolist()):
         first = row // group * group
@@ -108,7 +108,7 @@ class Replay(GRPOTrainer):
 
 
 def widened(rows: Tensor, shape: torch.Size, name: str) -> Tensor:
-    """Returns rows with as many columns as others have: prompts end, and responses begin, where they did."""
+    """Return rows with as many columns as others have: prompts end, and responses begin, where they did."""
     if rows.ndim == 1:
         return rows
     missing = shape[1] - rows.shape[1]

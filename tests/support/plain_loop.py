@@ -20,7 +20,7 @@ Action = Callable[[Any, torch.optim.Optimizer], object]
 
 
 def rollout_of(number: int) -> Rollout:
-    """Returns what ReplayTrainer is given, padded to its own longest sequence."""
+    """Return what ReplayTrainer is given, padded to its own longest sequence."""
     given = given_rollout(number)
     given.pop("num_items_in_batch")
     width = int(given["completion_mask"].sum(dim=1).max())
@@ -34,7 +34,7 @@ def microbatches(number: int, size: int = MICROBATCH) -> list[Rollout]:
 
 
 def scores_of(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities and entropies of the tokens of the responses."""
+    """Return log-probabilities and entropies of the tokens of the responses."""
     ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
     there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
     logits = model(input_ids=ids, attention_mask=there, use_cache=False).logits
@@ -71,7 +71,7 @@ def train(
     ready: Action = nothing,  # after the last backward, before the probes see the gradient
     late: Action = nothing,  # between the probes and the optimizer
 ) -> list[dict[str, Estimate]]:
-    """Returns the estimates of each step."""
+    """Return the estimates of each step."""
     found = []
     with measured:
         for number in range(1, steps + 1):

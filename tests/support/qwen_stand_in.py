@@ -34,7 +34,7 @@ SMALL = [
 
 @functools.cache
 def taught(temporary: Path) -> Path:
-    """Returns a folder with rows.jsonl, and with the model in bf16 and its tokenizer under model/."""
+    """Return a folder with rows.jsonl, and with the model in bf16 and its tokenizer under model/."""
     folder = temporary / "qwen"
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
@@ -80,7 +80,7 @@ def small_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
 
 
 def teach_the_form(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:
-    """Trains until a response is some digit in answer tags."""
+    """Train until a response is some digit in answer tags."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def on_two_ranks(rank_function: Callable[[int, Callable[[Tensor], Tensor]], Tensor]) -> list[Tensor]:
-    """Returns [rank_function(rank, reduce) for both ranks], run side by side; reduce waits for the other rank's."""
+    """Return [rank_function(rank, reduce) for both ranks], run side by side; reduce waits for the other rank's."""
     barrier, slots = threading.Barrier(2, timeout=20), [torch.empty(0)] * 2
 
     def reduce(rank: int, tensor: Tensor) -> Tensor:

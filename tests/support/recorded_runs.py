@@ -11,7 +11,7 @@ from rl_training.records.jsonl import Records
 
 
 def record_run(folder: Path, steps: Iterable[int], hole: str = "", reason: str = "") -> Path:
-    """Returns the folder of a run measured at `steps`.
+    """Return the folder of a run measured at `steps`.
 
     `reason` makes every estimate nan; `hole` makes those nan that need the step before, at all steps but the first.
     """

@@ -39,7 +39,7 @@ def log_softmax(logits: Sequence[float]) -> list[float]:
 
 
 def prefix_numbers(response: Sequence[int]) -> list[int]:
-    """Returns, for each token of a response, the row of the table it was sampled from."""
+    """Return, for each token of a response, the row of the table it was sampled from."""
     return [PREFIXES.index(tuple(response[:k])) for k in range(len(response))]
 
 
@@ -49,7 +49,7 @@ def sequence_logp(table: Table, response: Sequence[int]) -> float:
 
 
 def exact(table: Table) -> Exact:
-    """Returns H_seq = Σ_t p(t)·(−S(t)), E[T] = Σ_t p(t)·T(t) and their derivatives, over all responses t.
+    """Return H_seq = Σ_t p(t)·(−S(t)), E[T] = Σ_t p(t)·T(t) and their derivatives, over all responses t.
 
     With ∂p = p ∂S and Σ_t ∂p = 0:  ∂H_seq = Σ p·(−S)·∂S,  ∂E[T] = Σ p·T·∂S.
     """
@@ -79,7 +79,7 @@ def surrogate_weights(
     baseline: str = "others",
     ratios: tuple[Ragged, Ragged] | None = None,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Returns (w, u), ragged like `entropies`.
+    """Return (w, u), ragged like `entropies`.
 
     The estimate is the mean over sequences of Σ_k w_k ∂log π(t_k) + u_k ∂h_k.
 
@@ -119,7 +119,7 @@ def surrogate_weights(
 
 
 def prefix_ratios(log_ratios: Ragged) -> tuple[list[list[float]], list[list[float]]]:
-    """Returns the ratios of the tokens before each, and with it, over their means over all responses at its place.
+    """Return the ratios of the tokens before each, and with it, over their means over all responses at its place.
 
     A response that has ended counts in these means with the ratio that it ended with.
     """
@@ -145,7 +145,7 @@ def terms_before(
     rewards_of_others: Sequence[float],
     logps_of_sampler: Sequence[float] | None = None,
 ) -> list[float]:
-    """Returns the terms of one response: H' − H, T' − T, r' − r, the KL divergence, log w.
+    """Return the terms of one response: H' − H, T' − T, r' − r, the KL divergence, log w.
 
     others  entropies after the step of each of the prompt's other responses
     """
@@ -198,7 +198,7 @@ def adamw_step(
     eps: float,
     weight_decay: float,
 ) -> AdamWStep:
-    """Returns the step number `step` + 1 of Loshchilov & Hutter's algorithm 2, scalar by scalar."""
+    """Return the step number `step` + 1 of Loshchilov & Hutter's algorithm 2, scalar by scalar."""
     beta1, beta2 = betas
     t = step + 1
     out = AdamWStep([], [], [], [], [])
@@ -218,14 +218,14 @@ def adamw_step(
 
 
 def mean_of_the_others(folds: Ragged, sizes: Sequence[float], left_out: int) -> list[float]:
-    """Returns the mean over all folds but one, each fold's mean weighted by its size."""
+    """Return the mean over all folds but one, each fold's mean weighted by its size."""
     kept = [k for k in range(len(folds)) if k != left_out]
     total = sum(sizes[k] for k in kept)
     return [sum(sizes[k] * folds[k][i] for k in kept) / total for i in range(len(folds[0]))]
 
 
 def jackknife_stderr(statistic: Callable[[list[float]], float], folds: Ragged) -> float:
-    """Returns √((K−1)/K Σ_l (f_(−l) − mean f_(−·))²), f_(−l) the statistic of the column sums without fold l."""
+    """Return √((K−1)/K Σ_l (f_(−l) − mean f_(−·))²), f_(−l) the statistic of the column sums without fold l."""
     count = len(folds)
     left_out = [
         statistic([sum(folds[k][i] for k in range(count) if k != one_out) for i in range(len(folds[0]))])

@@ -61,7 +61,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather
 
 
 def deepspeed_settings(kind: str) -> dict[str, Any]:
-    """Returns launch/KIND.json; under ZeRO-3 small parameters are cut too, which would otherwise stay whole."""
+    """Return launch/KIND.json; under ZeRO-3 small parameters are cut too, which would otherwise stay whole."""
     settings = json.loads((ROOT / "launch" / f"{kind}.json").read_text(encoding="utf-8"))
     if kind == "zero3":
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -69,7 +69,7 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
 
 
 def ask_for_fsdp2() -> None:
-    """Sets what accelerate's launcher sets for launch/fsdp2.yaml."""
+    """Set what accelerate's launcher sets for launch/fsdp2.yaml."""
     asked = ["--config_file", str(ROOT / "launch" / "fsdp2.yaml"), "--num_processes", "2", "train.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
     env = prepare_multi_gpu_env(arguments)
@@ -124,7 +124,7 @@ class Recorder(Probe):
 
 
 def log_collectives() -> list[int]:
-    """Returns a list that gets the number of elements of every collective that Python asks torch for from now on."""
+    """Return a list that gets the number of elements of every collective that Python asks torch for from now on."""
     sizes: list[int] = []
 
     def logged(original: Any) -> Any:
@@ -141,7 +141,7 @@ def log_collectives() -> list[int]:
 
 
 def probes_of(run: str) -> list[Probe]:
-    """Returns the probes of a run: under FSDP2 those that the host has something of its own for.
+    """Return the probes of a run: under FSDP2 those that the host has something of its own for.
 
     Interventions and token classes are the engine's: parallel/test_sharding.py has them under FSDP2.
     """
@@ -161,7 +161,7 @@ def probes_of(run: str) -> list[Probe]:
 
 
 def train(rank: int, folder: Path, run: str, port: int) -> None:
-    """Trains as process `rank` of a run and writes what it saw."""
+    """Train as process `rank` of a run and write what it saw."""
     kind, processes = run.split("_")[:2]
     world, on_gpus = int(processes), "_gpu" in run
     if world > 1 or kind == "fsdp2":
@@ -234,7 +234,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
 
 
 def whole_weights(trainer: DrGRPOTrainer) -> Any:
-    """Returns a context in which ZeRO-3's weights are gathered."""
+    """Return a context in which ZeRO-3's weights are gathered."""
     if trainer.is_deepspeed_enabled:
         import deepspeed
 

@@ -18,7 +18,7 @@ def of_records(folder: Path) -> dict[tuple[int, str], tuple[float, float]]:
 
 
 def differences(expected: Estimates, found: Estimates, fields: int = 2) -> dict[str, float]:
-    """Returns the largest difference by name, relative to the value or its error: a value near 0 is no scale.
+    """Return the largest difference by name, relative to the value or its error: a value near 0 is no scale.
 
     The addends of forward (delta_h/layer/…, kind, part) may cancel and have no error: theirs is forward's scale. What
     is nan in one is nan in the other.
@@ -42,7 +42,7 @@ def differences(expected: Estimates, found: Estimates, fields: int = 2) -> dict[
 
 
 def too_far(off: Mapping[str, float], limit: float = 1e-5) -> dict[str, float]:
-    """Returns the differences above a limit, ten times as high for noise scale, same-batch product and measured change.
+    """Return the differences above a limit, ten times as high for noise scale, same-batch product and measured change.
 
     Most of |G|² cancels, and norms are fp32's. While Adam's v is young, rounding of the gradient's sum, which depends
     on the processor, is divided by a v that hardly differs from 0. A measured change is between two scorings in fp32.

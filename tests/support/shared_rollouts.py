@@ -9,12 +9,12 @@ ZERO_STEP = 2  # the step at which the second half of the sequences has no advan
 
 
 def of_another_sampler(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Returns log-probabilities of tokens that differ from the policy's by up to a tenth, in a way of each token."""
+    """Return log-probabilities of tokens that differ from the policy's by up to a tenth, in a way of each token."""
     return logps + 0.1 * torch.sin(ids.to(logps))
 
 
 def given_rollout(step: int) -> dict[str, torch.Tensor]:
-    """Returns the sequences of one step: the first half up to L_MAX tokens long, the second half up to 9."""
+    """Return the sequences of one step: the first half up to L_MAX tokens long, the second half up to 9."""
     generator = torch.Generator().manual_seed(step)
     n = PROMPTS * G
     lengths = torch.cat([torch.randint(4, L_MAX + 1, (n // 2,), generator=generator),

@@ -129,7 +129,7 @@ class Twin:
         self.update_without = self.adamw(self.without)
 
     def choose(self, responses: int) -> None:
-        """Sets which responses X is computed from, and for how many each of them stands."""
+        """Set which responses X is computed from, and for how many each of them stands."""
         prompts = self.step.rollout.prompt_index.tolist()
         self.chosen = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
         self.multiplicity = dict.fromkeys(self.chosen, prompts.count(prompts[0]) / responses)

@@ -52,7 +52,7 @@ LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 
 
 
 def every_probe(**simple_options: Any) -> list[Probe]:
-    """Returns one of each, which measures all it can; without those that need eight folds."""
+    """Return one of each, which measures all it can; without those that need eight folds."""
     return [
         SimpleEntropyProbe(per_sequence=True, **simple_options),
         MeasuredStepProbe(),
@@ -70,7 +70,7 @@ def _task() -> Any:
 
 
 def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
-    """Returns what makes trainers that write into a folder: 2 steps of 4 microbatches with 2 prompts x 4 responses."""
+    """Return what makes trainers that write into a folder: 2 steps of 4 microbatches with 2 prompts x 4 responses."""
 
     def make(
         trainer_class: type[GRPOTrainer] = DrGRPOTrainer,
@@ -126,12 +126,12 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
 
 
 def trained_weights(trainer: Any) -> Tensor:
-    """Returns all weights that are trained, as one vector."""
+    """Return all weights that are trained, as one vector."""
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
 
 def logged_numbers(trainer: Any) -> list[dict[str, Any]]:
-    """Returns what has been logged of each step, but for what depends on the clock."""
+    """Return what has been logged of each step, but for what depends on the clock."""
     clock = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
     return [{k: v for k, v in row.items() if not k.endswith(clock)} for row in trainer.state.log_history]
 
@@ -145,7 +145,7 @@ class Ending(NamedTuple):
 
 
 def ending(trainer: GRPOTrainer) -> Ending:
-    """Trains, and returns what came of it."""
+    """Train, and return what came of it."""
     trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     streams = {"torch": torch.random.get_rng_state(), "numpy": torch.tensor(np.random.get_state()[1].astype(np.int64))}
@@ -157,7 +157,7 @@ def ending(trainer: GRPOTrainer) -> Ending:
 
 @functools.cache
 def bare_ending(trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool = False, **settings: Any) -> Ending:
-    """Returns what a training without probes comes to; it is trained once in a process for all tests with its settings.
+    """Return what a training without probes comes to; it is trained once in a process for all tests with its settings.
 
     lora  with an adapter of LoraConfig(**LORA); all else as trainer_maker's trainers take it, and hashable
     """
@@ -167,7 +167,7 @@ def bare_ending(trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool 
 
 
 def differing(one: Ending, other: Ending) -> list[str]:
-    """Returns the names of what is not bitwise the same; empty where probes went unnoticed."""
+    """Return the names of what is not bitwise the same; empty where probes went unnoticed."""
     assert one.weights.keys() == other.weights.keys()
     tensors = [(a.weights | a.random_numbers) for a in (one, other)]
     names = [name for name in tensors[0] if not torch.equal(tensors[0][name], tensors[1][name])]

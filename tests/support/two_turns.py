@@ -47,7 +47,7 @@ OUTCOMES = [
 
 
 def exact(logits: reference.Table, *, of_length: bool) -> tuple[float, list[list[float]]]:
-    """Returns E[−S], or E[T], over all outcomes, and its derivative by each logit, Σ p·x·∂S, S as the policy has it."""
+    """Return E[−S], or E[T], over all outcomes, and its derivative by each logit, Σ p·x·∂S, S as the policy has it."""
     value, derivative = 0.0, [[0.0] * 3 for _ in logits]
     for outcome in OUTCOMES:
         logp = sum(reference.log_softmax(logits[row])[t] for row, t in zip(outcome.rows, outcome.tokens, strict=True))
@@ -61,7 +61,7 @@ def exact(logits: reference.Table, *, of_length: bool) -> tuple[float, list[list
 
 
 def _in_columns(of_outcome: list[tuple[int, ...]]) -> Tensor:
-    """Returns numbers that go with the policy's tokens in the columns where these stand, (outcomes, WIDTH), else 0."""
+    """Return numbers that go with the policy's tokens in the columns where these stand, (outcomes, WIDTH), else 0."""
     table = torch.zeros(len(OUTCOMES), WIDTH, dtype=torch.long)
     for i, (outcome, numbers) in enumerate(zip(OUTCOMES, of_outcome, strict=True)):
         table[i, list(outcome.columns)] = torch.tensor(numbers)
@@ -74,7 +74,7 @@ MASK = _in_columns([(1,) * len(outcome.tokens) for outcome in OUTCOMES])
 
 
 def tables(numbers: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (logps, entropies, mask) of some OUTCOMES, (B, WIDTH), in columns as TRL has them.
+    """Return (logps, entropies, mask) of some OUTCOMES, (B, WIDTH), in columns as TRL has them.
 
     Garbage stands where the policy is silent.
     """
@@ -118,7 +118,7 @@ class Tabular(Policy):
 def step_on(
     logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState], sampler: reference.Table | None = None
 ) -> Step:
-    """Returns the step that Dr-GRPO makes of these outcomes, (prompts · G,).
+    """Return the step that Dr-GRPO makes of these outcomes, (prompts · G,).
 
     sampler  the logits that they were drawn from; None: the policy's
     """
@@ -159,7 +159,7 @@ class Coverage(NamedTuple):
 
 
 def mean_step_without_a_fold(rows: Tensor, state: AdamWState, logits: Tensor) -> Tensor:
-    """Returns the mean over k of the steps that the folds other than k make, (9,): torch's own AdamW, a fold at a time.
+    """Return the mean over k of the steps that the folds other than k make, (9,): torch's own AdamW, a fold at a time.
 
     rows  (K, 9), the gradients of the folds
     """
@@ -179,7 +179,7 @@ def mean_step_without_a_fold(rows: Tensor, state: AdamWState, logits: Tensor) ->
 
 
 def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None) -> Coverage:
-    """Returns what `forward` says of so many batches of 16 prompts at one state of a warm Adam.
+    """Return what `forward` says of so many batches of 16 prompts at one state of a warm Adam.
 
     sampler  the logits of another policy, which they are drawn from
     """

@@ -56,7 +56,7 @@ def keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def save_model(folder: Path) -> Path:
-    """Returns a folder with a random Qwen2 of the tiny alphabet, with heads of 32: vLLM's CPU kernels want that."""
+    """Return a folder with a random Qwen2 of the tiny alphabet, with heads of 32: vLLM's CPU kernels want that."""
     set_seed(0)
     shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(TINY_PATH, **shape)).float()
@@ -70,7 +70,7 @@ def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
 
 
 def is_even(completions: list[str], **columns: Any) -> list[float]:
-    """Returns a reward of 0 or 1 that depends on the text, so that some prompts have zero advantage."""
+    """Return a reward of 0 or 1 that depends on the text, so that some prompts have zero advantage."""
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
@@ -106,7 +106,7 @@ def make_trainer(folder: Path, model: Path, kind: str, probed: bool) -> GRPOTrai
 
 
 def sampled(trainer: GRPOTrainer) -> list[dict[str, torch.Tensor]]:
-    """Returns a list that gets vLLM's and the trainer's log-probabilities of each rollout."""
+    """Return a list that gets vLLM's and the trainer's log-probabilities of each rollout."""
     rollouts: list[dict[str, torch.Tensor]] = []
     original = trainer._generate_and_score_completions
 
@@ -121,7 +121,7 @@ def sampled(trainer: GRPOTrainer) -> list[dict[str, torch.Tensor]]:
 
 
 def forget_what_vllm_sampled_from(trainer: GRPOTrainer) -> None:
-    """Shows probes rollouts as if the trainer's policy had sampled them."""
+    """Show probes rollouts as if the trainer's policy had sampled them."""
     rollouts = trainer.attachment._rollouts
     read = rollouts.read
     rollouts.read = lambda inputs: dataclasses.replace(read(inputs), sampling_logps=None)

@@ -78,7 +78,7 @@ class FilteredBuffer:
         self.start(num_prompts=0)
 
     def start(self, num_prompts: int) -> None:
-        """Forgets everything: a training set of this many prompts, of which nothing is known."""
+        """Forget everything: a training set of this many prompts, of which nothing is known."""
         self._generator = torch.Generator().manual_seed(self.seed)
         self._responses = torch.zeros(num_prompts, dtype=torch.float64)
         self._reward_sums = torch.zeros(num_prompts, dtype=torch.float64)
@@ -104,7 +104,7 @@ class FilteredBuffer:
         return torch.multinomial(weights, num, generator=self._generator).tolist()
 
     def forget(self) -> None:
-        """Discounts past rewards. Call it once per rollout."""
+        """Discount past rewards. Call it once per rollout."""
         decay = 0.5 ** (1 / self.half_life)
         self._responses *= decay
         self._reward_sums *= decay

@@ -202,7 +202,7 @@ def refuse_split_prompts(trainer: GRPOTrainer) -> None:
 
 
 def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
-    """Warns, once, of a step whose microbatches went past the method that is watched."""
+    """Warn, once, of a step whose microbatches went past the method that is watched."""
     if trainer.accelerator.is_main_process:
         logger.warning_once(
             f"{type(trainer).__name__}.training_step makes no use of compute_loss, which is watched: its steps have no "

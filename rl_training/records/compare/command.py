@@ -19,7 +19,7 @@ from rl_training.records.printable import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the report or the comparison that the command line asks for. Raises UserError if it cannot."""
+    """Write the report or the comparison that the command line asks for. Raises UserError if it cannot."""
     parser = argparse.ArgumentParser(prog="rl-training report", description=__doc__)
     parser.add_argument(
         "runs", metavar="RUN", nargs="+",
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _watch(run: Path, seconds: float) -> None:
-    """Writes the page again whenever the run has logged more, until it is interrupted."""
+    """Write the page again whenever the run has logged more, until it is interrupted."""
     from rl_training.records.report import write_report
 
     log, drawn = run / LOGS_FOLDER / METRICS_FILE, -1

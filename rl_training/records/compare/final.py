@@ -61,17 +61,17 @@ class Difference:
 
 
 def last_common_step(group: Group) -> int:
-    """Returns the furthest step that two of the group's runs have reached; of a single run, its last."""
+    """Return the furthest step that two of the group's runs have reached; of a single run, its last."""
     return sorted((member.last_step for member in group.members), reverse=True)[:2][-1]
 
 
 def members_at(group: Group, step: int) -> list[Member]:
-    """Returns the runs of the group that have reached this step."""
+    """Return the runs of the group that have reached this step."""
     return [member for member in group.members if member.last_step >= step]
 
 
 def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate]:
-    """Returns the group's figures at `step` by their labels: those that all of its runs there have.
+    """Return the group's figures at `step` by their labels: those that all of its runs there have.
 
     since  where all runs that these are compared with have begun: no mean is over an earlier step
     """
@@ -85,12 +85,12 @@ def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate
 
 
 def begun(groups: Sequence[Group], step: int) -> int:
-    """Returns the step from which on all runs of these groups that have reached `step` are recorded."""
+    """Return the step from which on all runs of these groups that have reached `step` are recorded."""
     return max(member.run.steps[0] for group in groups for member in members_at(group, step))
 
 
 def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
-    """Returns one run's figures at `step`: means over the last logged steps, sums of a probe, the last evaluation."""
+    """Return one run's figures at `step`: means over the last logged steps, sums of a probe, the last evaluation."""
     measured = run.known("delta_h/cumulative_measured")
     measured = measured[measured.index <= step].drop(origins(run), errors="ignore")  # the 0 that they begin with
     # Of the same steps: an earlier sum is no prediction of a later change.
@@ -110,7 +110,7 @@ def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
 
 
 def compare_groups(groups: Sequence[Group]) -> list[Difference]:
-    """Returns the differences of all pairs of groups; of MANY_GROUPS or more, of each from the first."""
+    """Return the differences of all pairs of groups; of MANY_GROUPS or more, of each from the first."""
     pairs = combinations(groups, 2) if len(groups) < MANY_GROUPS else ((groups[0], other) for other in groups[1:])
     differences = []
     for first, second in pairs:
@@ -125,26 +125,26 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
 
 
 def _mean_until(values: pd.Series[float], step: int, since: int) -> Estimate:
-    """Returns the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
+    """Return the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
     known = values[(values.index >= since) & (values.index <= step)]
     return mean_of(known.tail(min(MAX_WINDOW, max(len(known) // 2, 1))).tolist())
 
 
 def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:
-    """Returns the mean of several runs with the error between them; of shares that are all 0 or 1, one's interval."""
+    """Return the mean of several runs with the error between them; of shares that are all 0 or 1, one's interval."""
     if len({estimate.value for estimate in estimates}) == 1 and all(estimate.interval for estimate in estimates):
         return estimates[0]
     return mean_of([estimate.value for estimate in estimates])
 
 
 def noise_scales(run: Run) -> pd.DataFrame:
-    """Returns the noise scale by step, in prompts, with Fieller's interval; where |G|² was not lost in noise."""
+    """Return the noise scale by step, in prompts, with Fieller's interval; where |G|² was not lost in noise."""
     rows = finite(run.with_interval("gns/noise_scale_prompts"))
     return rows[rows["value"] > 0]
 
 
 def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
-    """Returns 1 / the mean of 1/B over runs, with the interval of that mean turned over: to ∞ where it holds 0.
+    """Return 1 / the mean of 1/B over runs, with the interval of that mean turned over: to ∞ where it holds 0.
 
     Example: of 100 and 300 it is 150.
     """
@@ -154,7 +154,7 @@ def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
 
 
 def since_branching(first: Sequence[Member], second: Sequence[Member], step: int) -> dict[str, Estimate]:
-    """Returns second − first of the changes of entropy since their branching points; nothing where they share no steps.
+    """Return second − first of the changes of entropy since their branching points; nothing where they share no steps.
 
     Several runs are pairs, each of them in one: the mean over pairs, with the error between pairs.
     """
@@ -171,14 +171,14 @@ def since_branching(first: Sequence[Member], second: Sequence[Member], step: int
 
 
 def _measured_since(run: Run, start: int, step: int) -> Estimate:
-    """Returns H(step); the 0 ± 0 by which it has changed at `start`, where the weights of both runs are the same."""
+    """Return H(step); the 0 ± 0 by which it has changed at `start`, where the weights of both runs are the same."""
     if step <= start:
         return Estimate(0.0, 0.0, 1)
     return run.estimates("entropy/token").get(step, NOT_RECORDED)
 
 
 def _predicted_since(run: Run, start: int, step: int) -> Estimate:
-    """Returns the sum of trapezoids of the steps from `start` until before `step`; nan where records lack a part."""
+    """Return the sum of trapezoids of the steps from `start` until before `step`; nan where records lack a part."""
     if step <= start:
         return Estimate(0.0, 0.0, 1)
     sums, forward, backward = (

@@ -65,7 +65,7 @@ class Group:
 
 
 def read_groups(folders: Sequence[str | Path]) -> list[Group]:
-    """Returns the runs of these folders in groups, in the order in which they were named; a folder stands for its runs.
+    """Return the runs of these folders in groups, in the order in which they were named; a folder stands for its runs.
 
     Raises FileNotFoundError where there is no run, and ValueError for records or a configuration that cannot be read.
     """
@@ -80,7 +80,7 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Returns the settings that are not the same in all groups: name → the value in each, ABSENT where it has none."""
+    """Return the settings that are not the same in all groups: name → the value in each, ABSENT where it has none."""
     known = [group.members[0].settings or {} for group in groups]
     names = sorted({name for settings in known for name in settings})
     table = {name: [settings.get(name, ABSENT) for settings in known] for name in names}
@@ -114,7 +114,7 @@ def _read_member(path: Path, name: str) -> Member:
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """Returns the settings of a run by their dotted names. An empty mapping has none: it chooses nothing.
+    """Return the settings of a run by their dotted names. An empty mapping has none: it chooses nothing.
 
     Those of its config.yaml; of a run without one, those that its records hold.
     """
@@ -123,7 +123,7 @@ def _settings(folder: Path) -> dict[str, str]:
 
 
 def _branch(settings: Mapping[str, str], folder: Path) -> tuple[Path, int] | None:
-    """Returns the run and the step that `branch`, a checkpoint folder, names; of the run in `folder`."""
+    """Return the run and the step that `branch`, a checkpoint folder, names; of the run in `folder`."""
     named = settings.get("branch", "None")
     if named == "None":
         return None
@@ -134,14 +134,14 @@ def _branch(settings: Mapping[str, str], folder: Path) -> tuple[Path, int] | Non
 
 
 def _counts(name: str, settings: Mapping[str, str]) -> bool:
-    """Returns whether this setting affects training."""
+    """Return whether this setting affects training."""
     if name in LENGTHS:
         return settings.get("trainer.lr_scheduler_type") != "constant"
     return name.rpartition(".")[2] not in SEEDS and name != "branch" and not name.startswith(NOT_OF_TRAINING)
 
 
 def trunks_of(groups: Sequence[Group]) -> list[Run]:
-    """Returns the runs that these have branched off from, each up to the step where it was; not those compared too."""
+    """Return the runs that these have branched off from, each up to the step where it was; not those compared too."""
     compared = {member.run.folder for group in groups for member in (*group.members, *group.repeats)}
     found: dict[tuple[Path, int], Run] = {}
     for ancestors in (_ancestors(member) for group in groups for member in group.members):
@@ -154,13 +154,13 @@ def trunks_of(groups: Sequence[Group]) -> list[Run]:
 
 
 def common_steps(one: Member, other: Member) -> int:
-    """Returns how many steps two runs have in common: up to where they branch off from each other, or from a third."""
+    """Return how many steps two runs have in common: up to where they branch off from each other, or from a third."""
     steps, others = ({m.run.folder: m.last_step} | _ancestors(m) for m in (one, other))
     return max((min(step, others[run]) for run, step in steps.items() if run in others), default=0)
 
 
 def _ancestors(member: Member) -> dict[Path, int]:
-    """Returns the runs that it goes on from, the nearest first, each with the step where it has left it."""
+    """Return the runs that it goes on from, the nearest first, each with the step where it has left it."""
     steps, branch = {}, member.branch
     while branch is not None and branch[0] not in steps:  # a run that comes from itself was not written by us
         folder, step = branch
@@ -170,7 +170,7 @@ def _ancestors(member: Member) -> dict[Path, int]:
 
 
 def branching_steps(groups: Sequence[Group]) -> list[int]:
-    """Returns the steps at which runs have branched off."""
+    """Return the steps at which runs have branched off."""
     return sorted({member.branch[1] for group in groups for member in group.members if member.branch is not None})
 
 
@@ -184,7 +184,7 @@ def _make_group(letter: str, members: list[Member]) -> Group:
 
 
 def _letter(index: int) -> str:
-    """Returns A, B, …, Z, A2, B2, …"""
+    """Return A, B, …, Z, A2, B2, …"""
     return f"{string.ascii_uppercase[index % 26]}{index // 26 + 1 if index >= 26 else ''}"
 
 
@@ -194,7 +194,7 @@ def _said(name: str, value: str) -> str:
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
-    """Returns a short label that distinguishes each group: its settings, or the names of their first runs."""
+    """Return a short label that distinguishes each group: its settings, or the names of their first runs."""
     differing, known = differences(groups), [group.members[0].settings or {} for group in groups]
     labels = [", ".join(_said(name, settings[name]) for name in differing if name in settings) for settings in known]
     fits = len(set(labels)) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)

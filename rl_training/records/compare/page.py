@@ -40,7 +40,7 @@ Mean = Callable[[Sequence[Estimate]], Estimate]
 
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: str = "") -> tuple[Path, list[str]]:
-    """Returns the path of the page it wrote, and its findings. The page is `out`, or comparison.html in that folder.
+    """Return the path of the page it wrote, and its findings. The page is `out`, or comparison.html in that folder.
 
     pictures  "png" or "svg": the page's charts lie beside it as such files, whose names begin as the page's
 
@@ -80,13 +80,13 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
 
 
 def _by_label(columns: Sequence[dict[str, Estimate]]) -> dict[str, list[Estimate | None]]:
-    """Returns the rows of a table of these columns: None where one lacks the label."""
+    """Return the rows of a table of these columns: None where one lacks the label."""
     labels = dict.fromkeys(label for column in columns for label in column)
     return {label: [column.get(label) for column in columns] for label in labels}
 
 
 def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
-    """Yields the checkpoint with the largest mean reward, for each evaluation that has errors."""
+    """Yield the checkpoint with the largest mean reward, for each evaluation that has errors."""
     for evaluation in sorted(member.run.evaluations):
         by_step = to_estimates(member.run.known("reward", evaluation).dropna(subset=["stderr"]))
         if by_step:
@@ -100,7 +100,7 @@ def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
 
 
 def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
-    """Returns the charts of what any of the groups has."""
+    """Return the charts of what any of the groups has."""
     trunks = trunks_of(groups)
     charts = [
         _overlay(groups, trunks, "reward", _reward, is_share=True),
@@ -133,7 +133,7 @@ def _overlay(
     groups: Sequence[Group], trunks: Sequence[Run], key: str, quantity: Quantity, dotted: Quantity | None = None,
     mean: Mean = final.mean_over_runs, is_share: bool = False, floor: float = 0.0, **words: Any,
 ) -> Chart | None:  # fmt: skip
-    """Returns the chart of the curves of all groups; None when no run has any.
+    """Return the chart of the curves of all groups; None when no run has any.
 
     dotted           drawn beside `quantity`        mean   of several runs at a step
     is_share, floor  those of `framed`              words  for the texts
@@ -159,7 +159,7 @@ def _overlay(
 def _curves(
     group: Group, quantity: Quantity, mean_of_runs: Mean, color: str, stroke: tuple[int, ...], label: str
 ) -> tuple[list[Series], pd.DataFrame]:
-    """Returns the group's mean with its band, thin lines of its runs; and the means."""
+    """Return the group's mean with its band, thin lines of its runs; and the means."""
     runs = {member.name: finite(rows) for member in group.members if len(rows := quantity(member.run))}
     pooled = to_rows(pool([to_estimates(rows) for rows in runs.values()], mean_of_runs))
     mean = finite(pooled)
@@ -171,7 +171,7 @@ def _curves(
 
 
 def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = final.mean_over_runs) -> dict[int, Estimate]:
-    """Returns the mean over runs at each step that all of them have, its error between them; of one run, that run."""
+    """Return the mean over runs at each step that all of them have, its error between them; of one run, that run."""
     if len(runs) < 2:
         return dict(runs[0]) if runs else {}
     return {step: mean([run[step] for run in runs]) for step in sorted(set.intersection(*map(set, runs)))}
@@ -189,7 +189,7 @@ def _entropy(run: Run) -> pd.DataFrame:
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """Returns the (evaluation, metric) that are drawn: those of EVALUATED, and pass@k at the largest k."""
+    """Return the (evaluation, metric) that are drawn: those of EVALUATED, and pass@k at the largest k."""
     known = finite(pd.concat([member.run.table for group in groups for member in group.members]))
     chosen = []
     for evaluation, names in known[~known["source"].isin([METRICS_FILE, PROBES_FILE])].groupby("source")["name"]:

@@ -42,7 +42,7 @@ def branch_commands(run: Run) -> list[str]:
 
 
 def preferred(run: Run) -> list[str]:
-    """Returns what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
+    """Return what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
     named = run.probe("interventions").get("which")
     which = [str(name) for name in named] if isinstance(named, list) else []
     chosen = []

@@ -42,12 +42,12 @@ def read_yaml(text: str) -> Any:
 
 @functools.cache
 def template(name: str) -> Any:
-    """Returns what a file of templates/ holds that needs no filling in."""
+    """Return what a file of templates/ holds that needs no filling in."""
     return read_yaml((files(__package__) / "templates" / name).read_text(encoding="utf-8"))
 
 
 def declared(key: str, words: Mapping[str, Any]) -> Any:
-    """Returns what charts.yaml declares of a chart, with these words in its texts, which are on one line then."""
+    """Return what charts.yaml declares of a chart, with these words in its texts, which are on one line then."""
 
     def filled(node: Any) -> Any:
         if isinstance(node, str) and "{" in node:
@@ -88,14 +88,14 @@ class Series:
 
     @classmethod
     def of_rows(cls, label: str, color: str, rows: pd.DataFrame, mark: str = "", **style: Any) -> Series:
-        """Returns the finite values of a metric's rows as a line over steps, with a band where they have an error."""
+        """Return the finite values of a metric's rows as a line over steps, with a band where they have an error."""
         known = rows[np.isfinite(rows["value"])]
         mark = mark if len(known) <= MOST_MARKS else ""
         return cls(label, color, known.index, known["value"], known["low"], known["high"], mark=mark, **style)
 
     @classmethod
     def cloud(cls, label: str, color: str, mark: str, x: Any, y: Any, times: float = 1.0, **style: Any) -> Series:
-        """Returns points with bars. x, y: rows of a metric, drawn `times` their values and intervals; or places."""
+        """Return points with bars. x, y: rows of a metric, drawn `times` their values and intervals; or places."""
         columns: dict[str, Any] = {}
         for place, rows, ends in (("x", x, ("left", "right")), ("y", y, ("low", "high"))):
             if isinstance(rows, pd.DataFrame):
@@ -106,7 +106,7 @@ class Series:
         return cls(label, color, **columns, line=False, mark=mark, band=False, **style)
 
     def part(self, number: int) -> dict[str, Any]:
-        """Returns what it is drawn as, and its points by column, thinned to MOST_POINTS."""
+        """Return what it is drawn as, and its points by column, thinned to MOST_POINTS."""
         every = max(1, math.ceil(len(self.x) / MOST_POINTS))
         columns = {name: [_rounded(value) for value in list(getattr(self, name))[::every]] for name in COLUMNS}
         styles = {name: getattr(self, name) for name in STYLES}
@@ -114,7 +114,7 @@ class Series:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns a number with DIGITS digits, None where there is none; a name as it is."""
+    """Return a number with DIGITS digits, None where there is none; a name as it is."""
     if isinstance(value, str):
         return value
     number = float(value)
@@ -153,7 +153,7 @@ class Chart:
         return {} if self.facts["is_named"] else _first_by_label([one for one in self.series if not one.text])
 
     def standalone(self) -> dict[str, Any]:
-        """Returns Vega-Lite that holds its data, with a legend: for PNG, SVG and other programs."""
+        """Return Vega-Lite that holds its data, with a legend: for PNG, SVG and other programs."""
         rows = [
             {name: value[number] if isinstance(value, list) else value for name, value in part.items()}
             for part in self.data
@@ -175,7 +175,7 @@ class Section:
 
 
 def _first_by_label(series: Sequence[Series]) -> dict[str, Series]:
-    """Returns the first series of each name."""
+    """Return the first series of each name."""
     labels = [one.label for one in series]
     return {label: series[labels.index(label)] for label in labels}
 
@@ -192,7 +192,7 @@ def draw(
     height: int = HEIGHT,
     **words: Any,
 ) -> Chart:
-    """Returns the chart that charts.yaml calls `key`; without a point in any series, only what is missing.
+    """Return the chart that charts.yaml calls `key`; without a point in any series, only what is missing.
 
     ends    of the y-axis        names   along it, instead of numbers
     rules   straight lines across it, beside those of charts.yaml: "y" and "x", their places
@@ -230,7 +230,7 @@ def draw(
 def axis(
     chosen: Mapping[str, Any], ends: tuple[float, float] | None = None, names: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns Vega-Lite's channel along an axis: numbers, or these names."""
+    """Return Vega-Lite's channel along an axis: numbers, or these names."""
     title = textwrap.wrap(chosen.get("title", ""), TITLE_LENGTH) or None
     shown = {"titleLimit": 0, "labelLimit": 260 if names else 0, **chosen.get("axis", {})}
     facts: dict[str, Any] = {"title": title, "axis": shown}
@@ -243,7 +243,7 @@ def axis(
 
 
 def heatmap(key: str, table: pd.DataFrame, largest: float, missing: Sequence[str] = (), **words: Any) -> Chart:
-    """Returns a chart of cells: a row for each of the table's, a place on x for each column; ± largest saturate."""
+    """Return a chart of cells: a row for each of the table's, a place on x for each column; ± largest saturate."""
     labels = [str(label) for label in table.index]
     rows = [
         Series(label, GREY, list(table.columns), [label] * table.shape[1], low=row, line=False)
@@ -257,14 +257,14 @@ def heatmap(key: str, table: pd.DataFrame, largest: float, missing: Sequence[str
 
 
 def diagonal(clouds: Sequence[Series], label: str = "prediction = truth") -> Series:
-    """Returns the line y = x across these clouds."""
+    """Return the line y = x across these clouds."""
     values = [value for cloud in clouds for value in (*cloud.x, *cloud.y)]
     ends = [min(values), max(values)]
     return Series(label, GREY, ends, ends, dash=(5, 3))
 
 
 def framed(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) -> tuple[float, float]:
-    """Returns the ends of an axis for these rows of metrics: all values and typical bands, for a few wide ones would
+    """Return the ends of an axis for these rows of metrics: all values and typical bands, for a few wide ones would
     press all curves into one line. What is small beside its error stays small.
 
     is_share  it does not go beyond 0 and 1 where no value does

@@ -36,19 +36,19 @@ MOST_ROWS = 40  # of a split; a deep model's layers are in the table of results
 
 
 def write_analyses_page(folder: Path, section: Section) -> Path:
-    """Returns the page that it wrote of the analyses in RUN/offline/NAME; a CSV table lies beside it."""
+    """Return the page that it wrote of the analyses in RUN/offline/NAME; a CSV table lies beside it."""
     table = as_csv(analysis_results(folder))
     return write_page(folder / PAGE_FILE, "analyses.html", {TABLE_FILE: table}, section=section)
 
 
 def analyses_of(run: Run) -> list[Section]:
-    """Returns a section for each name in RUN/offline that has results."""
+    """Return a section for each name in RUN/offline that has results."""
     folders = {path.parents[1] for path in (run.folder / OFFLINE).glob(f"*/*/{RESULT_FILE}")}
     return [describe_analyses(folder, run) for folder in sorted(folders)]
 
 
 def describe_analyses(folder: Path, run: Run | None) -> Section:
-    """Returns what is to be shown of the analyses in a folder: charts of what was varied, and a row per checkpoint.
+    """Return what is to be shown of the analyses in a folder: charts of what was varied, and a row per checkpoint.
 
     run  whose in-loop predictions are drawn beside them
     """
@@ -85,7 +85,7 @@ def _cells(row: Mapping[Any, Any]) -> list[str]:
 
 
 def verdict(step: int, results: Mapping[str, float]) -> str:
-    """Returns the sentence for a step (counted from 1) at which the first order fails; "" where it holds or is unknown.
+    """Return the sentence for a step (counted from 1) at which the first order fails; "" where it holds or is unknown.
 
     It fails where its difference from what was measured on the same sequences is beyond its own error (95 %), and at
     least half of the prediction, or of the prediction's standard error where that is larger: less would not show. A
@@ -132,14 +132,14 @@ def _holds(analysis: Mapping[str, Any]) -> str:
 
 
 def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the core numbers of an analysis for dashboards, under offline/…, without those that are not available."""
+    """Return the core numbers of an analysis for dashboards, under offline/…, without those that are not available."""
     names = ("deltaH1", "deltaH_true", "deltaH_odd", "paired_error", "H_orig", "ESS", "avg_reward")
     results = analysis["results"]
     return {f"offline/{name}": results[name] for name in names if math.isfinite(results.get(name, math.nan))}
 
 
 def _numbers(content: Mapping[str, Any]) -> Chart:
-    """Returns the chart of a result.json: a row for each number with its 95 % interval, per token."""
+    """Return the chart of a result.json: a row for each number with its 95 % interval, per token."""
     known = {
         key: value for key, value in content["results"].items() if isinstance(value, float) and math.isfinite(value)
     }
@@ -157,7 +157,7 @@ def _numbers(content: Mapping[str, Any]) -> Chart:
 
 
 def estimated(table: pd.DataFrame, key: str) -> pd.DataFrame:
-    """Returns the numbers of a column with their 95 % intervals; without, where no error is known."""
+    """Return the numbers of a column with their 95 % intervals; without, where no error is known."""
     value, half = table[key], Z_95 * table.get(f"{key}_se", math.nan)
     return pd.DataFrame({"value": value, "low": value - half, "high": value + half})
 
@@ -191,7 +191,7 @@ def _relative_error(table: pd.DataFrame) -> Chart:
 
 
 def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
-    """Returns slope and R² of log|ΔH| on log η: 1 where the change is of first order.
+    """Return slope and R² of log|ΔH| on log η: 1 where the change is of first order.
 
     >>> slope, fit = log_slope(np.array([0.25, 0.5, 1.0]), np.array([-0.5, -1.0, -2.0]))
     >>> round(slope, 6), round(fit, 6)
@@ -231,7 +231,7 @@ def _evolution(whole: pd.DataFrame, run: Run | None) -> Chart:
 
 
 def _conditioning(content: Mapping[str, Any]) -> Chart:
-    """Returns the chart of δH₁ under other preconditioners."""
+    """Return the chart of δH₁ under other preconditioners."""
     table = pd.DataFrame(content["tables"]["conditioning"])
     kinds = {"same ‖δθ‖": ("delta_h1", BLUE, "circle"), "same gain in reward": ("delta_h1_same_gain", ORANGE, "square")}
     series = [

@@ -25,7 +25,7 @@ HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
 
 
 def draw_figures(run: Run) -> list[Chart]:
-    """Returns the charts of this run. Of what cannot be drawn there is only why."""
+    """Return the charts of this run. Of what cannot be drawn there is only why."""
     drawn = [_reward(run), _entropy(run), _delta_h(run), *_calibration(run)]
     if len(run.measured("delta_h/part/momentum")):
         drawn += [_causes(run), _layers(run)]
@@ -45,7 +45,7 @@ def draw_figures(run: Run) -> list[Chart]:
 
 
 def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float = 0.0) -> list[Series]:
-    """Returns values as points with error bars; of very many points, the running mean."""
+    """Return values as points with error bars; of very many points, the running mean."""
     known = finite(rows)
     if len(known) > MAX_BARS:
         return dots(known["value"], color, mark, label, label)
@@ -53,7 +53,7 @@ def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float 
 
 
 def dots(values: pd.Series[float], color: str, mark: str, label: str, mean: str) -> list[Series]:
-    """Returns values as dots and, of many, their running mean, labelled `mean`."""
+    """Return values as dots and, of many, their running mean, labelled `mean`."""
     window = running_window(len(values))
     smooth = len(values) >= 2 * window
     cloud = Series.cloud(label, color, mark, values.index, values, faint=0.35 if smooth else 1)
@@ -62,7 +62,7 @@ def dots(values: pd.Series[float], color: str, mark: str, label: str, mean: str)
 
 
 def running_window(num_values: int) -> int:
-    """Returns the odd number of values in a running mean: 5, in a long run about a twentieth of it."""
+    """Return the odd number of values in a running mean: 5, in a long run about a twentieth of it."""
     return max(5, num_values // 20 // 2 * 2 + 1)
 
 
@@ -74,7 +74,7 @@ def _declared(
     without: Sequence[str] = (),
     **words: Any,
 ) -> Chart:
-    """Returns a chart whose series charts.yaml names: lines with bands, without some, after further series."""
+    """Return a chart whose series charts.yaml names: lines with bands, without some, after further series."""
     chart = charts.declared(key, words)
     looks = chart["series"]
     quantities = {label: run.measured(look["metric"], source) for label, look in looks.items()}
@@ -132,7 +132,7 @@ def _delta_h(run: Run) -> Chart:
 
 
 def _calibration(run: Run) -> list[Chart]:
-    """Returns the chart of each step's true change of entropy against forward; none where no truth was measured."""
+    """Return the chart of each step's true change of entropy against forward; none where no truth was measured."""
     forward, true = run.known("delta_h/forward"), run.known("delta_h/true")
     steps = forward.index.intersection(true.index)
     if steps.empty:
@@ -184,7 +184,7 @@ def _noise_scale(run: Run) -> Chart:
 
 
 def _predictors(run: Run) -> Chart:
-    """Returns the chart of delta_h/forward and −Cov(log π, A) of each step against the measured change."""
+    """Return the chart of delta_h/forward and −Cov(log π, A) of each step against the measured change."""
     truth, source = findings.measured_changes(run)
     looks = {"forward": ("delta_h/forward", BLUE, "circle"),
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip

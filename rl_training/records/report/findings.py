@@ -32,7 +32,7 @@ OF_A_STEP = 3  # sequences shown, of different prompts
 
 
 def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
-    """Returns the known values of a metric of probe `measured`, each divided by the steps that it is of."""
+    """Return the known values of a metric of probe `measured`, each divided by the steps that it is of."""
     rows = run.known(name)
     steps = run.measured("measured/steps")["value"].reindex(rows.index)
     return finite(rows.assign(**{column: rows[column] / steps for column in ("value", "stderr", "low", "high")}))
@@ -52,14 +52,14 @@ def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:
 
 
 def ends_of(values: pd.Series[float]) -> list[tuple[float, int, int]]:
-    """Returns (mean, first step, last step) of the first few values and of the last few; of one value, one."""
+    """Return (mean, first step, last step) of the first few values and of the last few; of one value, one."""
     window = min(MAX_WINDOW, max(len(values) // 2, 1))
     parts = (values.iloc[:window], values.iloc[window:].tail(window))
     return [(part.mean(), part.index[0], part.index[-1]) for part in parts if len(part)]
 
 
 def naive_of(run: Run) -> pd.DataFrame:
-    """Returns the naive product's sum at each measured step s, to be held against the cumulative estimates there,
+    """Return the naive product's sum at each measured step s, to be held against the cumulative estimates there,
 
         naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0:
 
@@ -87,24 +87,24 @@ def naive_of(run: Run) -> pd.DataFrame:
 
 
 def origins(run: Run) -> list[int]:
-    """Returns the steps at which the cumulative sums are exactly 0: the first batch, and where a probe began anew."""
+    """Return the steps at which the cumulative sums are exactly 0: the first batch, and where a probe began anew."""
     sums = run.measured("delta_h/cumulative_measured")
     return sums.index[(sums["value"] == 0) & (sums["stderr"] == 0)].to_list()
 
 
 def goes_on(run: Run) -> bool:
-    """Says whether the cumulative sums began in another run, which this one has branched off from."""
+    """Say whether the cumulative sums began in another run, which this one has branched off from."""
     return not origins(run) and not run.known("delta_h/cumulative_measured").empty
 
 
 def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
-    """Returns the rewards on prompts that training never sees, for each way in which they were measured."""
+    """Return the rewards on prompts that training never sees, for each way in which they were measured."""
     found = {f"evaluation {name}": run.known("reward", name) for name in (IN_TRAINING, *run.evaluations)}
     return {label: rows for label, rows in found.items() if len(rows)}
 
 
 def measured_changes(run: Run) -> tuple[pd.Series[float], str]:
-    """Returns the measured change by each step's update, and what it was measured on."""
+    """Return the measured change by each step's update, and what it was measured on."""
     true = run.values("delta_h/true")
     if len(true) >= MIN_POINTS:
         return true, "change on separate sequences"
@@ -114,12 +114,12 @@ def measured_changes(run: Run) -> tuple[pd.Series[float], str]:
 
 
 def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Returns the values times the factor of the least squares to the truth."""
+    """Return the values times the factor of the least squares to the truth."""
     return values * (truth @ values) / (values @ values)
 
 
 def token_classes(run: Run) -> tuple[list[list[str]], int]:
-    """Returns the table of the classes that have tokens, by the last running means; and how many steps these are of."""
+    """Return the table of the classes that have tokens, by the last running means; and how many steps these are of."""
     rows, steps = [], 0
     for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.names()) if match):
         metric = f"tokens/{kind}/{name}"
@@ -134,7 +134,7 @@ def token_classes(run: Run) -> tuple[list[list[str]], int]:
 
 
 def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
-    """Returns the first responses to the first prompts of a few recorded steps; none where none were recorded."""
+    """Return the first responses to the first prompts of a few recorded steps; none where none were recorded."""
     found: dict[int, dict[int, Mapping[str, Any]]] = {}
     for row in iterate_rollouts(run.folder / LOGS_FOLDER):
         rows = found.setdefault(int(row["step"]), {})
@@ -145,7 +145,7 @@ def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
 
 
 def gaps(run: Run) -> list[Any]:
-    """Returns the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps.
+    """Return the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps.
 
     With reason, `what` is missing for it ("value" or "error bar"), names, first_step and num_steps.
     """
@@ -163,7 +163,7 @@ def gaps(run: Run) -> list[Any]:
 
 
 def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
-    """Returns (name, mean, largest, number) of each `probe_cost/` metric at the steps that were measured."""
+    """Return (name, mean, largest, number) of each `probe_cost/` metric at the steps that were measured."""
     costs = finite(run.table[(run.table["source"] == METRICS_FILE) & run.table["name"].str.startswith("probe_cost/")])
     table = costs.groupby("name", sort=False)["value"].agg(["mean", "max", "count"])
     return [(str(name), *row) for name, *row in table.itertuples()]

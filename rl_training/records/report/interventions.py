@@ -163,7 +163,7 @@ def _at_price(effect: Effect) -> str:
 
 
 def certain_order(effects: Sequence[Effect], name: str) -> str:
-    """Returns the sentence that says how certain the order of their prices is; "" of fewer than two known ones.
+    """Return the sentence that says how certain the order of their prices is; "" of fewer than two known ones.
 
     Two whose 95 % intervals do not overlap differ. What they share of the noise makes that a cautious answer.
     """
@@ -180,7 +180,7 @@ def certain_order(effects: Sequence[Effect], name: str) -> str:
 
 
 def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
-    """Returns how many more measured steps would make its present value significant, and the most that count.
+    """Return how many more measured steps would make its present value significant, and the most that count.
 
     None where more would be needed than the mean remembers.
     """
@@ -211,7 +211,7 @@ def _cells(effect: Effect) -> list[str]:
 
 
 def plane(effects: Sequence[Effect]) -> Chart:
-    """Returns the chart: each intervention is a cross of two bars, with its name; the step as it is lies at 0, 0.
+    """Return the chart: each intervention is a cross of two bars, with its name; the step as it is lies at 0, 0.
 
     Unknown and exactly zero changes are not drawn.
     """

@@ -50,14 +50,14 @@ PAGES = ENVIRONMENT.overlay(autoescape=True)
 
 
 def write_page(page: Path, name: str, beside: Mapping[str, bytes] | None = None, **values: Any) -> Path:
-    """Returns the path of the page that it wrote of this template, with the files `beside` it, by their names."""
+    """Return the path of the page that it wrote of this template, with the files `beside` it, by their names."""
     files = {page.with_name(own): content for own, content in (beside or {}).items()}
     write_atomically({**files, page: render(name, **values).encode()})
     return page
 
 
 def render(name: str, script: str = "", **values: Any) -> str:
-    """Returns the page of this template, with its list of contents; whatever is put into it is escaped.
+    """Return the page of this template, with its list of contents; whatever is put into it is escaped.
 
     script  that it runs instead of what draws charts: a file of templates/
     """
@@ -76,7 +76,7 @@ def _csp_hash(text: str) -> str:
 
 
 def _as_json(value: Any) -> Markup:
-    """Returns JSON that may stand in a script: a name in it may contain "</script>"."""
+    """Return JSON that may stand in a script: a name in it may contain "</script>"."""
     return Markup(json.dumps(all_printable(value), separators=(",", ":")).replace("<", "\\u003c"))
 
 
@@ -84,7 +84,7 @@ PAGES.filters["as_json"], PAGES.globals["marks"] = _as_json, STROKES
 
 
 def _with_contents(page: str) -> str:
-    """Returns the page with numbered headings, and a link to each where the template asks for them."""
+    """Return the page with numbered headings, and a link to each where the template asks for them."""
     links: list[str] = []
 
     def numbered(heading: re.Match[str]) -> str:
@@ -97,7 +97,7 @@ def _with_contents(page: str) -> str:
 
 
 def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
-    """Returns a picture of each chart that has something to draw, black on white, by the name of its file.
+    """Return a picture of each chart that has something to draw, black on white, by the name of its file.
 
     kind  one of KINDS; "": none
     """
@@ -113,7 +113,7 @@ def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
 
 
 def javascript() -> str:
-    """Returns the JavaScript of Vega, Vega-Lite and vega-embed, which vl-convert holds; kept in the user's cache.
+    """Return the JavaScript of Vega, Vega-Lite and vega-embed, which vl-convert holds; kept in the user's cache.
 
     Putting it together takes vl-convert two seconds.
     """

@@ -51,7 +51,7 @@ class Run:
         return settings_in(self.folder)
 
     def probe(self, name: str) -> dict[str, Any]:
-        """Returns the settings of a probe."""
+        """Return the settings of a probe."""
         return _mapping(_mapping(self.settings.get("probes")).get(name))
 
     @property
@@ -74,28 +74,28 @@ class Run:
         return [source for source in sources if source not in (METRICS_FILE, PROBES_FILE, IN_TRAINING)]
 
     def measured(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
-        """Returns this metric's rows by step; none where it was not recorded."""
+        """Return this metric's rows by step; none where it was not recorded."""
         return self.table.iloc[self.places.get((source, name), [])].set_index("step")
 
     def known(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
-        """Returns those of this metric's rows whose value is finite."""
+        """Return those of this metric's rows whose value is finite."""
         return finite(self.measured(name, source))
 
     def estimates(self, name: str, source: str = PROBES_FILE) -> dict[int, Estimate]:
-        """Returns this metric by step as estimates, for statistics."""
+        """Return this metric by step as estimates, for statistics."""
         return to_estimates(self.measured(name, source))
 
     def last(self, name: str) -> Estimate | None:
-        """Returns the last of this metric's finite values as an estimate; None where there is none."""
+        """Return the last of this metric's finite values as an estimate; None where there is none."""
         return last_of(self.known(name))
 
     def measured_steps(self, name: str) -> int:
-        """Returns how many measured steps are behind the last of this metric's running means."""
+        """Return how many measured steps are behind the last of this metric's running means."""
         known = self.known(name)["measured_steps"]
         return 0 if known.empty or not math.isfinite(known.iloc[-1]) else int(known.iloc[-1])
 
     def with_interval(self, name: str) -> pd.DataFrame:
-        """Returns this metric's rows with the intervals that are recorded beside them, NAME_low and NAME_high."""
+        """Return this metric's rows with the intervals that are recorded beside them, NAME_low and NAME_high."""
         rows = self.measured(name)
         low, high = (self.measured(f"{name}_{end}")["value"].reindex(rows.index) for end in ("low", "high"))
         beside = low.notna() & high.notna()
@@ -103,15 +103,15 @@ class Run:
         return rows.assign(**ends, is_interval=beside | rows["is_interval"])
 
     def values(self, name: str, source: str = PROBES_FILE) -> pd.Series[float]:
-        """Returns the finite values of this metric by step."""
+        """Return the finite values of this metric by step."""
         return self.known(name, source)["value"]
 
     def logged(self, name: str) -> pd.Series[float]:
-        """Returns this metric of metrics.jsonl by step, where it is a finite number."""
+        """Return this metric of metrics.jsonl by step, where it is a finite number."""
         return self.values(name, METRICS_FILE)
 
     def token_entropy(self) -> pd.Series[float]:
-        """Returns token entropy by step, nats: as a probe measured it, else as the trainer logged it."""
+        """Return token entropy by step, nats: as a probe measured it, else as the trainer logged it."""
         measured = self.values("entropy/token")
         return measured if len(measured) else self.logged("entropy")
 
@@ -122,13 +122,13 @@ class Run:
         return max([self.steps[-1], *self.table["step"].unique().tolist(), *saved])
 
     def until(self, step: int) -> Run:
-        """Returns its records up to this step."""
+        """Return its records up to this step."""
         steps = [logged for logged in self.steps if logged <= step]
         return replace(self, steps=steps, table=self.table[self.table["step"] <= step])
 
 
 def read_run(folder: Path) -> Run:
-    """Returns the records of the run in `folder`.
+    """Return the records of the run in `folder`.
 
     Raises FileNotFoundError when there are none, and ValueError, naming the file, when they cannot be read, or a link
     leads out of the run.
@@ -154,7 +154,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_config(folder: Path) -> str | None:
-    """Returns the text of a run's config.yaml, for people: secrets are masked; None when there is none."""
+    """Return the text of a run's config.yaml, for people: secrets are masked; None when there is none."""
     config = folder / CONFIG_FILE
     if not config.is_file():
         return None
@@ -164,7 +164,7 @@ def read_config(folder: Path) -> str | None:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Returns what a run's config.yaml holds, secrets masked; nothing where it holds no settings.
+    """Return what a run's config.yaml holds, secrets masked; nothing where it holds no settings.
 
     Raises ValueError when it cannot be read.
     """
@@ -189,12 +189,12 @@ def _mapping(node: Any) -> dict[str, Any]:
 
 
 def finite(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows whose value is finite."""
+    """Return the rows whose value is finite."""
     return rows[np.isfinite(rows["value"])]
 
 
 def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
-    """Returns the estimates of these rows by step."""
+    """Return the estimates of these rows by step."""
     columns = rows[["value", "stderr", "num_samples", "reason", "is_interval", "low", "high"]]
     return {
         int(step): Estimate(value, stderr, int(num), reason, interval=(low, high) if is_interval else None)
@@ -203,7 +203,7 @@ def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
 
 
 def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
-    """Returns a row for each estimate, as `Run.measured` does."""
+    """Return a row for each estimate, as `Run.measured` does."""
     rows = [
         (e.value, e.stderr, e.num_samples, *e.bounds(), e.interval is not None, e.reason) for e in estimates.values()
     ]
@@ -216,7 +216,7 @@ def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
 
 
 def last_of(rows: pd.DataFrame) -> Estimate | None:
-    """Returns the last of these rows as an estimate; None of no row."""
+    """Return the last of these rows as an estimate; None of no row."""
     return next(iter(to_estimates(rows.tail(1)).values()), None)
 
 
@@ -232,7 +232,7 @@ def ending_reason(rows: pd.DataFrame) -> str:
 
 
 def what_is_missing(quantities: Mapping[str, pd.DataFrame], values: bool = True, bands: bool = True) -> list[str]:
-    """Returns a line for each reason why quantities are not in a chart, or not to its end, or have no error bar."""
+    """Return a line for each reason why quantities are not in a chart, or not to its end, or have no error bar."""
     ends: dict[str, list[str]] = {}
     for label, rows in quantities.items():
         ends.setdefault(ending_reason(rows), []).append(label)

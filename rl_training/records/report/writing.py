@@ -13,7 +13,7 @@ ROUNDING = 1e-6  # of a number and its interval together: nobody acts on less, a
 
 
 def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0) -> str:
-    """Returns value ± half of the 95 % interval, with two digits of the latter, times a factor; MISSING without one.
+    """Return value ± half of the 95 % interval, with two digits of the latter, times a factor; MISSING without one.
 
     Of an interval that is not symmetric: value (low … high).
     """
@@ -35,7 +35,7 @@ def milli(estimate: Estimate | None) -> str:
 
 
 def plus_minus(value: float, half: float, sign: str = "") -> str:
-    """Returns value ± half, with two digits of `half`; the value alone where that is 0 or not known.
+    """Return value ± half, with two digits of `half`; the value alone where that is 0 or not known.
 
     >>> plus_minus(1.8234, 0.2618, "+")
     '+1.82 ± 0.26'
@@ -48,7 +48,7 @@ def plus_minus(value: float, half: float, sign: str = "") -> str:
 
 
 def normal_milli(value: float, stderr: float) -> str:
-    """Returns a change in thousandths, with its sign ± 1.96 standard errors; MISSING without a value.
+    """Return a change in thousandths, with its sign ± 1.96 standard errors; MISSING without a value.
 
     >>> normal_milli(-1.5e-3, 1e-4)
     '-1.50 ± 0.20'
@@ -68,7 +68,7 @@ def _near_0(times: float) -> str:
 
 
 def short(value: Any) -> str:
-    """Returns a number with three digits; a text or a whole number as it is, MISSING for nan.
+    """Return a number with three digits; a text or a whole number as it is, MISSING for nan.
 
     >>> short(0.5), short(-0.00012345), short(7), short(float("nan"))
     ('0.500', '-1.23e-4', '7', '–')
@@ -83,7 +83,7 @@ def short(value: Any) -> str:
 
 
 def _decimals(half: float) -> int:
-    """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
+    """Return how many decimals say two digits of a half width: the rest of the value is noise."""
     return max(0, 1 - math.floor(math.log10(half))) if math.isfinite(half) else 0
 
 

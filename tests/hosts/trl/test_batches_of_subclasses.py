@@ -57,7 +57,7 @@ class SeenRewards(Seen):
 
 
 def measured(trainer: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Returns the estimates of the last step, and all steps as probes see them, with the rewards that rows have."""
+    """Return the estimates of the last step, and all steps as probes see them, with the rewards that rows have."""
     seen = SeenRewards(trainer)
     with attach(trainer, probes=[*probes(), seen], whole_prompts=True) as attachment:
         trainer.train()
@@ -181,7 +181,7 @@ def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None
 
 
 def with_logps(make_trainer: Any, change: Any) -> Any:
-    """Returns a trainer whose batch has log-probabilities under TRL's old key: the policy's own, changed."""
+    """Return a trainer whose batch has log-probabilities under TRL's old key: the policy's own, changed."""
 
     class Handed(Replay):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:

@@ -404,7 +404,7 @@ def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options
 
 
 def one_rank(rank: int, folder: Path) -> None:
-    """Writes FOLDER/<run>_<rank>.pt for each run; in `one_sided` all responses of rank 1 get the same reward."""
+    """Write FOLDER/<run>_<rank>.pt for each run; in `one_sided` all responses of rank 1 get the same reward."""
     for run in ("one_sided", "both"):
         asked, rollouts = Asked(0.0 if (run, rank) == ("one_sided", 1) else None), Rollouts()
         buffer = FilteredBuffer(max_attempts=3, seed=11)

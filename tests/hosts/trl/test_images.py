@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 def seeing() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """Returns the tiny model as the language model of a LLaVA whose eyes are random, in float64, and its processor."""
+    """Return the tiny model as the language model of a LLaVA whose eyes are random, in float64, and its processor."""
     policy, tokenizer = load_tiny()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})

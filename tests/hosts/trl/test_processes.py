@@ -60,7 +60,7 @@ def saved(runs: Path, run: str, rank: int = 0) -> dict[str, Any]:
 
 
 def estimates(runs: Path, run: str, *, fresh: bool = False) -> dict[tuple[int, str], tuple[float, float]]:
-    """Returns what is estimated from the given rollouts, or from responses that a run samples itself."""
+    """Return what is estimated from the given rollouts, or from responses that a run samples itself."""
     found = of_records(runs / run / "logs")
     return {key: row for key, row in found.items() if key[1].startswith(FRESH) == fresh and "halves_at" not in key[1]}
 
@@ -80,7 +80,7 @@ def of_kind(step: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]
 
 
 def joined_steps(runs: Path, run: str) -> list[dict[str, torch.Tensor]]:
-    """Returns the steps of two processes, each of which keeps a part of the flat tensors, one after the other."""
+    """Return the steps of two processes, each of which keeps a part of the flat tensors, one after the other."""
     pairs = zip(saved(runs, run, 0)["steps"], saved(runs, run, 1)["steps"], strict=True)
     return [{name: torch.cat([part, second[name]]) for name, part in first.items()} for first, second in pairs]
 

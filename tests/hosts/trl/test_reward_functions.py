@@ -77,7 +77,7 @@ GIVEN = {"prompts": ["1", "2"], "completions": ["a", "b"], "completion_ids": [[1
 
 
 def named(function: Any, name: str) -> Any:
-    """Returns the function as a trainer with probes has it."""
+    """Return the function as a trainer with probes has it."""
     (changed,) = named_rewards(SimpleNamespace(reward_funcs=[function], reward_func_names=[name]))  # type: ignore[arg-type]
     return changed
 

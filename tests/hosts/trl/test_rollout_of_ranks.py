@@ -28,7 +28,7 @@ def sampled_as_scored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int = 4) -> Rollouts:
-    """Returns the rollouts of a trainer, of which nothing is there but what they ask for."""
+    """Return the rollouts of a trainer, of which nothing is there but what they ask for."""
     trainer: Any = SimpleNamespace(
         reward_weights=torch.tensor([2.0, 0.5]), accelerator=SimpleNamespace(process_index=rank, num_processes=2),
         args=SimpleNamespace(
@@ -42,7 +42,7 @@ def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int
 
 
 def batch(size: int) -> dict[str, Any]:
-    """Returns TRL's output with so many sequences of one token."""
+    """Return TRL's output with so many sequences of one token."""
     ones = torch.ones(size, 1, dtype=torch.long)
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     return {**dict.fromkeys(names, ones), "advantages": torch.zeros(size)}
@@ -73,7 +73,7 @@ def test_a_prompt_whose_responses_lie_on_two_processes_is_one(rank: int, expecte
 
 
 def output_of(rows: list[tuple[int, int]], **more: Any) -> dict[str, Any]:
-    """Returns TRL's output of rows with a prompt of one token and a response of one."""
+    """Return TRL's output of rows with a prompt of one token and a response of one."""
     prompts, completions = (torch.tensor(column).unsqueeze(1) for column in zip(*rows, strict=True))
     ones = torch.ones_like(prompts)
     batch = {"prompt_ids": prompts, "prompt_mask": ones, "completion_ids": completions, "completion_mask": ones}
@@ -81,7 +81,7 @@ def output_of(rows: list[tuple[int, int]], **more: Any) -> dict[str, Any]:
 
 
 def begun(rollouts: Rollouts, rows: list[tuple[int, int]], of_batch: list[tuple[int, int]], **more: Any) -> Any:
-    """Begins with this batch of a rollout in which these rows were generated; returns how it is read."""
+    """Begin with this batch of a rollout in which these rows were generated; returns how it is read."""
     rollouts._generated.add([[prompt] for prompt, _ in rows], [[response] for _, response in rows], None)
     rollouts._generated.reward([float(number) for number in range(len(rows))])
     output = output_of(of_batch, **more)

@@ -59,7 +59,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def as_made(args: Any, model: Any, **settings: Any) -> Any:
-    """Returns what TRL's trainer keeps of the settings of sampling."""
+    """Return what TRL's trainer keeps of the settings of sampling."""
     args = SimpleNamespace(**{**vars(args), **settings})
     own = {key: getattr(args, key) for key in SAMPLING}
     kept = own | {"do_sample": True} | (args.generation_kwargs or {})

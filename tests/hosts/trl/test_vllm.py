@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 @functools.cache
 def run(kind: str, processes: int = 1) -> dict[str, Any]:
-    """Returns what tests/support/vllm_runs.py has found."""
+    """Return what tests/support/vllm_runs.py has found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -23,7 +23,7 @@ from verl.utils import distributed
 
 
 def device_module() -> types.ModuleType:
-    """Returns torch.cpu with what verl asks an accelerator's module for: memory counters that say 0."""
+    """Return torch.cpu with what verl asks an accelerator's module for: memory counters that say 0."""
     module = types.ModuleType("torch.cpu for verl")
     module.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")})
     counters = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")

@@ -109,13 +109,13 @@ KEPT: list[dict[str, Any]] = []
 
 
 def nested(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Returns the entries under a mask, row by row, as verl's trainer hands them on."""
+    """Return the entries under a mask, row by row, as verl's trainer hands them on."""
     rows = [row[kept] for row, kept in zip(tensor, mask.bool(), strict=True)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
-    """Returns this rank's share of a rollout in verl's form; uids are the numbers of prompts."""
+    """Return this rank's share of a rollout in verl's form; uids are the numbers of prompts."""
     rollout = given_rollout(step)
     share = PROMPTS * G // world
     own = {n: v[rank * share : (rank + 1) * share] for n, v in rollout.items() if n != "num_items_in_batch"} | changes
@@ -138,7 +138,7 @@ def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
 
 
 def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
-    """Returns verl's worker with a fresh engine in it."""
+    """Return verl's worker with a fresh engine in it."""
     model_config = HFModelConfig(
         path=str(model), load_tokenizer=False, use_remove_padding=run.get("packed", False),
         enable_gradient_checkpointing=run.get("checkpointing", False), lora_rank=run.get("lora", 0),
@@ -172,7 +172,7 @@ def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
 
 
 def settings(folder: Path, step: int, run: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the trainer would say of this rollout."""
+    """Return what the trainer would say of this rollout."""
     return {
         "probes": run.get("probes", FEW), "folder": str(folder / "logs"), "rollouts_every": 1,
         "responses_per_prompt": G, "rollout": step, "fresh": True,
@@ -182,7 +182,7 @@ def settings(folder: Path, step: int, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], about: dict[str, Any] | None) -> Any:
-    """Returns verl's metrics of the steps on one rollout."""
+    """Return verl's metrics of the steps on one rollout."""
     common = {"temperature": 1.0, "calculate_entropy": run.get("calculate_entropy", False)}
     tensordict_utils.assign_non_tensor(data, **common, force_group_size=run.get("group", 1))
     scored = data.clone()
@@ -210,7 +210,7 @@ def whole_weights(worker: TrainingWorker) -> dict[str, Tensor]:
 
 
 def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
-    """Returns what a run leaves on this rank."""
+    """Return what a run leaves on this rank."""
     kind = name.removesuffix("_bare")
     run, rank, world = RUNS[kind], dist.get_rank(), dist.get_world_size()
     KEPT.clear()

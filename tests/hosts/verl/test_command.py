@@ -30,7 +30,7 @@ SETTINGS = [
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Returns a function that gives the settings with which verl's loop would be started by these arguments."""
+    """Return a function that gives the settings with which verl's loop would be started by these arguments."""
     started: list[Any] = []
     monkeypatch.setattr(command, "run_ppo", lambda config, task_runner_class: started.append(config))
     monkeypatch.chdir(tmp_path)
@@ -95,6 +95,6 @@ def test_what_the_command_imports_of_verl_s_own_extras_comes_with_ours() -> None
 
 
 def names_of(lines: Iterable[str], extra: str = "") -> set[str]:
-    """Returns the names of requirements: those without an extra, or of one."""
+    """Return the names of requirements: those without an extra, or of one."""
     found = [line for line in lines if line and ('extra == "' in line) == bool(extra) and extra in line]
     return {canonicalize_name(Requirement(line).name) for line in found}

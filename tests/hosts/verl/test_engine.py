@@ -41,7 +41,7 @@ TOGETHER = ["plain", "sync_each", "all_at_once"]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of all runs, of one process and of two: both are launched at once."""
+    """Return the folder of all runs, of one process and of two: both are launched at once."""
     folder = tmp_path_factory.mktemp("verl")
     load_tiny()[0].save_pretrained(folder / "model")
     with_and_without = {"1": [f"{name}_bare" for name in ALONE[:-3]], "2": [f"{name}_bare" for name in TOGETHER]}
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks(folder: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Returns what each rank of a run has left, by the run's name and its number of processes."""
+    """Return what each rank of a run has left, by the run's name and its number of processes."""
 
     def read(name: str) -> list[dict[str, Any]]:
         return [torch.load(path, weights_only=False) for path in sorted((folder / name).glob("[01].pt"))]
@@ -98,7 +98,7 @@ def test_prompts_of_different_processes_have_different_numbers(ranks: Callable[.
 
 
 def estimates_of_a_plain_loop(other_sampler: bool) -> list[dict[str, Any]]:
-    """Returns the estimates of the same steps in a plain loop: the same weights, rollouts and optimizer."""
+    """Return the estimates of the same steps in a plain loop: the same weights, rollouts and optimizer."""
     model, _ = load_tiny()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.1)

@@ -18,12 +18,12 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Returns the reward: how many different letters the response has."""
+    """Return the reward: how many different letters the response has."""
     return len(set(solution_str)) / 12
 
 
 def make_inputs(folder: Path) -> None:
-    """Writes a tiny random model, its tokenizer and a set of prompts."""
+    """Write a tiny random model, its tokenizer and a set of prompts."""
     import pandas
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -49,7 +49,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def settings(folder: Path, processes: int) -> list[str]:
-    """Returns verl's settings: Dr-GRPO on 8 prompts of 4 responses a step."""
+    """Return verl's settings: Dr-GRPO on 8 prompts of 4 responses a step."""
     fsdp = f"{ACTOR}.fsdp_config"
     return [
         f"data.train_files={folder}/data.parquet", f"data.val_files={folder}/data.parquet", "data.train_batch_size=8",
@@ -86,7 +86,7 @@ def environment() -> dict[str, str]:
 
 
 def run(folder: Path, processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """Returns the finished command."""
+    """Return the finished command."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         make_inputs(folder)
