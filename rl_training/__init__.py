@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rl_training.hosts.trl.trainer import DrGRPOConfig as DrGRPOConfig
     from rl_training.hosts.trl.trainer import DrGRPOTrainer as DrGRPOTrainer
     from rl_training.job.run.offline_probe import OfflineEntropyProbe as OfflineEntropyProbe
+    from rl_training.job.run.own_evaluation import evaluate as evaluate
     from rl_training.offline.own_trainer import analyze as analyze
     from rl_training.policy.rollout import Rollout as Rollout
     from rl_training.policy.rollout import take_rows as take_rows
@@ -40,6 +41,7 @@ _NAMES = {  # by the module that they are imported from
     "hosts.trl": "attach",
     "hosts.trl.trainer": "DrGRPOConfig DrGRPOTrainer",
     "offline.own_trainer": "analyze",
+    "job.run.own_evaluation": "evaluate",
     "job.run.offline_probe": "OfflineEntropyProbe",
     "statistics.estimate": "Estimate",
     "probes": "CovariancePredictorProbe EffectiveSampleSizeProbe GradientNoiseScaleProbe GroundTruthProbe "

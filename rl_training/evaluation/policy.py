@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ class CheckpointPolicy:
     """A model that answers prompts at a temperature.
 
     reference  the run's first model: this one, whose adapter is then switched off, or another; None for none
+    template   what the tokenizer's chat template is told beside the messages
     """
 
     model: PreTrainedModel
@@ -61,6 +63,7 @@ class CheckpointPolicy:
     reference: PreTrainedModel | None
     temperature: float
     max_completion_length: int
+    template: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @property
     def eos_token_ids(self) -> list[int]:

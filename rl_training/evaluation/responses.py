@@ -108,13 +108,13 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     else:
-        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **policy.template)
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
     if unknown or not _letters(prompt) <= _letters(tokenizer.decode(ids)):
         raise UserError(
             f"the tokenizer of this run cannot encode the prompt {prompt[:80]!r}: it was made for another task; leave "
-            "out data=… to evaluate the run's own"
+            "out data=… or eval_dataset=… to evaluate the run's own"
         )
     return torch.tensor(ids)
 

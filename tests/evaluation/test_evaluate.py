@@ -9,7 +9,6 @@ import json
 import math
 import multiprocessing
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,6 @@ import torch
 from configs import REFUSED, composed
 from endings import kill_itself, leave, run_out_of_memory
 from full_disk import files_of_at_most
-from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
@@ -33,7 +31,6 @@ from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import run_in_process
-from rl_training.job.run import evaluation_plan
 from rl_training.job.run.evaluation import evaluate, print_table
 from rl_training.job.run.evaluation_plan import fingerprint, read_plan
 from rl_training.records import evaluated
@@ -42,39 +39,6 @@ from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
 QUICK = ["evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with two checkpoints, the first model moved a little and a little more; the second is damaged."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    model, tokenizer = load_tiny()
-    generator = torch.Generator().manual_seed(0)
-    for step in (1, 2):
-        for parameter in model.parameters():
-            parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
-        checkpoint = folder / "training_state" / f"checkpoint-{step}"
-        model.save_pretrained(checkpoint)
-        tokenizer.save_pretrained(checkpoint)
-        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}), encoding="utf-8")
-    weights = folder / "training_state" / "checkpoint-2" / "model.safetensors"
-    weights.rename(folder / "whole")
-    weights.write_bytes((folder / "whole").read_bytes()[:100_000])
-    cfg = composed("train", f"run_dir={folder}", "hydra.job.num=0")
-    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
-    return folder
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are evaluated in forks of this process, which has imported everything; their work is pickled."""
-    fork = multiprocessing.get_context("fork")
-
-    def in_fork(work: Any, receive: Any, imports: Any) -> str:
-        return run_in_process(pickle.loads(pickle.dumps(work)), receive, imports)
-
-    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: fork)
-    monkeypatch.setattr(evaluation_plan, "run_in_process", in_fork)
 
 
 def sampled_at(checkpoint: Path, batches: list[list[tuple[int, int]]], temperature: float = 1.0) -> list[Response]:

@@ -69,7 +69,7 @@ def evaluate(cfg: DictConfig) -> int:
             try:
                 lock.enter_context(locked(plan.folder.parent, ELSEWHERE))
                 plan.start()
-                evaluation = _Evaluation(plan, state.num_processes)
+                evaluation = Evaluation(plan, state.num_processes)
             except UserError as error:
                 refusal = str(error)
         pending, refusal = broadcast_object_list([evaluation and evaluation.pending, refusal])
@@ -80,7 +80,7 @@ def evaluate(cfg: DictConfig) -> int:
     return int(broadcast_object_list([code])[0])
 
 
-def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: _Evaluation | None) -> None:
+def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: Evaluation | None) -> None:
     """Evaluate what is pending, `jobs` checkpoints at once. A collective; `evaluation` is the main process's."""
     state, devices, stopped = PartialState(), queue.SimpleQueue[str](), threading.Event()
     for job in range(plan.options.jobs):
@@ -113,7 +113,7 @@ def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: _E
                 evaluation.bar.close()
 
 
-class _Evaluation:
+class Evaluation:
     """The main process's part: progress, files, dashboards, table."""
 
     def __init__(self, plan: EvaluationPlan, num_shares: int) -> None:

@@ -5,15 +5,14 @@ That process imports this file, and with it only what it needs: no trainer, no r
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import rl_training.job.silence  # noqa: F401
 
@@ -29,11 +28,10 @@ from rl_training.job.configuration.checks import check_evaluation
 from rl_training.job.configuration.nested import differences
 from rl_training.job.configuration.stored import MARK, as_written, load_settings, refuse_marked
 from rl_training.job.objects.make import make
-from rl_training.records.checkpoints import steps_taken
-from rl_training.records.config import is_of_attached_run
+from rl_training.job.run.evaluated_checkpoints import find_checkpoints
 from rl_training.records.evaluated import SETTINGS, read_step, write_settings
-from rl_training.records.folder import CONFIG_FILE, EVALUATIONS, TRAINING_STATE, checkpoints_of
-from rl_training.records.links import leads_out_of_its_run, refuse_links_out
+from rl_training.records.folder import CONFIG_FILE, EVALUATIONS
+from rl_training.records.links import refuse_links_out
 from rl_training.records.masking import without_masks, without_secrets
 from rl_training.tasks.task import Task, as_task
 
@@ -45,6 +43,9 @@ FREE = ("name", "batch_size", "jobs", "gzip", "overwrite")
 @dataclass(frozen=True)
 class EvaluationPlan:
     """An evaluation, ready to start; it is sent to the worker processes."""
+
+    NAMED: ClassVar[str] = "evaluation.name=NAME"  # how to ask for a folder of another name
+    REPLACED: ClassVar[str] = "evaluation.overwrite=true"  # and for a new evaluation in the same
 
     run: Path | None
     config: dict[str, Any]  # of the run, with what the command changes
@@ -91,7 +92,7 @@ class EvaluationPlan:
         if changed := differences(before, self.settings):
             raise UserError(
                 f"{self.folder} was made with other settings: {changed}. Write this one beside it with "
-                "evaluation.name=NAME, or replace it with evaluation.overwrite=true"
+                f"{self.NAMED}, or replace it with {self.REPLACED}"
             )
 
 
@@ -103,7 +104,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     """
     check_evaluation(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    run, checkpoints = _find_checkpoints(values["run"], values["checkpoints"])
+    run, checkpoints = find_checkpoints(values["run"], values["checkpoints"])
     run_config: Any = {}
     if run is not None and (run / CONFIG_FILE).is_file():
         run_config = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
@@ -114,15 +115,12 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     for key, default in (("max_completion_length", 256), ("temperature", 1.0)):
         options[key] = options[key] or config.get("trainer", {}).get(key) or default
     name = str(options.name or task_name)
-    if "/" in name or name.startswith("."):
-        raise UserError(f"evaluation.name={name} names a folder: use letters, digits and dashes")
+    check_name(name)
     root = Path(values["output"]) if values["output"] else run
     if root is None:
         raise UserError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
     refuse_links_out(root, *(() if root == run else (EVALUATIONS,)))
-    for metric in metrics:
-        if metric in BUILT_IN:
-            raise UserError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
+    refuse_names_of_built_in(metrics)
     num_rows = len(as_task(make("data", config["data"])).eval_dataset)
     if num_rows == 0:
         raise UserError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
@@ -143,6 +141,19 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     return plan
 
 
+def check_name(name: str) -> None:
+    """Raise UserError for a name that would lead out of the folder of evaluations."""
+    if "/" in name or name.startswith("."):
+        raise UserError(f"evaluation.name={name} names a folder: use letters, digits and dashes")
+
+
+def refuse_names_of_built_in(metrics: Collection[str]) -> None:
+    """Raise UserError for a metric of the user's own that is called as a built-in one is."""
+    for metric in metrics:
+        if metric in BUILT_IN:
+            raise UserError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
+
+
 def fingerprint(checkpoint: Path) -> str:
     """Return a fingerprint that distinguishes a checkpoint from a later one in the same folder.
 
@@ -154,53 +165,6 @@ def fingerprint(checkpoint: Path) -> str:
         digest.update(state.read_bytes())
     digest.update(repr(sorted((p.name, p.stat().st_size) for p in checkpoint.glob("*.safetensors"))).encode())
     return digest.hexdigest()
-
-
-def _find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Path | None, dict[int, Path]]:
-    """Return the run, if there is one, and its checkpoints, or those that are given, by step."""
-    paths = [Path(path) for path in ([given] if isinstance(given, str) else given or [])]
-    if run is None:
-        runs = {path.resolve().parents[1] for path in paths if path.resolve().parent.name == TRAINING_STATE}
-        if not paths:
-            raise UserError("nothing to evaluate: give run=RUN, the folder of a run, or 'checkpoints=[PATH,...]'")
-        if len(runs) > 1:
-            raise UserError(f"the checkpoints are of several runs, {', '.join(map(str, runs))}: evaluate each alone")
-        folder = next(iter(runs), None)
-    else:
-        folder = Path(run)
-        if not folder.is_dir():
-            raise UserError(f"run={run}: there is no such folder")
-        if is_of_attached_run(folder):
-            raise UserError(
-                f"run={run} is of a trainer that a script has made: a command does not know its checkpoints and task; "
-                f"give 'checkpoints=[PATH,...]' and data=TASK, with output={run} for the results"
-            )
-        if not paths and not (folder / CONFIG_FILE).is_file():
-            raise UserError(
-                f"run={run} is not a run folder: it has no {CONFIG_FILE}; bare checkpoints are 'checkpoints=[PATH,...]'"
-            )
-        paths = paths or checkpoints_of(folder)
-        if not paths:
-            raise UserError(
-                f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
-                "trainer.save_steps"
-            )
-    for path in filter(leads_out_of_its_run, paths):
-        raise UserError(f"{path} is a link out of its run: name {path.resolve()} itself")
-    by_step = {_step_of(path): path for path in paths}
-    if len(by_step) < len(paths):
-        raise UserError(f"two of {', '.join(map(str, paths))} are of the same step: evaluate them separately")
-    return folder, dict(sorted(by_step.items()))
-
-
-def _step_of(checkpoint: Path) -> int:
-    """Return the optimizer step that a checkpoint's folder is named after or its trainer wrote down; else 0."""
-    last = checkpoint.resolve().name.rsplit("-", 1)[-1]
-    if last.isdigit():
-        return int(last)
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return steps_taken(checkpoint)
-    return 0
 
 
 def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:

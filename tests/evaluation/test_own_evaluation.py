@@ -1,0 +1,121 @@
+"""Checkpoints of the user's own trainer are evaluated in Python, by the objects of the user's script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from configs import composed
+from peft import LoraConfig
+from trainers import LORA, graded, trained_weights
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import attach, evaluate
+from rl_training.job.run.evaluation import evaluate as evaluate_command
+from rl_training.job.run.evaluation_plan import read_plan
+from rl_training.records import evaluations
+from rl_training.records.evaluated import read_table
+from rl_training.tasks.arithmetic import arithmetic
+
+PLAIN: dict[str, Any] = {
+    "trainer_class": GRPOTrainer, "config_class": GRPOConfig, "use_cpu": True, "bf16": False,
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 8, "max_steps": 1,
+    "save_strategy": "steps", "save_steps": 1,
+}  # fmt: skip
+
+
+def length(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_numbers_are_those_of_the_command_and_a_damaged_checkpoint_costs_itself_alone(
+    make_trainer: Callable[..., Any], run: Path, tmp_path: Path
+) -> None:
+    asked = [f"run={run}", f"output={tmp_path}", "evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
+    assert evaluate_command(composed("evaluate", *asked)) == 1
+    plan, task = read_plan(composed("evaluate", *asked)), arithmetic()
+    trainer = make_trainer(
+        **PLAIN | {"max_completion_length": plan.options.max_completion_length},
+        temperature=plan.options.temperature,
+        reward=task.reward,
+        beside={"eval_dataset": task.eval_dataset},
+    )
+    trainer.model.train()
+    before = trained_weights(trainer)
+    with pytest.raises(ValueError, match="step 2 failed: "):
+        evaluate(
+            trainer,
+            [*plan.checkpoints.values()],
+            tmp_path / "own",
+            given_answer=task.given_answer,
+            reward_range=task.reward_range,
+            fraction=0.02,
+            responses_per_prompt=4,
+        )
+    assert torch.equal(trained_weights(trainer), before)
+    assert trainer.model.training
+    expected, found = read_table(plan.folder), read_table(tmp_path / "own" / "evaluations" / "default")
+    assert {"kl/token", "majority", "pass_at_4"} <= {*found["metric"]}
+    assert found["metric"].tolist() == expected["metric"].tolist()
+    assert found["value"].tolist() == expected["value"].tolist()
+    assert found["stderr"].fillna(-1.0).tolist() == expected["stderr"].fillna(-1.0).tolist()
+
+
+def test_an_attached_run_is_evaluated_with_its_weighted_rewards_and_its_report_shows_it(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    def make() -> GRPOTrainer:
+        return make_trainer(
+            **PLAIN,
+            learning_rate=0.1,
+            reward=[graded, length],
+            reward_weights=[2.0, -0.5],
+            peft_config=LoraConfig(**LORA),
+            beside={"eval_dataset": arithmetic(num_train=8, num_eval=8).eval_dataset},
+        )
+
+    trainer, folder = make(), tmp_path / "run"
+    with attach(trainer, folder, "ess"):
+        trainer.train()
+    checkpoint = Path(trainer.args.output_dir) / "checkpoint-1"
+    page = folder / "report" / "report.html"
+    before = page.read_text()
+    with pytest.raises(ValueError, match="has trained"):
+        evaluate(trainer, checkpoint, folder)
+
+    fresh = make()
+    table = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2).set_index("metric")
+    lines = (folder / "evaluations" / "default" / "step_1" / "responses.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["response"] for line in lines]
+    rewards = 2.0 * np.array(graded(texts)) - 0.5 * np.array(length(texts))
+    assert len(texts) == 8 * 2
+    assert table.loc["reward", "value"] == pytest.approx(rewards.mean())
+    assert table.loc["reward", "stderr"] == pytest.approx(rewards.reshape(8, 2).mean(axis=1).std(ddof=1) / 8**0.5)
+    assert table.loc["kl/token", "value"] > 0.0
+    assert evaluations(folder).query("metric == 'reward'")["value"].tolist() == [table.loc["reward", "value"]]
+    assert page.read_text() != before  # with a section of them
+
+    with pytest.raises(ValueError, match=r"made with other settings.*name=NAME, or replace it with overwrite=True"):
+        evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=3)
+    again = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2, overwrite=True)
+    assert again["value"].fillna(-1.0).tolist() == table["value"].fillna(-1.0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"response_per_prompt": 2}, "did you mean responses_per_prompt"), ({"k": 9}, "needs at least k responses"),
+     ({}, "has no eval_dataset: give"), ({"fraction": 0.0}, "fraction=0.0 must be above 0")],
+)  # fmt: skip
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
+    make_trainer: Callable[..., Any], tmp_path: Path, options: dict[str, Any], why: str
+) -> None:
+    dataset = arithmetic(num_train=8, num_eval=8).eval_dataset if options else None
+    with pytest.raises(ValueError, match=why):
+        evaluate(make_trainer(**PLAIN), tmp_path, tmp_path / "run", eval_dataset=dataset, **options)
+    assert not (tmp_path / "run").exists()
