@@ -16,11 +16,14 @@ from trainers import LORA, graded, trained_weights
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach, evaluate
+from rl_training.evaluation.responses import tokenize
 from rl_training.job.run.evaluation import evaluate as evaluate_command
 from rl_training.job.run.evaluation_plan import read_plan
+from rl_training.job.run.own_evaluation import policy_of
 from rl_training.records import evaluations
 from rl_training.records.evaluated import read_table
 from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
 
 PLAIN: dict[str, Any] = {
     "trainer_class": GRPOTrainer, "config_class": GRPOConfig, "use_cpu": True, "bf16": False,
@@ -105,6 +108,16 @@ def test_an_attached_run_is_evaluated_with_its_weighted_rewards_and_its_report_s
         evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=3)
     again = evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=2, overwrite=True)
     assert again["value"].fillna(-1.0).tolist() == table["value"].fillna(-1.0).tolist()
+
+
+def test_messages_are_put_into_the_template_that_training_puts_them_into(make_trainer: Callable[..., Any]) -> None:
+    _, tokenizer = load_tiny()
+    tokenizer.chat_template = "{% if short %}1 + {% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    trainer = make_trainer(**PLAIN, processing_class=tokenizer, chat_template_kwargs={"short": True})
+    prompt = [{"role": "user", "content": "2 + 3 ="}]
+    ids = tokenize(policy_of(trainer, None), prompt).tolist()
+    assert ids == trainer._tokenize_prompts([prompt])[0][0]
+    assert tokenizer.decode(ids).startswith("1")
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,18 @@ def _weights_kept(model: PreTrainedModel) -> Iterator[None]:
                     parameter.copy_(kept[name])
 
 
+def policy_of(trainer: GRPOTrainer, reference: PreTrainedModel | None) -> CheckpointPolicy:
+    """Return the policy of the weights that the trainer has now, which is told of prompts what training tells it."""
+    return CheckpointPolicy(
+        trainer.model.eval(),
+        trainer._tokenizer,
+        reference,
+        trainer.args.temperature,
+        trainer.args.max_completion_length,
+        template={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
+    )
+
+
 def _responses(
     trainer: GRPOTrainer,
     checkpoint: Path,
@@ -245,14 +257,7 @@ def _responses(
             raise UserError(flaw)
         refuse_other_weights(trainer.model, checkpoint)
         trainer._load_from_checkpoint(str(checkpoint))
-        policy = CheckpointPolicy(
-            trainer.model.eval(),
-            trainer._tokenizer,
-            reference,
-            plan.options.temperature,
-            plan.options.max_completion_length,
-            template={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
-        )
+        policy = policy_of(trainer, reference)
         answers.seconds["load"] = time.perf_counter() - start
         batches = plan.batches(0, 1)
         for responses in generate_responses(policy, plan.own_task, batches, plan.options.seed, answers.seconds):
