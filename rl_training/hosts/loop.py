@@ -186,8 +186,7 @@ class MeasuredLoop:
         self._expect(BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended")
         if self._number is None and self._writer.records is not None:
             self._writer.records.start(after_step=number - 1, settings=settings_of_loop(self._loop))
-        if number != (self._number or number - 1) + 1:
-            raise UserError(f"step {number} follows step {self._number}: number the optimizer steps consecutively")
+        loop_refusals.refuse_other_number(number, self._number)
         self._rollout_number = number if rollout_number is None else rollout_number
         self._metrics, self._place = {}, BATCHES
         try:
@@ -224,8 +223,7 @@ class MeasuredLoop:
         step = self._step()
         loop_refusals.refuse_missing_backward(step)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
-        if len(step.rollouts) == self._loop.shape.microbatches:
-            raise UserError(f"this step has more microbatches than measured_loop(microbatches={len(step.rollouts)})")
+        loop_refusals.refuse_one_more_microbatch(step, self._loop.shape)
         if rollout.on_policy and self._learned == self._rollout_number:
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         if (step.probes or self._bound) and not self._scores_checked:
@@ -242,10 +240,8 @@ class MeasuredLoop:
     def gradients_ready(self) -> None:
         """Call after the last backward, when gradients are averaged over processes and not clipped yet."""
         self._expect(BATCHES, "call gradients_ready() once in a step, after its microbatches")
-        step, expected = self._step(), self._loop.shape.microbatches
-        if len(step.rollouts) != expected:
-            raise UserError(f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={expected})")
-        loop_refusals.refuse_missing_backward(step)
+        loop_refusals.refuse_missing_microbatches(self._step(), self._loop.shape)
+        loop_refusals.refuse_missing_backward(self._step())
         self._driver.gradients_ready(self._rollout_number)
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
         self._place = READY

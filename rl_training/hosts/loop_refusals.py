@@ -126,6 +126,26 @@ def refuse_grad_scaler() -> None:
                 raise UserError(SCALED)
 
 
+def refuse_other_number(number: int, latest: int | None) -> None:
+    """Raise UserError for a step whose number is not the next one; the first may have any."""
+    if latest is not None and number != latest + 1:
+        raise UserError(f"step {number} follows step {latest}: number the optimizer steps consecutively")
+
+
+def refuse_one_more_microbatch(step: StepRecorder, shape: StepShape) -> None:
+    """Raise UserError for a microbatch beyond those that a step has."""
+    if len(step.rollouts) == shape.microbatches:
+        raise UserError(f"this step has more microbatches than measured_loop(microbatches={shape.microbatches})")
+
+
+def refuse_missing_microbatches(step: StepRecorder, shape: StepShape) -> None:
+    """Raise UserError for a step that ends with fewer microbatches than it should have."""
+    if len(step.rollouts) != shape.microbatches:
+        raise UserError(
+            f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={shape.microbatches})"
+        )
+
+
 def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | None, size: int) -> None:
     """Raise ValueError for a microbatch of another size, scores of another shape, and logps without graph."""
     if rollout.num_sequences != size:
