@@ -291,8 +291,8 @@ class StepDriver:
         loop, rollout = self._loop, step.join_rollouts(self._loop.ranks)
         edited = None if self._guard is None else self._guard.edit_limit()
         padded = self._padding.limit(rollout, loop.policy, loop.ranks.reduce)
-        own = loop.limits.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
-        limits = step.limits(loop, self._learned.numbers, own or edited or padded)
+        mismatch = loop.limits.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
+        limits = step.limits(loop, self._learned.numbers, mismatch or edited or padded)
         assert self._reduction is not None, "call start(loop) first"
         view, needs = step.as_seen(loop, rollout, limits, self._reduction, self._terms), needs_of(step.probes)
         if self._rows is None or not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or view.gradients.rows_limit:
