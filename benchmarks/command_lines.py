@@ -23,6 +23,8 @@ from itertools import product
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 import yaml
 
 from rl_training.__main__ import main as rl_training_main

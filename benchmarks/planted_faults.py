@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from faults import FAULTS, HEALTHY, SETTINGS, ChangesAt, Planted
 from trl import GRPOConfig, GRPOTrainer

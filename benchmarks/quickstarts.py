@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 STEPS = 3
 SCRIPT = """
 from datasets import Dataset

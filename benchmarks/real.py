@@ -29,6 +29,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from real_tables import print_tables
 from real_truth import Sample, Truth, load

@@ -12,7 +12,7 @@ from rl_training.errors import UserError
 from rl_training.shadowing import explain_shadowing
 
 LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
-    "report": "pandas vl_convert jinja2 rich yaml",
+    "report": "pandas vl_convert jinja2 rich",
     "train": "hydra omegaconf peft datasets tensorboard tqdm",
     "dashboard": "wandb_workspaces",
     "qlora": "bitsandbytes",

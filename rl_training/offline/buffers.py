@@ -127,8 +127,7 @@ def _generate_rewarded(
 def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
     """Return a filter with the statistics of the trainer's buffer, if it has one, and its own random numbers."""
     trainer = restored.trainer
-    assert isinstance(trainer, DrGRPOTrainer)
-    known = trainer.buffer
+    known = getattr(trainer, "buffer", None)  # a trainer of TRL's own has none
     settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
     buffer = FilteredBuffer(**settings, seed=seed)
     start_buffer(trainer, buffer)

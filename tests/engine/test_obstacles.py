@@ -13,11 +13,10 @@ from typing import Any
 import plain_loop
 import pytest
 import torch
-from example_steps import shard_of
+from example_steps import drawn_adamw, shard_of
 from ranks_in_threads import on_two_ranks
 from shared_rollouts import MICROBATCH, PROMPTS
 from shared_rollouts import G as G_OF_LOOP
-from test_updates import adamw
 from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
@@ -47,7 +46,7 @@ from rl_training.tasks.models import load_tiny
 @pytest.fixture(scope="module")
 def step() -> Step:
     logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))
-    return step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": adamw((3, 3), 0.1, 20)})
+    return step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": drawn_adamw((3, 3), 0.1, 20)})
 
 
 def test_products_by_folds_take_four_folds(step: Step) -> None:
@@ -146,7 +145,7 @@ def test_an_optimizer_of_another_library_is_told_from_torchs_of_the_same_name() 
 
 
 def test_a_parameter_that_is_not_moved_does_not_make_a_step_adams_first() -> None:
-    warm, cold = adamw((2,), 0.0, 20), adamw((2,), 0.0, 0)
+    warm, cold = drawn_adamw((2,), 0.0, 20), drawn_adamw((2,), 0.0, 0)
     assert not OptimizerView({"warm": warm, "frozen": cold.not_updated()}, 1.0).first_of_adam
     assert OptimizerView({"warm": warm, "cold": cold}, 1.0).first_of_adam
 

@@ -27,7 +27,7 @@ from rl_training.version import VERSION
 ROOT = Path(__file__).parents[2]
 SOURCES = ("rl_training", "conf", "launch", "probe_configs")
 BUILT_FROM = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
-CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safetensors"}
+CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safetensors", "yaml"}
 # What brings a library that is imported by another name.
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_convert": "vl-convert-python"}
 # Each command in a fork of one process that has imported what takes seconds, as has each process of a command's own.
@@ -179,7 +179,7 @@ def requirements_of(extra: str) -> set[str]:
 
 
 def test_the_core_is_what_attach_needs() -> None:
-    assert requirements_of("") == CORE
+    assert requirements_of("") == {DISTRIBUTIONS.get(library, library) for library in CORE}
 
 
 def test_the_demo_is_installed_without_what_only_tests_and_rare_settings_need() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from example_steps import shard_of
-from torch import Tensor, nn
+from example_steps import draw, drawn_adamw, shard_of
+from torch import nn
 
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
@@ -29,21 +29,13 @@ SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": 
 LARGE = 20  # entries that are joined at most, here
 
 
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def adamw(shape: tuple[int, ...], weight_decay: float, step: int) -> AdamWState:
-    return AdamWState(draw(*shape), draw(*shape).square(), step, 1e-2, (0.9, 0.99), 1e-8, weight_decay)
-
-
 def states_of(optimizer: str) -> dict[str, AdamWState | SGDState]:
     if optimizer == "sgd":
         return {
             n: SGDState(None if n == "c" else draw(*s), 0.1, 0.9, 0.0, 0.3, nesterov=False) for n, s in SHAPES.items()
         }
     decay_and_step = {"a": (0.1, 3), "b": (0.1, 3), "c": (0.0, 3), "large": (0.0, 3), "d": (0.0, 3), "e": (0.0, 4)}
-    states = {name: adamw(shape, *decay_and_step[name]) for name, shape in SHAPES.items()}
+    states = {name: drawn_adamw(shape, *decay_and_step[name]) for name, shape in SHAPES.items()}
     if optimizer == "adam":
         states = {name: dataclasses.replace(state, decoupled=False) for name, state in states.items()}
     return states

@@ -15,6 +15,7 @@ from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.gradients.loss_weights import LossWeights
+from rl_training.optim.adamw import AdamWState
 from rl_training.optim.leave_one_out import EVERY_FOLD, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import OptimizerView
@@ -32,6 +33,16 @@ from rl_training.step.needs import Need
 
 ALONE = Ranks(1, lambda tensor: tensor)
 PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
+
+
+def draw(*shape: int) -> Tensor:
+    """Return numbers drawn from a normal distribution, fp64."""
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def drawn_adamw(shape: tuple[int, ...], weight_decay: float, step: int) -> AdamWState:
+    """Return a state of AdamW whose moments are drawn."""
+    return AdamWState(draw(*shape), draw(*shape).square(), step, 1e-2, (0.9, 0.99), 1e-8, weight_decay)
 
 
 def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
