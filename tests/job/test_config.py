@@ -225,11 +225,12 @@ def test_the_config_in_the_run_folder_is_resolved(tmp_path: Path) -> None:
 
 
 def test_what_a_run_will_not_measure_is_said_with_the_settings_that_are_typed(tmp_path: Path, caplog) -> None:
-    batch = ("batch.sequences_per_step=64", "batch.microbatch_size=64", "trainer.max_completion_length=8")
+    batch = ("batch.sequences_per_step=16", "batch.microbatch_size=16", "trainer.max_completion_length=8")
     built(tmp_path, *batch, "trainer.max_steps=1").train()
-    plan, missing, *_ = (line for line in caplog.messages if "fold" in line)
-    assert plan.startswith("probes measure 1 fold of whole prompts a step, from 1 microbatch of 64 sequences")
-    assert "batch.microbatch_size=8 batch.sequences_per_step=64, or probes.simple.num_folds=8, whose" in missing
+    [plan] = [line for line in caplog.messages if "fold" in line]
+    assert "use steps of at least 8 prompts, where these have 4: batch.microbatch_size=4" in plan
+    assert "batch.sequences_per_step=32" in plan
+    assert "Probes measure 4 folds of whole prompts a step, from 1 microbatch of 16 sequences" in plan
 
 
 @pytest.mark.parametrize(
