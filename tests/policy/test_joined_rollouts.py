@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_training.engine.recorder import StepRecorder
 from rl_training.parallel.ranks import Ranks
-from rl_training.policy.rollout import Origin, Rollout, join_origins
+from rl_training.policy.rollout import Origin, Rollout, join_origins, join_rollouts
 from rl_training.policy.scores import Scores
 from rl_training.statistics.limit import Limit
 
@@ -36,6 +36,12 @@ def test_beside_another_policy_s_samples_the_policy_s_own_have_its_log_probabili
     assert not rollout.on_policy
     for name in ("sampling_logps", "old_logps"):
         assert torch.equal(getattr(rollout, name), torch.cat([OWN, OWN - 1]))
+
+
+@pytest.mark.parametrize("parts", [[FRESH, STALE], [STALE, FRESH]], ids=["stale last", "stale first"])
+def test_rollouts_of_which_one_is_stale_are_not_on_policy_together(parts: list[Rollout]) -> None:
+    assert not join_rollouts(parts).on_policy
+    assert join_rollouts([FRESH, FRESH]).on_policy
 
 
 def test_fresh_samples_alone_have_no_sampler_and_an_engine_s_no_policy_of_before() -> None:

@@ -253,6 +253,19 @@ def test_a_model_that_does_something_else_is_scored_by_its_own_logits(family: An
     assert_like_plain(model, scorer, sampled())
 
 
+@pytest.mark.parametrize("by_all_logits", [False, True], ids=["head", "all logits"])
+@pytest.mark.parametrize("family", ["tied", "softcap", "divided"])
+def test_logits_of_tokens_are_over_the_temperature_as_those_of_the_scores_are(family: str, by_all_logits: bool) -> None:
+    model, sequences = model_of(family).double(), sampled()
+    logps = Scorer(model, TEMPERATURE, whole_logits=by_all_logits).token_logits(sequences, ROWS).log_softmax(-1)
+    twin = plain(model, sequences, ROWS)
+    ids = [sequences.completion_ids[row][sequences.completion_mask[row].bool()] for row in ROWS]
+    at_targets = logps.gather(-1, torch.cat(ids).unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(at_targets, torch.cat([pair[0] for pair in twin]), rtol=3e-7, atol=3e-7)
+    entropies = torch.special.entr(logps.exp()).sum(-1)
+    torch.testing.assert_close(entropies, torch.cat([pair[1] for pair in twin]), rtol=3e-7, atol=3e-7)
+
+
 def test_prompt_learning_is_refused() -> None:
     tuned = get_peft_model(model_of("untied"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="LoRA"):

@@ -354,6 +354,19 @@ def test_what_is_reported_is_the_weighted_mean_of_the_steps_and_its_jackknife() 
         assert relative == pytest.approx(ratio.stderr / ratio.value, rel=1e-12)
 
 
+def test_an_age_is_a_number_of_optimizer_steps_measured_or_not() -> None:
+    truth, generator, decay = Truth(), seeded(11), 0.8
+    loop, raw = Loop(GradientNoiseScaleProbe(decay=decay)), []
+    numbers = [1, 2, 6, 7, 20, 23]
+    for number in numbers:
+        loop.steps = number - 1
+        raw.append(loop.step(truth.draw(4, 8, generator=generator)))
+    weights = [decay ** (numbers[-1] - number) for number in numbers]
+    for averaged, name in zip(("gns/trace", "gns/grad_sq_norm"), RAW, strict=True):
+        mean = sum(w * a[name].value for w, a in zip(weights, raw, strict=True)) / sum(weights)
+        assert raw[-1][averaged].value == pytest.approx(mean, rel=1e-10)
+
+
 def test_state_stays_small_and_brings_a_resumed_probe_to_the_same_answers() -> None:
     truth, generator, decay = Truth(), seeded(7), 0.8
     loop = Loop(GradientNoiseScaleProbe(decay=decay), states=adamw_states())
