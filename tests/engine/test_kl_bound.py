@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from example_steps import shard_of
 from plain_loop import loss_of, microbatches, scores_of
+from ranks_in_threads import on_two_ranks
 from shared_rollouts import MICROBATCH, G
 from torch import Tensor
 from trainers import FEW, SGD, SHAPE, differing, ending, trained_weights
@@ -17,6 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Records, SimpleEntropyProbe, attach, measured_loop, write_report
 from rl_training.engine.kl_bound import BoundState, KLBound, kl_of_tokens, schedule_factor, search_factor
+from rl_training.parallel.ranks import Ranks
+from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.tasks.models import load_tiny
 
@@ -80,6 +86,47 @@ def test_a_schedules_factor_is_read_from_the_optimizer() -> None:
 def test_a_share_that_is_no_positive_number_is_refused(share: Any) -> None:
     with pytest.raises(ValueError, match="must be a positive number"):
         KLBound(share)
+
+
+@dataclasses.dataclass
+class OneWeight:
+    """A policy of one weight w, by which a token i has the log-probability −w i."""
+
+    weight: Tensor
+
+    def score_rollout(self, rollout: Rollout) -> Scores:
+        logps = -self.weight.detach() * rollout.completion_ids
+        return Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
+
+    @contextlib.contextmanager
+    def with_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        own, self.weight = self.weight, weights["w"]
+        yield
+        self.weight = own
+
+
+def test_entropy_and_kl_are_means_over_the_tokens_of_all_processes() -> None:
+    """Two tokens of the first process and six of the second, and a step of −.1 · .05 of the weight."""
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    masks = torch.tensor([[[1, 0, 0], [1, 0, 0]], [[1, 1, 1], [1, 1, 1]]])
+
+    def bounded(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        weight = torch.nn.Parameter(torch.full((1,), 0.1, dtype=torch.float64))
+        weight.grad = torch.full_like(weight, 0.05)
+        shard, policy, bound = shard_of({"w": weight}), OneWeight(weight), KLBound(SHARE, 1)
+        shard.optimizer.param_groups[0]["lr"] = 0.1
+        mask = masks[rank]
+        rollout = Rollout(ids, ids, ids, mask, torch.zeros(2), None, torch.arange(2))
+        bound.start(shard, policy, Ranks(2, reduce, rank))
+        entropies = torch.full((2, 3), 0.5 if rank == 0 else 0.25, dtype=torch.float64)
+        bound.before_step(rollout, Scores(policy.score_rollout(rollout).logps, entropies, mask))
+        found = bound.after_step()
+        return torch.tensor([found[f"bound/{name}"].value for name in ("target_kl", "first_kl")])
+
+    log_ratios = 0.005 * torch.cat([ids[:, 0], ids.flatten()]).double()
+    kl = float((log_ratios.expm1() - log_ratios).mean())
+    for found in on_two_ranks(bounded):
+        assert found.tolist() == pytest.approx([SHARE * (2 * 0.5 + 6 * 0.25) / 8, kl], rel=1e-6)
 
 
 # --- in training ------------------------------------------------------------------------------------------------------

@@ -51,6 +51,26 @@ def test_levels_on_two_processes_of_unlike_widths_are_those_on_one() -> None:
     assert whole[:, 0].tolist() == [4.0, 4.0]
 
 
+def test_a_fold_has_the_effects_of_its_sequences_on_the_normalisers() -> None:
+    """∂/∂w of Σ w · Σ_k Σ w ρh / Σ w ρ, by central differences: w weighs the sequences of a fold."""
+    batch = part_of(slice(0, 8), 5).batch
+    logs = batch.log_ratios()
+    before = (logs.cumsum(dim=1) - logs).exp()
+    exact = batch.scores.exact()
+
+    def whole(weights: Tensor) -> Tensor:
+        means = [weights @ (before * part) / (weights @ before) for part in (exact.entropies, exact.mask)]
+        return weights.sum() * torch.stack(means).sum(dim=1)
+
+    found = levels(0, lambda tensor: tensor, 1)
+    ones = torch.ones(8, dtype=torch.float64)
+    for fold, rows in enumerate((slice(0, 4), slice(4, 8))):
+        more = torch.zeros_like(ones)
+        more[rows] = 1e-5
+        slopes = (whole(ones + more) - whole(ones - more)) / 2e-5
+        torch.testing.assert_close(found[fold, 1:], slopes, rtol=1e-7, atol=1e-7)
+
+
 def test_forward_of_what_another_policy_drew_is_unbiased_and_its_bars_hold() -> None:
     """Truth by enumeration. 400 batches: weighed 1.0 standard errors off the truth, without ratios 10."""
     found = coverage(60, seed=1, sampler=SAMPLER)

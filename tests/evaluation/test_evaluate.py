@@ -289,6 +289,19 @@ class Answering(policy.CheckpointPolicy):
         return [policy.TokenScores(torch.zeros(len(ids)), torch.zeros(len(ids)), None) for ids in completion_ids]
 
 
+def test_a_response_ends_at_each_of_the_ends_that_the_model_knows() -> None:
+    model, tokenizer = load_tiny()
+    prompts = [torch.tensor(tokenizer("1+1-2=?<think>")["input_ids"])] * 8
+    uniforms = torch.stack([policy.uniforms_of(0, 0, number, 24) for number in range(8)])
+    loaded = policy.CheckpointPolicy(model.eval(), tokenizer, None, 1.0, 24)
+    uncut = [answer.tolist() for answer in loaded.generate(prompts, uniforms)]
+    end = tokenizer.convert_tokens_to_ids("</think>")
+    assert any(end in ids[:-1] for ids in uncut)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, end]
+    cut = [answer.tolist() for answer in loaded.generate(prompts, uniforms)]
+    assert cut == [ids[: ids.index(end) + 1] if end in ids else ids for ids in uncut]
+
+
 def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
     model, tokenizer = load_tiny()
     end = tokenizer.eos_token_id

@@ -18,7 +18,17 @@ from rl_training.records.jsonl import Records
 from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
 from rl_training.records.report.trends import line_through
-from rl_training.records.report.verdict import LOST, RISES, SPENT, STEADY, UNKNOWN, Verdict, entropy_now, judge
+from rl_training.records.report.verdict import (
+    LOST,
+    RISES,
+    SPENT,
+    STEADY,
+    UNKNOWN,
+    Verdict,
+    entropy_now,
+    forward_and_backward,
+    judge,
+)
 
 
 def verdict(folder: Path, entropy: Curve, reward: Curve, steps: int = 40) -> Verdict:
@@ -101,6 +111,17 @@ def test_predictions_are_left_out_where_forward_and_backward_part(tmp_path: Path
     first = opening(run)
     assert first.lines[0].evidence.startswith("Steps are too large for first order: half of forward − backward is -2.0")
     assert first.advice == "To change: attach(…, target_kl_share=0.002), since steps are too large."
+
+
+def test_half_of_a_difference_has_half_of_its_error(tmp_path: Path) -> None:
+    said = {
+        "delta_h/forward": lambda step: Estimate(-3e-3, 1e-4, 8),
+        "delta_h/backward": lambda step: Estimate(1e-3, 1e-12, 8, about_step=step - 1),
+    }
+    ahead, half = forward_and_backward(read_run(log_run(tmp_path, estimates=said)))
+    assert half.value == pytest.approx(-2e-3)
+    assert ahead.stderr > 0
+    assert half.stderr == pytest.approx(0.5 * ahead.stderr)
 
 
 def test_a_line_s_slope_and_error_are_those_of_least_squares() -> None:

@@ -41,6 +41,17 @@ def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int
     return Rollouts(trainer, NONE, whole_prompts=False)
 
 
+def test_a_response_that_the_loss_hides_is_read_with_its_tokens_and_without_an_advantage() -> None:
+    ids = torch.tensor([[5, 6, 0], [5, 7, 8]])
+    seen = {"completion_ids": ids, "completion_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])}
+    of_prompts = {"prompt_ids": ids, "prompt_mask": torch.ones_like(ids), batches.PROMPT: torch.zeros(2).long()}
+    for of_tokens in (False, True):
+        advantages = torch.tensor([[0.5] * 3, [-0.5] * 3]) if of_tokens else torch.tensor([0.5, -0.5])
+        rollout = batches.read_rollout({**seen, **of_prompts, "advantages": advantages}, 0, True, pad_token_id=0)
+        assert rollout.completion_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+        assert rollout.advantages.tolist() == [0.5, 0.0]
+
+
 def batch(size: int) -> dict[str, Any]:
     """Return TRL's output with so many sequences of one token."""
     ones = torch.ones(size, 1, dtype=torch.long)
