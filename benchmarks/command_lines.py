@@ -88,7 +88,7 @@ def words_of(line: str, folder: Path, runs: Path) -> list[str]:
 def end_of(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
     """Run a command line and return how it ended."""
     log = folder / "log"
-    (folder / "custom.py").write_text(TYPED["own"], encoding="utf-8")
+    (folder / "own.py").write_text(TYPED["own"], encoding="utf-8")
     process = ForkProcess(target=run, args=(words_of(line, folder, runs), log))
     started = time.monotonic()
     process.start()
