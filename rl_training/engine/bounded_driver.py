@@ -50,5 +50,5 @@ class BoundedDriver(StepDriver):
         super().skip_step()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
-        found, self._found = self._found, {}
-        return super().finish() | ({self.bound.name: found} if found else {})
+        estimates, self._found = self._found, {}
+        return super().finish() | ({self.bound.name: estimates} if estimates else {})

@@ -184,7 +184,7 @@ class GradientRows:
                 self.sq_norms[:-1] = square_norms(self.layout, self.rows, self._roots)
         if self.sq_norms is not None:
             self.sq_norms[-1:] = square_norms(self.layout, [part.unsqueeze(0) for part in mean], self._roots)
-        rest = (one - part.to(one.device) / num_ranks for one, part in zip(mean, caught, strict=True))
+        rest = (entries - part.to(entries.device) / num_ranks for entries, part in zip(mean, caught, strict=True))
         off = torch.stack([dots(part, part) for part in rest]).sum()
         late = torch.full_like(off, float(self._reduction.num_late_gradients))
         return torch.cat([torch.stack([late, off, dot(mean, mean)]), squares])

@@ -150,11 +150,11 @@ def _weights_limit(step: Step, group: FoldGroup, squares: Tensor, unknown: Limit
     """
     if has_dropout(step.policy.model):
         return unknown
-    found = _compare(step, group, squares)
-    if not found.is_same_policy:
+    comparison = _compare(step, group, squares)
+    if not comparison.is_same_policy:
         return unknown
     is_rounded = bool(step.policy.scorer.training_rounding)
-    norm, off = math.sqrt(max(found.caught, found.expected)), math.sqrt(max(found.off, 0.0))
+    norm, off = math.sqrt(max(comparison.caught, comparison.expected)), math.sqrt(max(comparison.off, 0.0))
     allowed = (LIMIT_ROUNDED if is_rounded else LIMIT) * norm + ROUNDING * float(squares.sqrt().sum())
     return None if off <= allowed else OTHER_GRADIENT.filled(distance=off / norm)
 
@@ -175,8 +175,8 @@ def _compare(step: Step, group: FoldGroup, squares: Tensor) -> _Comparison:
             width, there = fresh.logps.shape[1], fresh.mask.bool()
             distance += (fresh.logps.detach() - batch.scores.logps[numbers, :width])[there].double().abs().sum()
             count += there.sum()
-            own = batch.loss_weights.of_rows(numbers, width, shares[numbers].to(fresh.logps.dtype))
-            gradients.reduction.add(made, fresh, own)
+            row_weights = batch.loss_weights.of_rows(numbers, width, shares[numbers].to(fresh.logps.dtype))
+            gradients.reduction.add(made, fresh, row_weights)
     expected = dot(made, made)
     if rows is None:
         off = torch.zeros_like(expected)

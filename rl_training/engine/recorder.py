@@ -163,8 +163,8 @@ class StepRecorder:
         is_hooked = any(leaf._backward_hooks for leaf in loop.shard.leaves.values())
         is_misfit = [len(rows) for rows in self.microbatch_rows] != [*self.sizes]
         is_incomplete, is_mixed = bool((counts != group).any()), self._mixes(place, len(prompts))
-        own = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), is_misfit]
-        facts = index.new_tensor(own, dtype=torch.float64)
+        local_facts = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), is_misfit]
+        facts = index.new_tensor(local_facts, dtype=torch.float64)
         incomplete, mixed, reused, hooked, other_terms, mismatched, misfit = loop.ranks.reduce(facts).tolist()
         mismatch = mismatch or (MISMATCHED if mismatched else None)
         # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
@@ -190,7 +190,11 @@ class StepRecorder:
             place: Which of the prompts each sequence answers, (B,).
         """
         # The passes of all groups follow one another.
-        groups = [torch.full((len(rows),), number) for number, own in enumerate(self.folds) for rows in own.passes]
+        groups = [
+            torch.full((len(rows),), number)
+            for number, fold_group in enumerate(self.folds)
+            for rows in fold_group.passes
+        ]
         group = torch.cat(groups).to(place.device)
         return len(group) == len(place) and len((place * len(self.folds) + group).unique()) > num_prompts
 
@@ -213,8 +217,8 @@ class StepRecorder:
         names = ["sampling_logps"] * bool(sampled) + ["old_logps"] * bool(old)
         filled = []
         for part, scores in zip(parts, self.scores, strict=True):
-            own: dict[str, Any] = {name: scores.logps for name in names if getattr(part, name) is None}
-            filled.append(dataclasses.replace(part, **own))
+            missing: dict[str, Any] = {name: scores.logps for name in names if getattr(part, name) is None}
+            filled.append(dataclasses.replace(part, **missing))
         joined = dataclasses.replace(join_rollouts(filled), on_policy=not off_policy)
         if unknown:
             joined = dataclasses.replace(joined, sampling_logps=None, old_logps=None)

@@ -92,7 +92,7 @@ class Requirements:
         try:
             return plan_folds(sizes, group, ranks, self.num_folds, of_ranks, cut)
         except ValueError:
-            if group == shape.responses_per_prompt and all([*own] == shape.sizes for own in of_ranks):
+            if group == shape.responses_per_prompt and all([*rank_sizes] == shape.sizes for rank_sizes in of_ranks):
                 raise
         return plan_folds(sizes, group, ranks, None, of_ranks, cut)
 
@@ -125,9 +125,11 @@ class Requirements:
         """
         if sizes is None:
             return self.folds(loop.shape, loop.shape.sizes, None, responses_per_prompt, may_cut)
-        own = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
+        local_sizes = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
         # Other processes may have others, whose prompts end elsewhere.
-        return self.folds(loop.shape, sizes, loop.ranks.gather(own).long().tolist(), responses_per_prompt, may_cut)
+        return self.folds(
+            loop.shape, sizes, loop.ranks.gather(local_sizes).long().tolist(), responses_per_prompt, may_cut
+        )
 
     def num_vectors(self, num_folds: int) -> int:
         """Return how many fp32 vectors of a process's entries a measured step holds on the device."""

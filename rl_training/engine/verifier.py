@@ -89,7 +89,9 @@ class UpdateVerifier:
         self._shard, self._layout, self._memory, self._reduce = shard, shard.layout, memory, reduce
         weights, layers = shard.weights(), [layer(name) for name in shard.trained]
         self._layers = list(dict.fromkeys(layers))
-        self._layer_of = torch.tensor([self._layers.index(own) for own in layers], device=self._layout.device)
+        self._layer_of = torch.tensor(
+            [self._layers.index(layer_name) for layer_name in layers], device=self._layout.device
+        )
         is_short = [torch.tensor(weight.dtype.itemsize < 4).expand(len(weight)) for weight in weights.values()]
         self._is_short = sampled(self._layout, is_short).bool()
         self._sizes = tuple(len(sampled(self._layout, [part])) for part in is_short)  # of each parameter's sample
@@ -123,8 +125,8 @@ class UpdateVerifier:
     def _sampled_weights(self) -> Tensor:
         return sampled(self._layout, self._shard.weights().values())
 
-    def _differ(self, one: Tensor, other: Tensor) -> bool:
-        changed = (one.view(torch.int64) != other.view(torch.int64)).any()  # bit by bit: nan is itself
+    def _differ(self, first: Tensor, other: Tensor) -> bool:
+        changed = (first.view(torch.int64) != other.view(torch.int64)).any()  # bit by bit: nan is itself
         return float(self._reduce(changed.double())) > 0.0
 
     def ready(self, step: Step, probes: Sequence[Probe]) -> None:
@@ -169,7 +171,11 @@ class UpdateVerifier:
             for probe, state in zip(self._probes, self._states, strict=True):
                 probe.load_state_dict(state)
                 probe.discard(limit)
-        moved = [(own, name) for own, name in zip(of_layers, self._layers, strict=True) if not math.isnan(own)]
+        moved = [
+            (share_of_layer, name)
+            for share_of_layer, name in zip(of_layers, self._layers, strict=True)
+            if not math.isnan(share_of_layer)
+        ]
         least, layer_name = min(moved, default=(math.nan, ""))
         return {
             names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR),

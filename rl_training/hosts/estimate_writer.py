@@ -165,9 +165,9 @@ def _averages(step: StepRecorder) -> dict[str, float]:
     rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.to(lengths)
     group = rollout.prompt_index.unique(return_inverse=True)[1]
     by_prompt = [rewards[group == g] for g in range(int(group.max()) + 1)]
-    spreads = torch.stack([own.std() for own in by_prompt])
+    spreads = torch.stack([prompt_rewards.std() for prompt_rewards in by_prompt])
     # torch's standard deviation of equal numbers may not be 0.
-    are_equal = torch.stack([torch.isclose(own.min(), own.max()) for own in by_prompt])
+    are_equal = torch.stack([torch.isclose(prompt_rewards.min(), prompt_rewards.max()) for prompt_rewards in by_prompt])
     parts = {
         "reward": rewards,
         "reward_std": spreads,

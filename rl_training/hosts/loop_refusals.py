@@ -75,8 +75,8 @@ def refuse_what_is_no_language_model(module: nn.Module) -> None:
     if _is_language_model(module):
         return
     inside = [name for name, part in module.named_modules() if name and _is_language_model(part)]
-    found = f"model.{inside[0]} is one, so give that" if inside else "give the one whose logits the loss is made of"
-    raise UserError(f"{type(module).__name__} is no causal language model of Hugging Face's: {found}")
+    hint = f"model.{inside[0]} is one, so give that" if inside else "give the one whose logits the loss is made of"
+    raise UserError(f"{type(module).__name__} is no causal language model of Hugging Face's: {hint}")
 
 
 def _is_language_model(module: Any) -> bool:
@@ -172,8 +172,8 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
     mask = rollout.completion_mask.bool()
     exact, noisy = policy.score_rollout(rollout), policy.score_rollout(rollout, as_training=True, dropout=True)
 
-    def mean_distance(one: Tensor, other: Tensor) -> float:
-        return float((one.detach() - other)[mask].abs().mean())
+    def mean_distance(first: Tensor, other: Tensor) -> float:
+        return float((first.detach() - other)[mask].abs().mean())
 
     off, noise = mean_distance(logps, exact.logps), mean_distance(noisy.logps, exact.logps)
     if mask.any() and not off <= FARTHEST + 2 * noise:

@@ -168,8 +168,8 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     halves = [weights.where(chosen.unsqueeze(1)) for chosen in (is_first, ~is_first)]
     total = torch.zeros((), dtype=torch.float64, device=index.device)
     parts = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]
-    for one, other in ctx.gradients_by_process(parts, halves, shares):
-        total += dot(one, other).sum()
-        del one, other  # before the next are made
+    for first, other in ctx.gradients_by_process(parts, halves, shares):
+        total += dot(first, other).sum()
+        del first, other  # before the next are made
     total, num_products = ctx.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

@@ -174,11 +174,11 @@ def predicted_change(
     assert update is not None
     weights = weights_of_buffer(buffer, TARGETS[:num_targets])
     block = blocks.number[buffer.number]
-    own, ones = block.unique(), torch.ones(len(block), 1, device=mask.device)
-    parts = [(block == number).nonzero().squeeze(1) for number in own]
+    local_blocks, ones = block.unique(), torch.ones(len(block), 1, device=mask.device)
+    parts = [(block == number).nonzero().squeeze(1) for number in local_blocks]
     with ctx.policy.measuring():
         gradients = ctx.gradients_by_process(parts, weights, ones, buffer.rollout)
-        products = [torch.stack([dot(x, update) for x in found], dim=1) for found in gradients]
+        products = [torch.stack([dot(x, update) for x in vectors], dim=1) for vectors in gradients]
     table = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
-    table[own] = ctx.ranks.reduce(torch.stack(products))[: len(own), ctx.ranks.number]
+    table[local_blocks] = ctx.ranks.reduce(torch.stack(products))[: len(local_blocks), ctx.ranks.number]
     return without_blocks(ctx.ranks.reduce(table) / buffer.num_sequences, mask, blocks)

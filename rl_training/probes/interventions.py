@@ -86,7 +86,10 @@ class InterventionsProbe(Probe):
         check_share("interventions: decay", decay, "(0, 1]", "; 0.9 averages over about ten steps")
         check_num_folds("interventions", num_folds)
         self.num_folds = num_folds
-        names = [PLAIN, *(name + end for name in (each.name for each in self.which) for end in ("", KEPT))]
+        names = [
+            PLAIN,
+            *(name + end for name in (intervention.name for intervention in self.which) for end in ("", KEPT)),
+        ]
         self.running = RunningPairs({name: RunningPair(decay) for name in names})
 
     def prepare(self, ctx: StepContext) -> None:
@@ -95,27 +98,27 @@ class InterventionsProbe(Probe):
         if why:
             self._answers = dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why))
             return
-        with_reference = any("reference" in each.needs for each in self.which)
+        with_reference = any("reference" in intervention.needs for intervention in self.which)
         reference = ctx.policy.reference_logps(step.batch.rollout) if with_reference else None
         loss, gradient = loss_inputs(step.batch, ctx.ranks.reduce, reference), ctx.reward_gradient()
         reward = gradient.weights if gradient.factor is None else gradient.factor
-        unavailable = {each.name: each.unavailable_reason(loss[0]) for each in self.which}
+        unavailable = {intervention.name: intervention.unavailable_reason(loss[0]) for intervention in self.which}
         changes: dict[str, Any] = {PLAIN: None}
         weights = {}
-        for each in self.which:
-            if each.function is None:
-                changes[each.name] = each.change
-            elif not unavailable[each.name]:
-                weights[each.name] = torch.cat([each.weights(part).stacked() for part in loss], dim=1)
+        for intervention in self.which:
+            if intervention.function is None:
+                changes[intervention.name] = intervention.change
+            elif not unavailable[intervention.name]:
+                weights[intervention.name] = torch.cat([intervention.weights(part).stacked() for part in loss], dim=1)
         pairs = ctx.effects(changes, weights, reward)
         plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN], step.number)
         no_reward = gradient.limit
         answers = [estimate for pair in plain for estimate in pair.both(no_reward)]
-        for each in self.which:
-            if unavailable[each.name]:
-                answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
+        for intervention in self.which:
+            if unavailable[intervention.name]:
+                answers += [Estimate.missing(unavailable[intervention.name])] * len(QUANTITIES)
             else:
-                answers += self._estimates(each, pairs[each.name], ctx, no_reward)
+                answers += self._estimates(intervention, pairs[intervention.name], ctx, no_reward)
         self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
 
     def num_vectors(self, num_folds: int) -> int:
@@ -123,9 +126,13 @@ class InterventionsProbe(Probe):
         return num_folds + 2
 
     def _metrics(self) -> list[str]:
-        return [f"intervention/{each.name}/{quantity}" for each in self.which for quantity in QUANTITIES]
+        return [
+            f"intervention/{intervention.name}/{quantity}" for intervention in self.which for quantity in QUANTITIES
+        ]
 
-    def _estimates(self, each: Intervention, pair: Pair, ctx: StepContext, no_reward: Limit | None) -> list[Estimate]:
+    def _estimates(
+        self, intervention: Intervention, pair: Pair, ctx: StepContext, no_reward: Limit | None
+    ) -> list[Estimate]:
         """Return the QUANTITIES of an intervention at this step, and add it to the means.
 
         pair       ΔH per token and Δreward per response, less those of the step as it is
@@ -133,12 +140,12 @@ class InterventionsProbe(Probe):
         """
         step, is_small = ctx.step, abs(float(pair.values[0])) < SMALLEST
         # Learning rates act at once.
-        factor = 1.0 if each.lr_factor != 1.0 else step.optimizer.steady_state_factor
-        remarks = [each.remark, FIRST_OF_ADAM * step.optimizer.first_of_adam, TOO_SMALL * is_small]
-        remark = RATIOS_ARE_ONE if each.nothing_on_policy else "; ".join(filter(None, remarks))
+        factor = 1.0 if intervention.lr_factor != 1.0 else step.optimizer.steady_state_factor
+        remarks = [intervention.remark, FIRST_OF_ADAM * step.optimizer.first_of_adam, TOO_SMALL * is_small]
+        remark = RATIOS_ARE_ONE if intervention.nothing_on_policy else "; ".join(filter(None, remarks))
         delta, reward = pair.both(no_reward, remark)
-        kept, running = pair.times(factor), self.running[each.name]
-        mean, mean_kept = running.add(pair, step.number), self.running[each.name + KEPT].add(kept, step.number)
+        kept, running = pair.times(factor), self.running[intervention.name]
+        mean, mean_kept = running.add(pair, step.number), self.running[intervention.name + KEPT].add(kept, step.number)
         unknown = OTHER_BETAS if math.isnan(factor) else ""
         mean_delta, mean_reward = mean.both(no_reward)
         price, mean_price = (reward if no_reward else p.minus_ratio(LOST) for p in (pair, mean))
@@ -151,7 +158,7 @@ class InterventionsProbe(Probe):
             mean_kept.estimate(0, unknown),
             mean_reward,
             mean_price,
-            kept_halving(each, mean_kept, self.running[PLAIN].mean()),
+            kept_halving(intervention, mean_kept, self.running[PLAIN].mean()),
         ]
 
 

@@ -146,18 +146,20 @@ class MeasuredStepProbe(Probe):
         by_prompt = ctx.step.batch.sum_by_prompt(
             sums_of_responses(ctx, rows, terms, logs, ~rewards.isnan() & has_others)
         )
-        found = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, ctx.ranks.reduce)
-        found[STEPS] = Estimate(ctx.step.number - (kept.step or 0), reason=NO_BAR)
+        estimates = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, ctx.ranks.reduce)
+        estimates[STEPS] = Estimate(ctx.step.number - (kept.step or 0), reason=NO_BAR)
         if not float(ctx.ranks.reduce(by_prompt[:, REWARDED].sum())):
-            found[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
-        if found[ESS].value < MIN_ESS:
-            far = Estimate.missing(FAR.format(ess=found[ESS].value, least=MIN_ESS))
-            found |= dict.fromkeys(CHANGES, far)
+            estimates[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
+        if estimates[ESS].value < MIN_ESS:
+            far = Estimate.missing(FAR.format(ess=estimates[ESS].value, least=MIN_ESS))
+            estimates |= dict.fromkeys(CHANGES, far)
         else:
             _average_errors(
-                found, kept.errors, ctx.step.number, ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
+                estimates, kept.errors, ctx.step.number, ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
             )
-        return {name: dataclasses.replace(estimate, about_step=ctx.step.number - 1) for name, estimate in found.items()}
+        return {
+            name: dataclasses.replace(estimate, about_step=ctx.step.number - 1) for name, estimate in estimates.items()
+        }
 
 
 def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
@@ -218,15 +220,15 @@ def statistic(sums: Tensor) -> Tensor:
     return torch.stack([per_token, -more_entropy, -longer, reward, kl / tokens, effective], dim=-1)
 
 
-def _average_errors(found: dict[str, Estimate], errors: RunningVariance, step: int, remark: str) -> None:
+def _average_errors(estimates: dict[str, Estimate], errors: RunningVariance, step: int, remark: str) -> None:
     """Give each change the error averaged over a few steps, and this remark."""
-    variances, batches = errors.add(torch.tensor([found[name].stderr ** 2 for name in CHANGES]).double(), step)
+    variances, batches = errors.add(torch.tensor([estimates[name].stderr ** 2 for name in CHANGES]).double(), step)
     for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
-        one = found[name]
-        found[name] = dataclasses.replace(
-            one,
+        estimate = estimates[name]
+        estimates[name] = dataclasses.replace(
+            estimate,
             stderr=math.sqrt(variance),
-            num_samples=1 + int((one.num_samples - 1) * count + 1e-9),
-            reason=one.reason or remark,
-            detail={"stderr_of_batch": one.stderr},
+            num_samples=1 + int((estimate.num_samples - 1) * count + 1e-9),
+            reason=estimate.reason or remark,
+            detail={"stderr_of_batch": estimate.stderr},
         )

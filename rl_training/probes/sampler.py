@@ -80,7 +80,7 @@ class SamplerProbe(Probe):
                 ctx.step.limits.split_prompts,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
-                self._answers = {name: Estimate(each.value, reason=SAME) for name, each in self._answers.items()}
+                self._answers = {name: Estimate(answer.value, reason=SAME) for name, answer in self._answers.items()}
             if rewards is None:
                 self._answers["sampler/reward_gap"] = Estimate.missing(NO_REWARDS)
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
@@ -104,9 +104,9 @@ class SamplerProbe(Probe):
         batch, policy = ctx.step.batch, ctx.policy
         rows = (response_index(batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
         mask, differences = batch.scores.mask[rows], batch.scores.logps[rows].double()
-        for own, row in zip(differences, policy.in_batches(rows, 1), strict=False):
+        for difference, row in zip(differences, policy.in_batches(rows, 1), strict=False):
             again = policy.scorer.score(batch.rollout, row, graph=False).logps[0]
-            own[: len(again)] -= again
+            difference[: len(again)] -= again
         sums = torch.stack(_token_sums(differences.masked_fill(mask == 0, 0.0), mask), dim=1)
         names = tuple(f"sampler/{name}" for name in NUMERICS)
         return estimates_over_units(names, lambda sums: sums[..., 1:] / sums[..., :1], sums, ctx.ranks.reduce)

@@ -53,7 +53,7 @@ def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
     Raises ValueError when one is not there or damaged, saying what was looked at.
     """
     if not isinstance(choice, str):
-        return [path for one in choice for path in checkpoints_named(str(one), runs)]
+        return [path for place in choice for path in checkpoints_named(str(place), runs)]
     newest = _named(choice, runs, what_is_wrong_with_weights, "checkpoint")
     if choice == "all" or checkpoints_in(Path(choice)):
         return list(_flawless(checkpoints_in(newest.parent), what_is_wrong_with_weights))
@@ -76,12 +76,12 @@ def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str
         raise UserError(f"{setting}={choice} cannot be taken: {flaw}. Choose an earlier checkpoint-N folder")
     else:
         return path
-    newest_first = (one for run in listed for one in (checkpoints_of(run) or checkpoints_in(run))[::-1])
-    found = next(_flawless(newest_first, flaw_of), None)
-    if found is None:
+    newest_first = (folder for run in listed for folder in (checkpoints_of(run) or checkpoints_in(run))[::-1])
+    newest = next(_flawless(newest_first, flaw_of), None)
+    if newest is None:
         instead = ", or start a new run without resume" * (setting == "resume")
         raise UserError(f"{setting}={choice}: no complete checkpoint in {runs}; give {setting}=PATH{instead}")
-    return found
+    return newest
 
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:

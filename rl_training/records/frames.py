@@ -157,12 +157,12 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
 
 def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a result.json that lies there: the analysis itself, and what was varied."""
-    results, own, tables = content["results"], content["settings"]["offline"], content["tables"]
+    results, settings, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
         "analysis": in_whole_characters(path.parents[1].name), "checkpoint": content["checkpoint"],
         "step": content["step"], "kind": "whole", "evaluation_size": results["B_E"], "eta": 1.0,
-        "update_prompts": results["B_U"], "update_filtered": bool(own["update"]["filtered"]),
-        "update_seed": float(own["update"]["seed"]),
+        "update_prompts": results["B_U"], "update_filtered": bool(settings["update"]["filtered"]),
+        "update_seed": float(settings["update"]["seed"]),
         **{name: results.get(name) for name in ANALYSIS_COLUMNS if name in results},
     }  # fmt: skip
     yield whole

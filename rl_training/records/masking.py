@@ -148,13 +148,13 @@ def mask_line(text: str, known: Sequence[str] = ()) -> str:
 
 def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Return the secrets of a command line and of an environment, by their values, for `mask_line`."""
-    found = [value for name, value in environment.items() if is_secret(name, value) and not os.path.exists(value)]
+    secrets = [value for name, value in environment.items() if is_secret(name, value) and not os.path.exists(value)]
     for word, masked in zip(words, mask_words(words), strict=True):
         if masked == MASK:  # of the flag before it
-            found.append(word)
+            secrets.append(word)
         elif masked != word:
-            found += [word.partition("=")[2]] * masked.endswith(f"={MASK}") + _secrets_named(word)
-    bare = (value.strip("'\"") for value in found)
+            secrets += [word.partition("=")[2]] * masked.endswith(f"={MASK}") + _secrets_named(word)
+    bare = (value.strip("'\"") for value in secrets)
     return [value for value in dict.fromkeys(bare) if len(value) >= SHORTEST]
 
 

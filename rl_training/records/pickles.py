@@ -47,8 +47,10 @@ def load_tensors(path: Path, device: str = "cpu") -> Any:
         with torch.serialization.safe_globals([*stand_ins, *OF_NUMPY]):
             return torch.load(path, map_location=device, weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError) as error:
-        found = _foreign_objects(path)
-        what = f"objects that could run code ({', '.join(found)})" if found else f"no tensors ({_first_line(error)})"
+        foreign = _foreign_objects(path)
+        what = (
+            f"objects that could run code ({', '.join(foreign)})" if foreign else f"no tensors ({_first_line(error)})"
+        )
         raise UserError(f"{path} holds {what}: it is not read") from error
 
 

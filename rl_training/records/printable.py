@@ -25,8 +25,8 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(_written_out, text.replace("\r\n", "\n"))
 
 
-def _written_out(found: re.Match[str]) -> str:
-    return found[0].encode("ascii", "backslashreplace").decode() if ord(found[0]) > 127 else f"\\x{ord(found[0]):02x}"
+def _written_out(match: re.Match[str]) -> str:
+    return match[0].encode("ascii", "backslashreplace").decode() if ord(match[0]) > 127 else f"\\x{ord(match[0]):02x}"
 
 
 def all_printable(value: Any, to_text: Callable[[str], str] = printable) -> Any:

@@ -18,7 +18,9 @@ LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", 
 
 def provenance() -> dict[str, str]:
     """Return what is known of this process's code, command and machine, in words."""
-    found = {name: next(iter(metadata.distributions(name=name)), None) for name in LIBRARIES}  # as it is imported
+    distributions = {
+        name: next(iter(metadata.distributions(name=name)), None) for name in LIBRARIES
+    }  # as it is imported
     return {
         "version": VERSION,
         "commit": _commit(Path(__file__).parent),
@@ -28,7 +30,7 @@ def provenance() -> dict[str, str]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "libraries": ", ".join(f"{name} {of.version}" for name, of in found.items() if of),
+        "libraries": ", ".join(f"{name} {of.version}" for name, of in distributions.items() if of),
     }
 
 

@@ -153,12 +153,12 @@ class Fixes:
         def batch(size: int, count: int) -> str:
             return self.batch.format(size=size, count=count, sequences=size * count * num_ranks)
 
-        own = size * count
-        prompts = own // group * num_ranks
+        local_size = size * count
+        prompts = local_size // group * num_ranks
         # A microbatch of whole prompts, or a part of one.
-        fitting = [part for part in range(1, size) if own % part == 0 and 0 in (part % group, group % part)]
-        smaller = [part for part in fitting if folds(part, own // part) >= DEFAULT_NUM_FOLDS]
-        advice = [f"smaller microbatches, {batch(smaller[-1], own // smaller[-1])}"] if smaller else []
+        fitting = [part for part in range(1, size) if local_size % part == 0 and 0 in (part % group, group % part)]
+        smaller = [part for part in fitting if folds(part, local_size // part) >= DEFAULT_NUM_FOLDS]
+        advice = [f"smaller microbatches, {batch(smaller[-1], local_size // smaller[-1])}"] if smaller else []
         cut = next(
             (number for number in range(DEFAULT_NUM_FOLDS, prompts + 1) if folds(size, count, number) == number), None
         )
@@ -172,7 +172,7 @@ class Fixes:
         larger = batch(part, more)
         if part == size:
             larger = self.steps.format(count=more, sequences=size * more * num_ranks)
-        cost = f"{part * more / own:.3g} times as many responses a step"
+        cost = f"{part * more / local_size:.3g} times as many responses a step"
         return f"steps of at least {DEFAULT_NUM_FOLDS} prompts, where these have {prompts}: {larger} ({cost})"
 
 

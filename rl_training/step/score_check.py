@@ -108,7 +108,7 @@ def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
     """
     there = fresh.mask.bool()
     pairs = (fresh.logps, others.logps), (fresh.entropies, others.entropies)
-    apart = [(one.detach().double() - other[rows, : there.shape[1]].double()).abs() for one, other in pairs]
+    apart = [(first.detach().double() - other[rows, : there.shape[1]].double()).abs() for first, other in pairs]
     sums = [part.nan_to_num(0.0, 0.0).masked_fill(~there, 0.0).sum() for part in apart]
     return torch.stack([*sums, there.sum().double()])
 

@@ -81,8 +81,8 @@ class AttachedRun:
         raise AssertionError("numbers do not end")
 
     def _lock_own_folder(self, run_name: str) -> Path:
-        own = self.asked.with_name(run_name) if run_name else self.asked
-        folder = own if own.is_dir() else self.asked
+        resumed_folder = self.asked.with_name(run_name) if run_name else self.asked
+        folder = resumed_folder if resumed_folder.is_dir() else self.asked
         refuse_links_out(folder)
         self._lock.enter_context(locked(folder, ELSEWHERE))
         return folder

@@ -151,7 +151,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def loss_settings(self) -> LossSettings:
         """What the loss that is trained with is set to, interventions and all."""
         settings = batches.loss_settings(self._trainer)
-        return dataclasses.replace(settings, differs=settings.differs | {each.differs for each in self._loss.on_loss})
+        return dataclasses.replace(
+            settings, differs=settings.differs | {intervention.differs for intervention in self._loss.on_loss}
+        )
 
     def remove(self) -> None:
         """Remove everything from the trainer; what was measured is kept."""
@@ -206,9 +208,12 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         resumed, self._checkpoints.resumed_run = self._checkpoints.resumed_run, None
         if resumed is None:
             self.driver.reset()
-        own = {"whole_prompts": self._rollouts.whole_prompts, "interventions": [e.name for e in self._loss.on_loss]}
-        own["target_kl_share"] = self._bound and self._bound.share_of_entropy
-        settings = settings_of_trainer(self._trainer, own)
+        attached_settings = {
+            "whole_prompts": self._rollouts.whole_prompts,
+            "interventions": [e.name for e in self._loss.on_loss],
+        }
+        attached_settings["target_kl_share"] = self._bound and self._bound.share_of_entropy
+        settings = settings_of_trainer(self._trainer, attached_settings)
         if self.run is not None:
             self.run.begin(resumed)
             self._checkpoints.run_name = self.run.folder.name

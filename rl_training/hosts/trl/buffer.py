@@ -187,17 +187,21 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
     metrics: list[Metrics] = []
     tried: list[int] = []
     buffer.forget()
-    while (each := max(empty)) and len(outputs) < buffer.max_attempts:
-        if each * world > buffer.num_prompts - len(tried):
+    while (most_empty := max(empty)) and len(outputs) < buffer.max_attempts:
+        if most_empty * world > buffer.num_prompts - len(tried):
             break  # no prompts are left to try
-        prompts = buffer.draw(each * world, tried)
-        rows = [dict(trainer.train_dataset[i]) for i in prompts[rank * each : (rank + 1) * each] for _ in range(size)]
+        prompts = buffer.draw(most_empty * world, tried)
+        rows = [
+            dict(trainer.train_dataset[i])
+            for i in prompts[rank * most_empty : (rank + 1) * most_empty]
+            for _ in range(size)
+        ]
         kept, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
         try:
             output, rewards = generate(rows)
         finally:
             logged, trainer._metrics["train"] = trainer._metrics["train"], kept
-        rewards = rewards.view(world, each, size)
+        rewards = rewards.view(world, most_empty, size)
         output[batches.REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
         buffer.learn(prompts, rewards.flatten(0, 1))
         mixed = torch.cat([mixed, are_mixed(rewards).cpu()], dim=1)

@@ -85,25 +85,25 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
     """Raise ValueError, naming what is missing or takes other arguments."""
     for name, parameters in METHODS.items():
         method = getattr(GRPOTrainer, name, None)
-        found = [] if method is None else [*inspect.signature(method).parameters]
-        _require({*parameters} <= {*found}, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
+        names_of_method = [] if method is None else [*inspect.signature(method).parameters]
+        _require({*parameters} <= {*names_of_method}, f"GRPOTrainer.{name}({', '.join(parameters)}) is gone")
     for name in TRAINER_ATTRIBUTES:
         _require(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
     _require(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
 
 
-def read_scores(found: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
+def read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
     """Return what training's forward pass has returned: log-probabilities of this shape, and entropies if asked for.
 
     ValueError where that is something else.
     """
     scores = f"GRPOTrainer.{FORWARD_PASS}"
-    _require(isinstance(found, tuple) and len(found) == 3, f"{scores} does not return three values")
-    named = {"log-probabilities": found[0], **({"entropies": found[1]} if with_entropies else {})}
+    _require(isinstance(output, tuple) and len(output) == 3, f"{scores} does not return three values")
+    named = {"log-probabilities": output[0], **({"entropies": output[1]} if with_entropies else {})}
     for name, values in named.items():
         returned = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else "no tensor"
         _require(returned == f"of shape {tuple(shape)}", f"the {name} of {scores} are {returned}")
-    return found[0], found[1] if with_entropies else None
+    return output[0], output[1] if with_entropies else None
 
 
 def require_graph(loss: Tensor) -> None:

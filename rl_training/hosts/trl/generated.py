@@ -107,5 +107,5 @@ class GeneratedResponses:
         self._fresh, self._order, self._latest = {}, [], []
 
 
-def _same(one: float | None, other: float | None) -> bool:
-    return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
+def _same(first: float | None, other: float | None) -> bool:
+    return first == other or (first is not None and other is not None and math.isnan(first) and math.isnan(other))

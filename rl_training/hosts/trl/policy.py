@@ -110,19 +110,19 @@ class TrainerPolicy(Policy):
         # "ref" is TRL's copy of an adapter that is trained further: without it the model is no reference.
         return "ref" not in getattr(self.model, "peft_config", {}) and super().has_reference
 
-    def completed(self, found: tuple[Tensor, Tensor | None] | None, rollout: Rollout, is_kept: bool) -> Scores:
+    def completed(self, loss_scores: tuple[Tensor, Tensor | None] | None, rollout: Rollout, is_kept: bool) -> Scores:
         """Return training's own scores, with what training has not asked for scored here, without graph.
 
         found    training's log-probabilities, perhaps with entropies; None where its loss takes none
         is_kept  somebody reads the scores: otherwise what is not there is nan
         """
-        logps, entropies = found or (None, None)
+        logps, entropies = loss_scores or (None, None)
         if logps is None or entropies is None:
             nothing = torch.full_like(rollout.completion_mask, torch.nan, dtype=torch.float32)
-            own = Scores(nothing, nothing, rollout.completion_mask)
+            own_scores = Scores(nothing, nothing, rollout.completion_mask)
             if is_kept:
-                own = self.score_rollout(rollout, as_training=True, dropout=True)
-            logps, entropies = own.logps if logps is None else logps, own.entropies
+                own_scores = self.score_rollout(rollout, as_training=True, dropout=True)
+            logps, entropies = own_scores.logps if logps is None else logps, own_scores.entropies
         return Scores(logps, entropies, rollout.completion_mask)
 
     def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
@@ -165,8 +165,8 @@ class TrainerPolicy(Policy):
             batch = respond(trainer, some, seed, 1 + accelerator.process_index, number)
             prompt_ids += batch[0]
             completion_ids += batch[1]
-        own = slice(len(mine))
-        return as_rollout(prompt_ids[own], completion_ids[own], mine, trainer._tokenizer.pad_token_id)
+        local_rows = slice(len(mine))
+        return as_rollout(prompt_ids[local_rows], completion_ids[local_rows], mine, trainer._tokenizer.pad_token_id)
 
     def decode(self, ids: Tensor) -> str:
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)
@@ -185,7 +185,8 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
 
     The response to a prompt depends on the seed, and on the prompts that are in the batch with it.
     """
-    device, own = trainer.accelerator.device, vars(trainer.model).pop("forward", None)  # accelerate's, with autocast
+    device = trainer.accelerator.device
+    autocast_forward = vars(trainer.model).pop("forward", None)  # accelerate's
     try:
         # Not inference mode: what a model caches under it (rotary tables) would break training's next forward pass.
         with torch.no_grad(), preserve_rng(device), measuring(trainer.model):
@@ -193,8 +194,8 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
             seed_torch(*seed, device=device)
             return prompt_ids, _generate(trainer, prompt_ids)
     finally:
-        if own is not None:
-            trainer.model.forward = own
+        if autocast_forward is not None:
+            trainer.model.forward = autocast_forward
 
 
 def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
@@ -256,8 +257,8 @@ def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str,
     """Return the options of the next generation, and where each comes from."""
     if trainer.use_vllm:
         engine = trainer.vllm_generation
-        own = {**{key: getattr(engine, key) for key in SAMPLING}, REGEX: engine.structured_outputs_regex}
-        layers = {"trainer.vllm_generation": own | engine.generation_kwargs}
+        engine_settings = {**{key: getattr(engine, key) for key in SAMPLING}, REGEX: engine.structured_outputs_regex}
+        layers = {"trainer.vllm_generation": engine_settings | engine.generation_kwargs}
     else:  # each fills what those after it leave open
         layers = {
             "the model's generation_config.json": trainer.model.generation_config.to_dict(),

@@ -84,9 +84,9 @@ class Rollouts:
         by_function = original(*args, **kwargs)
         if self._trainer.model.training:
             rewards = batches.total_rewards(self._trainer, by_function)  # of all ranks
-            own = len(rewards) // self._trainer.accelerator.num_processes
-            first = self._trainer.accelerator.process_index * own
-            self._generated.reward(rewards[first : first + own].tolist())
+            local_count = len(rewards) // self._trainer.accelerator.num_processes
+            first = self._trainer.accelerator.process_index * local_count
+            self._generated.reward(rewards[first : first + local_count].tolist())
         return by_function
 
     def begin(self, output: dict, is_measured: bool) -> None:
@@ -109,7 +109,7 @@ class Rollouts:
         if is_rewarded and batches.REWARD not in output:  # a buffer has put its own there
             output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32, device=ids.device)
         foreign = 0 if not self._generated else is_fresh.count(False)
-        learned = any(r is not None and r.learned for r, own in zip(responses, is_fresh, strict=True) if not own)
+        learned = any(r is not None and r.learned for r, fresh in zip(responses, is_fresh, strict=True) if not fresh)
         facts = [len(keys), foreign, learned, not is_rewarded]
         self._settle(output, facts, group, is_measured)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
@@ -161,8 +161,8 @@ class Rollouts:
         facts  of this rank: rows, how many of them were not generated for it, whether a step has learned from those,
                whether rewards are missing
         """
-        own = torch.tensor([*facts, group], dtype=torch.float64, device=output["completion_ids"].device)
-        table = all_ranks().gather(own) if is_measured else own.unsqueeze(0)
+        local_facts = torch.tensor([*facts, group], dtype=torch.float64, device=output["completion_ids"].device)
+        table = all_ranks().gather(local_facts) if is_measured else local_facts.unsqueeze(0)
         rows, foreign, learned, unrewarded, _ = table.sum(dim=0).tolist()
         groups = {int(number) for number in table[:, -1].tolist()}
         expected = self._trainer.num_generations

@@ -35,12 +35,12 @@ class ScoringCalls:
 
     def keep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what the forward pass returns, and keep it if it is of this microbatch."""
-        found = original(*args, **kwargs)
+        output = original(*args, **kwargs)
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[IDS]
         if ids.shape == self._ids.shape and torch.equal(ids, self._ids):
             asked = kwargs["compute_entropy"] if "compute_entropy" in kwargs else any(args[ENTROPY : ENTROPY + 1])
-            self._found.append(read_scores(found, self._shape, asked))
-        return found
+            self._found.append(read_scores(output, self._shape, asked))
+        return output
 
     def of(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Return the log-probabilities that this loss is made of and their entropies; None where there are none.

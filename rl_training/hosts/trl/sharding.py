@@ -42,8 +42,8 @@ def has_sharded_weights(trainer: GRPOTrainer) -> bool:
 
 def _parts(trainer: GRPOTrainer) -> tuple[Any, Any, Any]:
     optimizer = trainer.optimizer
-    own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    return trainer.model, own, trainer.args.max_grad_norm
+    base_optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    return trainer.model, base_optimizer, trainer.args.max_grad_norm
 
 
 class Zero(Shard):

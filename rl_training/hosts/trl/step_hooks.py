@@ -131,14 +131,14 @@ class StepHooks:
         """Hand a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
         trainer, step = self._trainer, self._driver.open_step
         assert step is not None
-        rollout, found, seen = self._rollouts.read(inputs), calls.of(loss), None
+        rollout, loss_scores, seen = self._rollouts.read(inputs), calls.of(loss), None
         is_kept = bool(step.probes or self._is_bounded or self._is_kept())
-        if self._loss.on_loss and (found is None or not found[0].requires_grad):
+        if self._loss.on_loss and (loss_scores is None or not loss_scores[0].requires_grad):
             raise UserError(NO_SCORES_TO_CHANGE.format(trainer=type(trainer).__name__))
-        is_incomplete = found is None or found[1] is None
+        is_incomplete = loss_scores is None or loss_scores[1] is None
         if is_kept and is_incomplete and loss.grad_fn is not None and has_sharded_weights(trainer):
             raise UserError(NO_SCORES_OF_SHARDS.format(trainer=type(trainer).__name__))
-        scores = self._policy.completed(found, rollout, is_kept)
+        scores = self._policy.completed(loss_scores, rollout, is_kept)
         rollout = self._rollouts.with_ratios(rollout, scores, batches.are_hidden(inputs))
         loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and is_kept:

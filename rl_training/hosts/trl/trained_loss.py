@@ -34,38 +34,42 @@ def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GR
 
     The very object where none sets either: who made the trainer may still change it.
     """
-    if all(each.function is not None for each in interventions):
+    if all(intervention.function is not None for intervention in interventions):
         return args
     changed = object.__new__(type(args))
     vars(changed).update(vars(args))  # copy.copy would leave the tokens out, as DrGRPOConfig.__getstate__ does
-    for each in interventions:
-        changed.learning_rate *= each.lr_factor
-        changed.max_grad_norm = changed.max_grad_norm if each.max_grad_norm is None else each.max_grad_norm
+    for intervention in interventions:
+        changed.learning_rate *= intervention.lr_factor
+        changed.max_grad_norm = (
+            changed.max_grad_norm if intervention.max_grad_norm is None else intervention.max_grad_norm
+        )
     return changed
 
 
 def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
     """Raise ValueError, before anything is trained, for an intervention that this trainer cannot train with."""
-    for each in interventions:
-        if each.name == "keep_truncated":
+    for intervention in interventions:
+        if intervention.name == "keep_truncated":
             raise UserError(
-                f"intervention={each.name}: TRL's forward pass leaves truncated responses out, so they cannot be "
-                "trained on: set trainer.mask_truncated_completions=false"
+                f"intervention={intervention.name}: TRL's forward pass leaves truncated responses out, so they cannot "
+                "be trained on: set trainer.mask_truncated_completions=false"
             )
-        if "reference" in each.needs and trainer.beta == 0 and not policy.has_reference:
+        if "reference" in intervention.needs and trainer.beta == 0 and not policy.has_reference:
             raise UserError(
-                f"intervention={each.name} needs a reference model, and full fine-tuning keeps none: set "
-                f"trainer.beta={each.strength:g}, for which TRL keeps one, or use adapter=lora"
+                f"intervention={intervention.name} needs a reference model, and full fine-tuning keeps none: set "
+                f"trainer.beta={intervention.strength:g}, for which TRL keeps one, or use adapter=lora"
             )
-        if "sampler" in each.needs and not (trainer.use_vllm or trainer.rollout_func):
-            raise UserError(f"intervention={each.name}: {NEEDS['sampler']}")
-        if each.function is None and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
+        if "sampler" in intervention.needs and not (trainer.use_vllm or trainer.rollout_func):
+            raise UserError(f"intervention={intervention.name}: {NEEDS['sampler']}")
+        if intervention.function is None and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
             raise UserError(
-                f"intervention={each.name}: the optimizer already exists, or is DeepSpeed's: set trainer.{each.trl} "
-                "instead"
+                f"intervention={intervention.name}: the optimizer already exists, or is DeepSpeed's: set "
+                f"trainer.{intervention.trl} instead"
             )
-        if each.nothing_on_policy and batches.steps_per_rollout(trainer.args) == 1:
-            logger.warning(f"intervention={each.name}: {RATIOS_ARE_ONE}: one optimizer step learns from each rollout")
+        if intervention.nothing_on_policy and batches.steps_per_rollout(trainer.args) == 1:
+            logger.warning(
+                f"intervention={intervention.name}: {RATIOS_ARE_ONE}: one optimizer step learns from each rollout"
+            )
 
 
 class TrainedLoss:
@@ -74,7 +78,7 @@ class TrainedLoss:
     def __init__(self, trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
         refuse_what_cannot_be_trained(trainer, policy, interventions)
         self._trainer, self._policy = trainer, policy
-        self.on_loss = [each for each in interventions if each.function is not None]
+        self.on_loss = [intervention for intervention in interventions if intervention.function is not None]
         self._silent_share = 0.0  # of the rollout's prompts
 
     def begin(self, rollout: Rollout) -> None:
@@ -89,7 +93,7 @@ class TrainedLoss:
         if not self.on_loss:
             return loss
         c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)
-        if reference_logps is None and any("reference" in each.needs for each in self.on_loss):
+        if reference_logps is None and any("reference" in intervention.needs for intervention in self.on_loss):
             reference_logps = self._policy.reference_logps(rollout)
         inputs = microbatch_inputs(
             rollout,
@@ -101,8 +105,8 @@ class TrainedLoss:
             zero_advantage_share=self._silent_share,
             responses_per_prompt=self._trainer.num_generations,
         )
-        for each in self.on_loss:
-            inputs = dataclasses.replace(inputs, weights=_weights(each, inputs))
+        for intervention in self.on_loss:
+            inputs = dataclasses.replace(inputs, weights=_weights(intervention, inputs))
         new = inputs.weights
         further = ((new.logps - c) * scores.logps).sum()
         if new.entropies is not None:

@@ -170,7 +170,7 @@ class DrGRPOTrainer(GRPOTrainer):
             Options(True, "all", self.args.target_kl_share, trained_with, stays=True),
         )
         self.args = with_settings(self.args, trained_with)
-        self._sets_learning_rate = any(each.lr_factor != 1.0 for each in trained_with)
+        self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
         self.branches_off = False  # the checkpoint it goes on from is another run's, with settings of its own
         self.has_own_random_numbers = False  # of a branch with another seed: the checkpoint's are not taken

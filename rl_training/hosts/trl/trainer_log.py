@@ -59,9 +59,9 @@ class TrainerLog:
         """Write the line of a step that the trainer logs."""
         if self._writer.records is None:
             return
-        own = self._line if step == self._step else {}
+        numbers = self._line if step == self._step else {}
         self._line = {}
-        self._writer.records.write_metrics(step, {**logs, **own})
+        self._writer.records.write_metrics(step, {**logs, **numbers})
 
     def flush(self) -> None:
         """Write the line of the last step, if it is not written yet."""

@@ -76,11 +76,15 @@ def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate
     since  where all runs that these are compared with have begun: no mean is over an earlier step
     """
     runs = [figures_of(member.run, step, since) for member in members_at(group, step)]
-    common = {label: [figures[label] for figures in runs] for label in runs[0] if all(label in own for own in runs)}
+    common = {
+        label: [figures[label] for figures in runs]
+        for label in runs[0]
+        if all(label in run_figures for run_figures in runs)
+    }
     means = {NOISE_SCALE: mean_noise_scale}
     return {
-        label: means.get(label, mean_over_runs)(found) if len(found) > 1 else found[0]
-        for label, found in common.items()
+        label: means.get(label, mean_over_runs)(values) if len(values) > 1 else values[0]
+        for label, values in common.items()
     }
 
 
@@ -104,7 +108,7 @@ def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
     figures = {
         "reward": _mean_until(run.logged("reward"), step, since),
         "token entropy": _mean_until(run.token_entropy(), step, since),
-        **{label: last_of(found[found.index <= step]) for label, found in rows.items()},
+        **{label: last_of(series[series.index <= step]) for label, series in rows.items()},
     }
     return {label: figure for label, figure in figures.items() if figure and math.isfinite(figure.value)}
 
@@ -158,16 +162,18 @@ def since_branching(first: Sequence[Member], second: Sequence[Member], step: int
 
     Several runs are pairs, each of them in one: the mean over pairs, with the error between pairs.
     """
-    pairs = [(one.run, other.run, common_steps(one, other) + 1) for one in first for other in second]
-    branched = [(one, other, start) for one, other, start in pairs if start > 1]
+    pairs = [(member.run, other.run, common_steps(member, other) + 1) for member in first for other in second]
+    branched = [(member, other, start) for member, other, start in pairs if start > 1]
     if not len(branched) == len(first) == len(second):
         return {}
-    found = {}
+    changes = {}
     for label, change in ((MEASURED, _measured_since), (PREDICTED, _predicted_since)):
-        apart = [difference(change(other, start, step), change(one, start, step)) for one, other, start in branched]
+        apart = [
+            difference(change(other, start, step), change(member, start, step)) for member, other, start in branched
+        ]
         if all(math.isfinite(e.value) for e in apart):
-            found[label] = apart[0] if len(apart) == 1 else mean_of([e.value for e in apart])
-    return found
+            changes[label] = apart[0] if len(apart) == 1 else mean_of([e.value for e in apart])
+    return changes
 
 
 def _measured_since(run: Run, start: int, step: int) -> Estimate:

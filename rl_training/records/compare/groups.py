@@ -143,19 +143,19 @@ def _counts(name: str, settings: Mapping[str, str]) -> bool:
 def trunks_of(groups: Sequence[Group]) -> list[Run]:
     """Return the runs that these have branched off from, each up to the step where it was; not those compared too."""
     compared = {member.run.folder for group in groups for member in (*group.members, *group.repeats)}
-    found: dict[tuple[Path, int], Run] = {}
+    trunks: dict[tuple[Path, int], Run] = {}
     for ancestors in (_ancestors(member) for group in groups for member in group.members):
         for folder, step in ancestors.items():
             if folder in compared or not (folder / LOGS_FOLDER / METRICS_FILE).is_file():
                 break
-            if (folder, step) not in found:
-                found[folder, step] = read_run(folder).until(step)
-    return list(found.values())
+            if (folder, step) not in trunks:
+                trunks[folder, step] = read_run(folder).until(step)
+    return list(trunks.values())
 
 
-def common_steps(one: Member, other: Member) -> int:
+def common_steps(first: Member, other: Member) -> int:
     """Return how many steps two runs have in common: up to where they branch off from each other, or from a third."""
-    steps, others = ({m.run.folder: m.last_step} | _ancestors(m) for m in (one, other))
+    steps, others = ({m.run.folder: m.last_step} | _ancestors(m) for m in (first, other))
     return max((min(step, others[run]) for run, step in steps.items() if run in others), default=0)
 
 

@@ -166,7 +166,7 @@ def _curves(
     mean = mean.assign(high=mean["high"].clip(upper=FAR * mean["value"].abs().max()))  # the frame cuts an infinite end
     series = [Series.of_rows(label, color, mean, "circle", dash=stroke)]
     singles = runs.items() if len(runs) > 1 else ()
-    series += [Series(f"{label}: {name}", color, one.index, one["value"], faint=0.35) for name, one in singles]
+    series += [Series(f"{label}: {name}", color, values.index, values["value"], faint=0.35) for name, values in singles]
     return series, pooled
 
 

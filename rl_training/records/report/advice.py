@@ -40,9 +40,9 @@ def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> s
         if name in by_name:
             return f"To change first: {_setting(by_name[name])}"
     effects = effects_of(run)
-    found = halving(effects) or keeping(effects)
-    if found:
-        return f"To change: {_as_setting(found[0], set_up)}, the cheapest of what was measured to keep entropy."
+    chosen = halving(effects) or keeping(effects)
+    if chosen:
+        return f"To change: {_as_setting(chosen[0], set_up)}, the cheapest of what was measured to keep entropy."
     if effects:
         return "No measured intervention keeps entropy significantly: measure more steps, or others."
     return f"To measure what would keep it: {set_up.probe('interventions')}."
@@ -54,8 +54,8 @@ def _setting(line: Line) -> str:
 
 def _as_setting(effect: Effect, set_up: SetUp) -> str:
     """Return the line that trains with an intervention at the strength that halves the fall, or as it was measured."""
-    name, _, own = effect.name.partition(":")
-    strength = f"{effect.halves_at.value:.2g}" if effect.halves_at.value == effect.halves_at.value else own
+    name, _, typed_strength = effect.name.partition(":")
+    strength = f"{effect.halves_at.value:.2g}" if effect.halves_at.value == effect.halves_at.value else typed_strength
     if set_up.kind == JOB:
         return f"intervention={name}{f':{strength}' * bool(strength)}"
     rate = set_up.number("learning_rate")

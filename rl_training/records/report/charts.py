@@ -135,7 +135,7 @@ class Chart:
     @functools.cached_property
     def data(self) -> list[dict[str, Any]]:
         """The table, a part for each series."""
-        return [one.part(number) for number, one in enumerate(self.series)]
+        return [curve.part(number) for number, curve in enumerate(self.series)]
 
     @functools.cached_property
     def spec(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Chart:
     @property
     def legend(self) -> dict[str, Series]:
         """The series that can be hidden, by name: the first of each. None where an axis or a text names them."""
-        return {} if self.facts["is_named"] else _first_by_label([one for one in self.series if not one.text])
+        return {} if self.facts["is_named"] else _first_by_label([curve for curve in self.series if not curve.text])
 
     def standalone(self) -> dict[str, Any]:
         """Return Vega-Lite that holds its data, with a legend: for PNG, SVG and other programs."""
@@ -176,7 +176,7 @@ class Section:
 
 def _first_by_label(series: Sequence[Series]) -> dict[str, Series]:
     """Return the first series of each name."""
-    labels = [one.label for one in series]
+    labels = [curve.label for curve in series]
     return {label: series[labels.index(label)] for label in labels}
 
 
@@ -199,12 +199,12 @@ def draw(
     cells   of a matrix: half of their width, the largest value, and the ends of the x-axis
     start   what a second axis adds                     words  for its texts
     """
-    chart, series = declared(key, words), [one for one in series if len(one.x)]
+    chart, series = declared(key, words), [curve for curve in series if len(curve.x)]
     name, title, caption = chart.get("name", key), chart["title"], chart.get("caption", "")
     if not series:
         return Chart(name, title, "", list(missing))
     labels, over_steps = _first_by_label(series), "x" not in chart and not cells
-    heights = [y for one in series for y in (*one.y, *one.low, *one.high)]
+    heights = [y for curve in series for y in (*curve.y, *curve.low, *curve.high)]
     y = {"field": "y", **axis(chart.get("y", {}), ends, names)}
     if cells:
         y["axis"] |= dict.fromkeys(("labels", "ticks"), len(names) <= MAX_LABELS)
@@ -212,8 +212,8 @@ def draw(
         "x": {"field": "x", **axis(chart.get("x", STEPS), cells["ends"] if cells else None)},
         "y": y,
         "labels": [*labels],
-        "colors": [one.color for one in labels.values()],
-        "dashes": [[*one.dash] or [1, 0] for one in labels.values()],
+        "colors": [curve.color for curve in labels.values()],
+        "dashes": [[*curve.dash] or [1, 0] for curve in labels.values()],
         "rules": {**chart.get("rules", {}), **(rules or {})},
         "zoomed": ["x"] if over_steps or names else ["x", "y"],
         "height": chart.get("height", height),

@@ -67,7 +67,9 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
         charts.append(_conditioning(contents[-1]))
     verdicts = [verdict(content["step"] + 1, content["results"]) or _holds(content) for content in contents]
     shown = results[results["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
-    charts = [replace(one, name=f"offline_{name}_{one.name}", title=f"Offline {name}: {one.title}") for one in charts]
+    charts = [
+        replace(chart, name=f"offline_{name}_{chart.name}", title=f"Offline {name}: {chart.title}") for chart in charts
+    ]
     headings = ["step", "U", *(STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
     return Section(name, verdicts, [headings, *map(_cells, shown.to_dict("records"))], charts)
 
@@ -174,7 +176,7 @@ def _agreement(table: pd.DataFrame) -> Chart:
         r = {key: np.corrcoef(x, rows[key])[0, 1] for key in ("deltaH1", "covariance")}
         label = f"−Cov(log π, A), scaled: r = {r['covariance']:.2f} (predicted: {r['deltaH1']:.2f})"
         series.append(Series.cloud(label, ORANGE, "triangle", MILLI * x, MILLI * scaled(y, x)))
-    series = [one for one in series if len(one.x)]
+    series = [curve for curve in series if len(curve.x)]
     if not series:
         return draw("agreement", [], ["prediction or truth was not asked for"])
     return draw("agreement", [diagonal(series, "y = x"), *series])

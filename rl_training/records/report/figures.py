@@ -96,8 +96,8 @@ def _reward(run: Run) -> Chart:
     window = running_window(len(rows))
     series = dots(rows["value"], BLUE, "circle", "one step", f"mean of {window} steps")
     series += [
-        Series.of_rows(f"held out: {at}", color, own, mark)
-        for (at, own), (color, mark) in zip(held_out.items(), cycle(HELD_OUT))
+        Series.of_rows(f"held out: {at}", color, rewards, mark)
+        for (at, rewards), (color, mark) in zip(held_out.items(), cycle(HELD_OUT))
     ]
     return draw("reward", series, ends=framed(pd.concat([rows, *held_out.values()])), window=window, held_out=held_out)
 
@@ -111,7 +111,7 @@ def _entropy(run: Run) -> Chart:
         Series.of_rows("naive product (biased)", ORANGE, naive, "triangle", dash=(5, 3)),
     ]
     missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
-    series = [one for one in drawn if len(one.x) > 1]  # the 0 of a start says nothing
+    series = [curve for curve in drawn if len(curve.x) > 1]  # the 0 of a start says nothing
     starts = findings.origins(run)
     at_start = run.values("entropy/token").get(starts[0]) if len(starts) == 1 else None
     return draw("entropy", series, missing or [findings.NO_LATER_BATCH] * (not series), start=at_start)
@@ -138,9 +138,9 @@ def _calibration(run: Run) -> list[Chart]:
     if steps.empty:
         return []
     predictions, truths = to_estimates(forward.loc[steps]), to_estimates(true.loc[steps])
-    found = calibration([(predictions[step], truths[step]) for step in steps])
+    fit = calibration([(predictions[step], truths[step]) for step in steps])
     labels = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
-    parts = [f"{label}: {in_words(found[name])}" for name, label in labels.items() if math.isfinite(found[name].value)]
+    parts = [f"{label}: {in_words(fit[name])}" for name, label in labels.items() if math.isfinite(fit[name].value)]
     cloud = Series.cloud("a step, with 95 % intervals", BLUE, "circle", forward.loc[steps], true.loc[steps])
     return [draw("calibration", [diagonal([cloud]), cloud], parts=parts)]
 
@@ -190,9 +190,9 @@ def _predictors(run: Run) -> Chart:
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip
     clouds = []
     for label, (metric, color, mark) in looks.items():
-        found, true = run.values(metric).align(truth, join="inner")
-        if len(found) >= MIN_POINTS:
-            x, y = true.to_numpy(), found.to_numpy()
+        predicted, true = run.values(metric).align(truth, join="inner")
+        if len(predicted) >= MIN_POINTS:
+            x, y = true.to_numpy(), predicted.to_numpy()
             y = findings.scaled(y, x) if "scaled" in label else y
             words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
             clouds.append(Series.cloud(words, color, mark, MILLI * x, MILLI * y, faint=0.7))

@@ -99,8 +99,8 @@ def goes_on(run: Run) -> bool:
 
 def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
     """Return the rewards on prompts that training never sees, for each way in which they were measured."""
-    found = {f"evaluation {name}": run.known("reward", name) for name in (IN_TRAINING, *run.evaluations)}
-    return {label: rows for label, rows in found.items() if len(rows)}
+    rewards = {f"evaluation {name}": run.known("reward", name) for name in (IN_TRAINING, *run.evaluations)}
+    return {label: rows for label, rows in rewards.items() if len(rows)}
 
 
 def measured_changes(run: Run) -> tuple[pd.Series[float], str]:
@@ -135,13 +135,13 @@ def token_classes(run: Run) -> tuple[list[list[str]], int]:
 
 def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
     """Return the first responses to the first prompts of a few recorded steps; none where none were recorded."""
-    found: dict[int, dict[int, Mapping[str, Any]]] = {}
+    samples: dict[int, dict[int, Mapping[str, Any]]] = {}
     for row in iterate_rollouts(run.folder / LOGS_FOLDER):
-        rows = found.setdefault(int(row["step"]), {})
+        rows = samples.setdefault(int(row["step"]), {})
         if len(rows) < OF_A_STEP:
             rows.setdefault(row.get("prompt_index", 0), {**NOT_RECORDED, **row})
-    places = np.linspace(0, len(found) - 1, min(len(found), SAMPLED_STEPS)).round().astype(int)
-    return [row for place in places for row in found[sorted(found)[place]].values()]
+    places = np.linspace(0, len(samples) - 1, min(len(samples), SAMPLED_STEPS)).round().astype(int)
+    return [row for place in places for row in samples[sorted(samples)[place]].values()]
 
 
 def gaps(run: Run) -> list[Any]:

@@ -97,8 +97,8 @@ def _place(effect: Effect) -> tuple[int, bool, float]:
 
 def halving(effects: Sequence[Effect]) -> list[Effect]:
     """Return those with a strength that halves the fall: of each intervention the first."""
-    found = {effect.bare_name: effect for effect in reversed(effects) if not math.isnan(effect.halves_at.value)}
-    return [effect for effect in effects if found.get(effect.bare_name) is effect]
+    by_name = {effect.bare_name: effect for effect in reversed(effects) if not math.isnan(effect.halves_at.value)}
+    return [effect for effect in effects if by_name.get(effect.bare_name) is effect]
 
 
 def keeping(effects: Sequence[Effect]) -> list[Effect]:
@@ -126,22 +126,22 @@ def _fall(run: Run) -> str:
 
 
 def _halving(effects: Sequence[Effect]) -> str:
-    found = halving(effects)
-    strengths = "; ".join(f"{e.bare_name} {e.halves_at.value:.2g}{_at_price(e)}" for e in found)
-    order = certain_order(found, "bare_name")
-    return f"What would halve the fall when it is kept, in order of price: {strengths}. {order}" if found else ""
+    chosen = halving(effects)
+    strengths = "; ".join(f"{e.bare_name} {e.halves_at.value:.2g}{_at_price(e)}" for e in chosen)
+    order = certain_order(chosen, "bare_name")
+    return f"What would halve the fall when it is kept, in order of price: {strengths}. {order}" if chosen else ""
 
 
 def _keeping(effects: Sequence[Effect]) -> str:
-    found = keeping(effects)
+    chosen = keeping(effects)
     how = "as set, per step, in order of price, in thousandths of a nat"
-    order = certain_order(found, "name")
-    return f"Keeps entropy significantly (95 %) {how}: {_with_prices(found)}. {order}" if found else ""
+    order = certain_order(chosen, "name")
+    return f"Keeps entropy significantly (95 %) {how}: {_with_prices(chosen)}. {order}" if chosen else ""
 
 
 def _spending(effects: Sequence[Effect]) -> str:
-    found = [effect for effect in effects if effect.delta_h.bounds()[1] < 0]
-    return f"Spends significantly more entropy, in thousandths of a nat: {_with_prices(found)}." if found else ""
+    spenders = [effect for effect in effects if effect.delta_h.bounds()[1] < 0]
+    return f"Spends significantly more entropy, in thousandths of a nat: {_with_prices(spenders)}." if spenders else ""
 
 
 def _undecided(run: Run, effects: Sequence[Effect]) -> str:

@@ -18,7 +18,7 @@ def drops(points: Mapping[str, tuple[float, float]], height: float) -> dict[str,
     for text, (across, down) in sorted(points.items(), key=lambda item: item[1][1]):
         left, middle = PHONE * across, height * down
         right, drop = left + LETTER * len(text), 0.0
-        for other_left, other_right, other in sorted(placed, key=lambda one: one[2]):
+        for other_left, other_right, other in sorted(placed, key=lambda place: place[2]):
             if left < other_right and other_left < right and abs(middle + drop - other) < LINE_HEIGHT:
                 drop = other + LINE_HEIGHT - middle
         placed.append((left, right, middle + drop))

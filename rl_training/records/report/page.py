@@ -51,7 +51,7 @@ PAGES = ENVIRONMENT.overlay(autoescape=True)
 
 def write_page(page: Path, name: str, beside: Mapping[str, bytes] | None = None, **values: Any) -> Path:
     """Return the path of the page that it wrote of this template, with the files `beside` it, by their names."""
-    files = {page.with_name(own): content for own, content in (beside or {}).items()}
+    files = {page.with_name(file_name): content for file_name, content in (beside or {}).items()}
     write_atomically({**files, page: render(name, **values).encode()})
     return page
 
@@ -61,8 +61,8 @@ def render(name: str, script: str = "", **values: Any) -> str:
 
     script  that it runs instead of what draws charts: a file of templates/
     """
-    own = (files(__package__) / "templates" / (script or "page.js")).read_text(encoding="utf-8")
-    scripts = [own] if script else [javascript(), own]
+    script_text = (files(__package__) / "templates" / (script or "page.js")).read_text(encoding="utf-8")
+    scripts = [script_text] if script else [javascript(), script_text]
     shared = {
         "contents": CONTENTS, "scripts": SCRIPTS, "hashes": map(_csp_hash, scripts), "version": VERSION,
         "config": None if script else template("style.yaml"), "reload": 0,

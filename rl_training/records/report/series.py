@@ -65,7 +65,7 @@ class Run:
         return self.table.groupby(["source", "name"], sort=False).indices
 
     def names(self, source: str = PROBES_FILE) -> list[str]:
-        return [name for own, name in self.places if own == source]
+        return [name for origin, name in self.places if origin == source]
 
     @property
     def evaluations(self) -> list[str]:

@@ -48,15 +48,15 @@ class SetUp:
     def sequences(self) -> float:
         """Sequences of an optimizer step, over all processes; nan where that is not recorded."""
         batch = self.settings.get("batch")
-        found = batch.get("sequences_per_step") if isinstance(batch, dict) else self.settings.get("sequences_per_step")
-        return float(found) if isinstance(found, int | float) else math.nan
+        value = batch.get("sequences_per_step") if isinstance(batch, dict) else self.settings.get("sequences_per_step")
+        return float(value) if isinstance(value, int | float) else math.nan
 
     @property
     def trained_parameters(self) -> int | None:
         """How many parameters are trained; None where that is not recorded."""
         model = self.settings.get("model")
-        found = model.get("trained_parameters") if isinstance(model, dict) else self.settings.get("trained_parameters")
-        return found if isinstance(found, int) else None
+        value = model.get("trained_parameters") if isinstance(model, dict) else self.settings.get("trained_parameters")
+        return value if isinstance(value, int) else None
 
     @property
     def responses(self) -> float:

@@ -35,13 +35,13 @@ def step_numbers(run: Run) -> list[list[str]]:
     rows = []
     cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
     for label, (times, measured, predicted) in STEP_NUMBERS.items():
-        found = (
+        estimates = (
             findings.mean_of_last(findings.measured_by_one_step(run, measured)),
             findings.mean_of_last(run.known(predicted)),
         )
-        if any(found):
+        if any(estimates):
             share = f" ({100 * cut_off[0]:.0f}% of the responses are cut off)" if "length" in label and cut_off else ""
-            rows.append([label + share, *(in_words(each, True, times) for each in found)])
+            rows.append([label + share, *(in_words(estimate, True, times) for estimate in estimates)])
     return [["change of", "measured", "predicted"], *rows] if len(rows) > 1 else []
 
 
@@ -111,7 +111,7 @@ def _changes(run: Run) -> Iterator[Row]:
         absent = Estimate.missing(NO_PROBE)
         changes = [to_estimates(rows).get(last, absent) for rows in (*sums, findings.naive_of(run))]
     truth, predicted, naive = changes
-    if all(math.isnan(each.value) for each in changes) and len({each.reason for each in changes}) == 1:
+    if all(math.isnan(estimate.value) for estimate in changes) and len({estimate.reason for estimate in changes}) == 1:
         yield Row("change of entropy", MISSING, truth.reason)
         return
     span = "nats per token" + (f", from step {first} to step {last}" if first is not None else "")

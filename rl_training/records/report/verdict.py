@@ -98,7 +98,7 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
             known.append((mean, int(rows.tail(window).index[0]), what))
     if not known:
         return Estimate.missing(f"fewer than {MIN_STEPS} steps are logged, and no probe has measured one"), 0, ""
-    return min(known, key=lambda one: one[0].half_width())
+    return min(known, key=lambda pair: pair[0].half_width())
 
 
 def predictions_part(run: Run) -> bool:
@@ -197,5 +197,5 @@ def _rising_since(rewards: pd.Series[float], levels: pd.Series[float]) -> Stretc
 def _spread(run: Run) -> float:
     """Return the standard deviation of the rewards, the mean over steps; where TRL logs no other, within prompts."""
     single = [name for name in run.names("metrics.jsonl") if name.startswith("rewards/") and name.endswith("/std")]
-    found = run.logged(single[0] if len(single) == 1 else "reward_std")
-    return float(found.mean()) if len(found) else 0.0
+    spread = run.logged(single[0] if len(single) == 1 else "reward_std")
+    return float(spread.mean()) if len(spread) else 0.0

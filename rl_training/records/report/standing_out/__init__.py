@@ -21,9 +21,9 @@ RULES: tuple[Callable[[Recorded], Line | None], ...] = (
 
 def standing_out(run: Run) -> list[Line]:
     """Return what stands out, what explains other things first; of lines about one setting, the first."""
-    found, by_setting = Recorded.of(run), dict[str, Line]()
+    recorded, by_setting = Recorded.of(run), dict[str, Line]()
     for rule in RULES:
-        line = rule(found)
+        line = rule(recorded)
         if line is not None:
             by_setting.setdefault(line.setting, line)
     return list(by_setting.values())[:MOST_LINES]

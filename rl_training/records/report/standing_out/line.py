@@ -78,8 +78,8 @@ class Recorded:
 
 
 def _share(shares: pd.Series[float], number: float) -> Estimate:
-    each = number if math.isfinite(number) else 1.0
-    return share_of(float(shares.sum()) * each, len(shares) * each)
+    part = number if math.isfinite(number) else 1.0
+    return share_of(float(shares.sum()) * part, len(shares) * part)
 
 
 def recent(values: pd.Series[float]) -> pd.Series[float]:

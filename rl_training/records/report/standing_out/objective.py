@@ -12,34 +12,34 @@ WORTH = 0.25  # standard deviations of the reward: what the KL term leaves to ga
 RISEN = 0.25  # of its level at the start, by which entropy has risen where a bonus wins
 
 
-def reference_wins(found: Recorded) -> Line | None:
+def reference_wins(recorded: Recorded) -> Line | None:
     """Say that the KL term leaves next to nothing of the reward to gain.
 
     With KL of a response weighed by beta the best policy gains about Var(A)/beta of the advantage A: Var(A) = 1 where
     rewards are divided by their spread, else it is the spread's square.
     """
-    beta, spread = found.set_up.number("beta", 0.0), float(found.spread.mean()) if len(found.spread) else 0.0
-    rate = line_through(found.reward)
-    if not beta > 0 or len(found.reward) < MIN_STEPS or rate.bounds()[0] > 0 or not spread > 0:
+    beta, spread = recorded.set_up.number("beta", 0.0), float(recorded.spread.mean()) if len(recorded.spread) else 0.0
+    rate = line_through(recorded.reward)
+    if not beta > 0 or len(recorded.reward) < MIN_STEPS or rate.bounds()[0] > 0 or not spread > 0:
         return None
-    scaled = str(found.set_up.trainer("scale_rewards", "group")).lower() not in ("none", "false")
+    scaled = str(recorded.set_up.trainer("scale_rewards", "group")).lower() not in ("none", "false")
     gain = (1.0 if scaled else spread) / beta  # in standard deviations of the reward
     if gain >= WORTH:
         return None
-    kl = mean_of_recent(found.run.logged("kl"))
+    kl = mean_of_recent(recorded.run.logged("kl"))
     apart = f"; KL to the first model is {in_words(kl)} nats per token" if math.isfinite(kl.value) else ""
     said = (
         f"The KL term wins: with beta={beta:g} reward can gain some {gain * spread:.2g} in all. It changes by "
-        f"{milli(rate)} thousandths a step, {steps_of(found.reward)}{apart}."
+        f"{milli(rate)} thousandths a step, {steps_of(recorded.reward)}{apart}."
     )
     smaller = float(f"{beta * gain / 10:.1g}")
-    return Line("reference", int(found.reward.index[0]), said, f"Setting: {found.set_up.line(beta=smaller)}.")
+    return Line("reference", int(recorded.reward.index[0]), said, f"Setting: {recorded.set_up.line(beta=smaller)}.")
 
 
-def bonus_wins(found: Recorded) -> Line | None:
+def bonus_wins(recorded: Recorded) -> Line | None:
     """Say that the entropy bonus raises entropy while reward does not rise."""
-    weight, levels = found.set_up.number("entropy_coef", 0.0), found.run.token_entropy()
-    rise, rate = line_through(levels), line_through(found.reward)
+    weight, levels = recorded.set_up.number("entropy_coef", 0.0), recorded.run.token_entropy()
+    rise, rate = line_through(levels), line_through(recorded.reward)
     if not weight > 0 or not rise.bounds()[0] > 0 or rate.bounds()[0] > 0:
         return None
     steps = float(levels.index[-1] - levels.index[0])
@@ -50,4 +50,4 @@ def bonus_wins(found: Recorded) -> Line | None:
         f"The entropy bonus wins: with entropy_coef={weight:g} a step changes entropy by {milli(rise)} thousandths of "
         f"a nat, and reward by {milli(rate)} thousandths, {steps_of(levels)}."
     )
-    return Line("bonus", int(levels.index[0]), said, f"Setting: {found.set_up.line(entropy_coef=weight / 10)}.")
+    return Line("bonus", int(levels.index[0]), said, f"Setting: {recorded.set_up.line(entropy_coef=weight / 10)}.")

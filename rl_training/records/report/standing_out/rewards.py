@@ -21,67 +21,67 @@ FAR_OFF = 6.0  # standard errors of a jump: every step is such a test
 GROWN, MOVES_WITH = 0.15, 0.4  # of the length; and the least correlation of length and reward from step to step
 
 
-def all_equal(found: Recorded) -> Line | None:
+def all_equal(recorded: Recorded) -> Line | None:
     """Say that every response earns the same."""
-    spread = found.run.logged("reward_std").reindex(found.reward.index)
-    if found.reward.empty:
+    spread = recorded.run.logged("reward_std").reindex(recorded.reward.index)
+    if recorded.reward.empty:
         return None
-    same = (spread == 0) & (found.mixed.reindex(found.reward.index, fill_value=0) == 0)
-    same &= (found.reward - found.reward.iloc[-1]).abs() < 1e-9
+    same = (spread == 0) & (recorded.mixed.reindex(recorded.reward.index, fill_value=0) == 0)
+    same &= (recorded.reward - recorded.reward.iloc[-1]).abs() < 1e-9
     since = first_of_trailing(same)
-    part = found.reward[found.reward.index >= since] if since is not None else found.reward.iloc[:0]
-    if since is None or len(part) < min(FEW_STEPS, len(found.reward)):
+    part = recorded.reward[recorded.reward.index >= since] if since is not None else recorded.reward.iloc[:0]
+    if since is None or len(part) < min(FEW_STEPS, len(recorded.reward)):
         return None
-    mixed = found.of_prompts(found.mixed.reindex(part.index, fill_value=0.0))
-    cut = found.cut_off.reindex(part.index).dropna()
+    mixed = recorded.of_prompts(recorded.mixed.reindex(part.index, fill_value=0.0))
+    cut = recorded.cut_off.reindex(part.index).dropna()
     said = (
         f"Every response earns the same reward, {part.iloc[-1]:g}: all advantages are 0. Prompts with unequal rewards: "
         f"{in_percent(mixed)}, {steps_of(part)}."
     )
-    before = found.reward[found.reward.index < since]
+    before = recorded.reward[recorded.reward.index < since]
     said += (
         f" Before, it was {before.tail(BEFORE).mean():.3f} ({steps_of(before.tail(BEFORE))})." if len(before) else ""
     )
     if len(cut) and cut.mean() > VISIBLE:
-        share = found.of_responses(cut)
-        length = found.set_up.number("max_completion_length")
-        setting = _longer(found, length)
+        share = recorded.of_responses(cut)
+        length = recorded.set_up.number("max_completion_length")
+        setting = _longer(recorded, length)
         return Line(
             "equal", since, f"{said} {in_percent(share)} of the responses are cut off at the maximum length.", setting
         )
     return Line("equal", since, said, "It is the reward function's: look at a response and what it earns.")
 
 
-def _longer(found: Recorded, length: float) -> str:
+def _longer(recorded: Recorded, length: float) -> str:
     longer = int(2 * length) if math.isfinite(length) else "…"
-    return f"Setting: {found.set_up.line(max_completion_length=longer)}."
+    return f"Setting: {recorded.set_up.line(max_completion_length=longer)}."
 
 
-def hardly_mixed(found: Recorded) -> Line | None:
+def hardly_mixed(recorded: Recorded) -> Line | None:
     """Say that hardly any prompt has responses with unequal rewards."""
-    shares = recent(found.mixed)
+    shares = recent(recorded.mixed)
     if len(shares) < MIN_STEPS or not shares.any():
         return None
-    mixed = found.of_prompts(shares)
+    mixed = recorded.of_prompts(shares)
     if mixed.bounds()[1] >= FEW_MIXED:
         return None
-    since = first_of_trailing(found.mixed.rolling(MIN_STEPS, min_periods=1).mean() < FEW_MIXED)
-    mean = mean_of(list(recent(found.reward)))
+    since = first_of_trailing(recorded.mixed.rolling(MIN_STEPS, min_periods=1).mean() < FEW_MIXED)
+    mean = mean_of(list(recent(recorded.reward)))
     said = (
         f"Only {in_percent(mixed)} of the prompts have responses with unequal rewards, {steps_of(shares)}; the others"
     )
     said += f" teach nothing. The mean reward is {in_words(mean)}."
-    more = found.set_up.number("num_generations", 8)
-    way = "buffer=filtered" if found.set_up.kind == "job" else found.set_up.line(num_generations=int(2 * more))
+    more = recorded.set_up.number("num_generations", 8)
+    way = "buffer=filtered" if recorded.set_up.kind == "job" else recorded.set_up.line(num_generations=int(2 * more))
     return Line(
         "unmixed", since or int(shares.index[0]), said, f"Setting: {way}, or prompts nearer to a reward of one half."
     )
 
 
-def jump(found: Recorded) -> Line | None:
+def jump(recorded: Recorded) -> Line | None:
     """Say that reward jumped from one step to the next, by more than the step between is measured to have made."""
-    reward, noise = found.reward, _noise_of_a_step(found)
-    made = found.run.estimates("measured/delta_reward")
+    reward, noise = recorded.reward, _noise_of_a_step(recorded)
+    made = recorded.run.estimates("measured/delta_reward")
     largest: tuple[float, Line] | None = None
     for place in range(2, len(reward) - AFTER + 1):
         before, after = reward.iloc[max(place - BEFORE, 0) : place], reward.iloc[place : place + AFTER]
@@ -95,7 +95,7 @@ def jump(found: Recorded) -> Line | None:
         if known is not None and math.isfinite(known.stderr):
             beyond = difference(change, known)
             between = f"What the step between changed is measured as {in_words(known, signed=True)}."
-        elif _moves_little(found, step):
+        elif _moves_little(recorded, step):
             beyond, between = change, "The policy hardly moved in the step between."
         else:
             continue
@@ -104,7 +104,7 @@ def jump(found: Recorded) -> Line | None:
         score = size / max(beyond.stderr, 1e-12)
         if (
             score > FAR_OFF
-            and abs(beyond.value) > 0.2 * max(float(found.spread.max()), 1e-9)
+            and abs(beyond.value) > 0.2 * max(float(recorded.spread.max()), 1e-9)
             and (largest is None or score > largest[0])
         ):
             ends = f"from {before.mean():.3f} ({steps_of(before)}) to {after.mean():.3f} ({steps_of(after)})"
@@ -113,24 +113,24 @@ def jump(found: Recorded) -> Line | None:
     return largest[1] if largest else None
 
 
-def _moves_little(found: Recorded, step: int) -> bool:
+def _moves_little(recorded: Recorded, step: int) -> bool:
     """Return whether the KL of a response by the step before this one is known, and below a hundredth of a nat."""
-    kl = found.run.values("measured/kl").get(step)
-    return kl is not None and kl * float(found.length.get(step, math.nan)) < 0.01
+    kl = recorded.run.values("measured/kl").get(step)
+    return kl is not None and kl * float(recorded.length.get(step, math.nan)) < 0.01
 
 
-def _noise_of_a_step(found: Recorded) -> float:
+def _noise_of_a_step(recorded: Recorded) -> float:
     """Return the standard error of a step's mean reward: by its differences from step to step, or by its spread."""
-    steps = found.reward.diff().dropna()
+    steps = recorded.reward.diff().dropna()
     scatter = 1.4826 * float((steps - steps.median()).abs().median()) / math.sqrt(2) if len(steps) else 0.0
-    number = found.set_up.sequences
-    of_spread = float(found.spread.median()) / math.sqrt(number) if number > 0 and len(found.spread) else 0.0
+    number = recorded.set_up.sequences
+    of_spread = float(recorded.spread.median()) / math.sqrt(number) if number > 0 and len(recorded.spread) else 0.0
     return max(scatter, of_spread)
 
 
-def length_with_reward(found: Recorded) -> Line | None:
+def length_with_reward(recorded: Recorded) -> Line | None:
     """Say that responses grow longer as reward rises, and that both move together from step to step."""
-    length, reward = found.length.align(found.reward, join="inner")
+    length, reward = recorded.length.align(recorded.reward, join="inner")
     slope, rate = line_through(length), line_through(reward)
     if not (slope.bounds()[0] > 0 and rate.bounds()[0] > 0):
         return None
@@ -148,12 +148,12 @@ def length_with_reward(found: Recorded) -> Line | None:
     return Line("length", int(length.index[0]), said, "Ask of the reward whether it pays for length.")
 
 
-def correlation(one: pd.Series[float], other: pd.Series[float]) -> Estimate:
+def correlation(first: pd.Series[float], other: pd.Series[float]) -> Estimate:
     """Return the correlation with Fisher's interval."""
-    count = len(one)
-    if count < MIN_STEPS or not (one.std() > 0 and other.std() > 0):
+    count = len(first)
+    if count < MIN_STEPS or not (first.std() > 0 and other.std() > 0):
         return Estimate.missing("too few steps that differ")
-    r = float(np.corrcoef(one, other)[0, 1])
+    r = float(np.corrcoef(first, other)[0, 1])
     half = 1.96 / math.sqrt(count - 3)
     middle = math.atanh(min(max(r, -0.999999), 0.999999))
     return Estimate(r, num_samples=count, reason="its interval is not symmetric",

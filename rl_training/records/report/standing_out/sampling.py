@@ -19,74 +19,74 @@ WHOLE = 0.97  # mean ratio of the policy to its sampler, which is 1 of one that 
 CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
-def no_end(found: Recorded) -> Line | None:
+def no_end(recorded: Recorded) -> Line | None:
     """Say that no response ends by itself."""
-    cut = recent(found.cut_off)
+    cut = recent(recorded.cut_off)
     if len(cut) < FEW_STEPS or not (cut >= 1).all():
         return None
-    ended = found.of_responses(1 - cut)
-    since = first_of_trailing(found.cut_off >= 1) or int(cut.index[0])
+    ended = recorded.of_responses(1 - cut)
+    since = first_of_trailing(recorded.cut_off >= 1) or int(cut.index[0])
     said = f"No response ends: {in_percent(ended)} of them end by themselves, {steps_of(cut)}; all others are cut off."
-    length = found.set_up.number("max_completion_length")
-    longer = f" or {found.set_up.line(max_completion_length=int(2 * length))}" if math.isfinite(length) else ""
+    length = recorded.set_up.number("max_completion_length")
+    longer = f" or {recorded.set_up.line(max_completion_length=int(2 * length))}" if math.isfinite(length) else ""
     return Line("endless", since, said, f"Setting: eos_token_id of the model and its tokenizer{longer}.")
 
 
-def most_cut_off(found: Recorded) -> Line | None:
+def most_cut_off(recorded: Recorded) -> Line | None:
     """Say that most responses are cut off at the maximum length."""
-    cut = recent(found.cut_off)
-    share = mean_of_recent(found.cut_off)
+    cut = recent(recorded.cut_off)
+    share = mean_of_recent(recorded.cut_off)
     if len(cut) < FEW_STEPS or (cut >= 1).all() or not share.bounds()[0] > MOST:
         return None
-    since = first_of_trailing(found.cut_off > MOST) or int(cut.index[0])
-    length = found.set_up.number("max_completion_length")
+    since = first_of_trailing(recorded.cut_off > MOST) or int(cut.index[0])
+    length = recorded.set_up.number("max_completion_length")
     at = f" at {length:.0f} tokens" if math.isfinite(length) else ""
     said = f"{in_words(share)} of the responses are cut off{at} ({steps_of(cut)})."
-    longer = found.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…")
+    longer = recorded.set_up.line(max_completion_length=int(2 * length) if math.isfinite(length) else "…")
     return Line("cut_off", since, said, f"Setting: {longer}.")
 
 
-def other_sampler(found: Recorded) -> Line | None:
+def other_sampler(recorded: Recorded) -> Line | None:
     """Say that the policy that samples is not the one that is trained: by its settings, or by what was measured."""
-    return _by_settings(found) or _by_measurement(found)
+    return _by_settings(recorded) or _by_measurement(recorded)
 
 
-def _by_settings(found: Recorded) -> Line | None:
-    own = found.set_up.trainer("generation_kwargs")
-    sampling: dict[str, Any] = {name: found.set_up.trainer(name) for name in CUTS}
-    sampling |= dict(own) if isinstance(own, dict) else {}
+def _by_settings(recorded: Recorded) -> Line | None:
+    settings = recorded.set_up.trainer("generation_kwargs")
+    sampling: dict[str, Any] = {name: recorded.set_up.trainer(name) for name in CUTS}
+    sampling |= dict(settings) if isinstance(settings, dict) else {}
     cut = {name: sampling[name] for name, whole in CUTS.items() if _is_other(sampling.get(name), whole)}
     if cut.get("top_k", 0) < 0:
         cut.pop("top_k")
-    trained, sampled = found.set_up.number("temperature", 1.0), sampling.get("temperature")
-    first = found.run.steps[0]
+    trained, sampled = recorded.set_up.number("temperature", 1.0), sampling.get("temperature")
+    first = recorded.run.steps[0]
     if _is_other(sampled, trained):
         said = f"Responses are sampled at temperature {sampled:g}, and the policy that is trained has {trained:g}."
         return Line(
-            "sampler", first, f"{said}{_distance(found)}", f"Setting: {found.set_up.line(temperature=sampled)}."
+            "sampler", first, f"{said}{_distance(recorded)}", f"Setting: {recorded.set_up.line(temperature=sampled)}."
         )
     if not cut:
         return None
     which = ", ".join(f"{name}={value:g}" for name, value in cut.items())
-    said = f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(found)}"
-    return Line("sampler", first, said, f"Setting: {found.set_up.line(**{name: CUTS[name] for name in cut})}.")
+    said = f"Responses are sampled with {which}: tokens that the policy would choose are left out.{_distance(recorded)}"
+    return Line("sampler", first, said, f"Setting: {recorded.set_up.line(**{name: CUTS[name] for name in cut})}.")
 
 
 def _is_other(value: Any, whole: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value != whole
 
 
-def _distance(found: Recorded) -> str:
-    kl = mean_of_recent(found.run.values("sampler/kl"))
+def _distance(recorded: Recorded) -> str:
+    kl = mean_of_recent(recorded.run.values("sampler/kl"))
     return f" They are {in_words(kl)} nats per token apart (KL)." if kl.value > 0 else ""
 
 
-def _by_measurement(found: Recorded) -> Line | None:
-    left, ratio = (mean_of_recent(found.run.values(f"sampler/{name}")) for name in ("ess", "mean_ratio"))
-    kl = found.run.values("sampler/kl")
+def _by_measurement(recorded: Recorded) -> Line | None:
+    left, ratio = (mean_of_recent(recorded.run.values(f"sampler/{name}")) for name in ("ess", "mean_ratio"))
+    kl = recorded.run.values("sampler/kl")
     if kl.empty or not recent(kl).mean() > 0 or not math.isfinite(left.stderr):
         return None
-    shares: pd.Series[float] = found.run.values("sampler/ess")
+    shares: pd.Series[float] = recorded.run.values("sampler/ess")
     apart = f"{in_words(mean_of_recent(kl))} nats per token apart (KL), {steps_of(recent(kl))}"
     if ratio.bounds()[1] < WHOLE:
         said = f"The sampler leaves tokens out: the mean ratio of the policy to it is {in_words(ratio)}, and not 1. "
