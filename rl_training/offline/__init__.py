@@ -7,6 +7,7 @@ Read in this order:
     update.py        the step that the optimizer would make with U, whole and without each fold
     first_order.py   what that does to the entropy of E, to first order
     truth.py         what it really does, measured on E
-    probe.py         these five as one analysis; sweep.py varies its settings, results.py writes it
+    probe.py         these five as one analysis; sweep.py varies its settings
+    results.py       what it leaves; analysis.py analyzes and writes
     kernel.py        which sequence of U moves which of E: kernel_blocks.py multiplies, kernel_report.py draws
 """

@@ -17,13 +17,9 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl.compatibility import another_trainer
 from rl_training.hosts.trl.described import settings_of_trainer
 from rl_training.hosts.trl.trainer import GRPOTrainer
-from rl_training.offline import probe
-from rl_training.offline.kernel_at_checkpoint import add_kernel
-from rl_training.offline.phases import explain_out_of_memory
+from rl_training.offline.analysis import analyse_and_write
 from rl_training.offline.restored import restore
-from rl_training.offline.results import print_table, write_log, write_result
 from rl_training.offline.settings import Settings
-from rl_training.offline.sweep import sweep_tables
 from rl_training.records.config import plain_settings
 from rl_training.records.folder import LOGS_FOLDER, OFFLINE
 from rl_training.records.frames import RESULT_FILE
@@ -66,20 +62,10 @@ def analyze(
     refuse_links_out(Path(folder), OFFLINE)
     path = Path(folder) / OFFLINE / name / checkpoint.name / RESULT_FILE
     restored = restore(trainer, checkpoint, learning_rate)
-    seconds = {"load": time.perf_counter() - start}
-    analysis = probe.analyse(restored, analysis_settings)
-    if analysis_settings.kernel.enabled:
-        with explain_out_of_memory("kernel"):
-            analysis.results.update(add_kernel(restored, analysis, analysis_settings.kernel, path.parent / "kernel"))
-    with explain_out_of_memory("sweep"):
-        analysis.tables.update(sweep_tables(restored, analysis, analysis_settings))
-    analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
     asked = dataclasses.asdict(analysis_settings) | {"name": name}
     values = plain_settings({"offline": asked, "run": settings_of_trainer(trainer, {})})
-    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, analysis_settings.log, values)
+    analysis = analyse_and_write(restored, path, analysis_settings, values, start)
     if restored.rank == 0:
-        write_result(path, restored, analysis, values, log)
-        print_table(analysis, restored, path)
         _write_pages(Path(folder), path.parents[1])
     restored.trainer.accelerator.wait_for_everyone()
     return dict(analysis.results)

@@ -18,12 +18,8 @@ from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.configuration.stored import as_written
 from rl_training.job.objects.dashboards import loggers_of
 from rl_training.job.objects.trainer import build_restored
-from rl_training.offline import probe
-from rl_training.offline.kernel_at_checkpoint import add_kernel
-from rl_training.offline.phases import explain_out_of_memory
-from rl_training.offline.results import print_table, write_log, write_result
+from rl_training.offline.analysis import analyse_and_write
 from rl_training.offline.settings import Settings
-from rl_training.offline.sweep import sweep_tables
 from rl_training.records.checkpoint_states import PROBE_STATES, about
 from rl_training.records.checkpoints import checkpoints_named
 from rl_training.records.config import is_of_attached_run
@@ -92,24 +88,13 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 
 def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
-    """Analyze one checkpoint; the log is written first, then the results, so results imply a complete analysis."""
+    """Restore the trainer of a run at one checkpoint, and analyze it."""
     start = time.perf_counter()
     run = run_settings(checkpoint, overrides["run"])
     restored = build_restored(run, checkpoint, overrides["learning_rate"])
-    seconds = {"load": time.perf_counter() - start}
-    analysis = probe.analyse(restored, settings)
-    if settings.kernel.enabled:
-        with explain_out_of_memory("kernel"):
-            analysis.results.update(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
-    with explain_out_of_memory("sweep"):
-        analysis.tables.update(sweep_tables(restored, analysis, settings))
-    analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
     values = without_secrets({"offline": overrides, "run": as_written(OmegaConf.to_container(run, resolve=True))})
-    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, settings.log, values)
-    if restored.rank == 0:
-        write_result(path, restored, analysis, values, log)
-        print_table(analysis, restored, path)
-    del restored, analysis
+    analyse_and_write(restored, path, settings, values, start)
+    del restored
     gc.collect()  # a model in a reference cycle would stay in memory beside the next checkpoint's
 
 

@@ -1,0 +1,42 @@
+"""One checkpoint analysis with all that its settings ask for, and what it leaves in its folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_training.offline import probe
+from rl_training.offline.kernel_at_checkpoint import add_kernel
+from rl_training.offline.phases import explain_out_of_memory
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.results import print_table, write_log, write_result
+from rl_training.offline.settings import Settings
+from rl_training.offline.sweep import sweep_tables
+from rl_training.records.folder import LOGS_FOLDER
+
+
+def analyse_and_write(
+    restored: RestoredTrainer, path: Path, settings: Settings, values: Mapping[str, Any], start: float
+) -> probe.Analysis:
+    """Analyze a restored trainer; the log is written first, then the results, so results imply a complete analysis.
+
+    Args:
+        path: Of the results; the kernel lies beside it, the log in the folder of all analyses.
+        values: The settings as they are recorded, without secrets.
+        start: When restoring began, by time.perf_counter.
+    """
+    seconds = {"load": time.perf_counter() - start}
+    analysis = probe.analyse(restored, settings)
+    if settings.kernel.enabled:
+        with explain_out_of_memory("kernel"):
+            analysis.results.update(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
+    with explain_out_of_memory("sweep"):
+        analysis.tables.update(sweep_tables(restored, analysis, settings))
+    analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
+    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, settings.log, values)
+    if restored.rank == 0:
+        write_result(path, restored, analysis, values, log)
+        print_table(analysis, restored, path)
+    return analysis
