@@ -193,14 +193,14 @@ class FoldReduction:
         """Send the gradients of a bucket's parameters, and add what is received to `rows`, (folds, n)."""
         shard = self.shard
         layout = self.shard.layout
-        whole = self._taken(names, map(shard.numel, names))
+        gradients = self._taken(names, map(shard.numel, names))
         if self._group is None:  # all entries belong to this process
-            rows[0].add_(join(whole).to(rows.device))
+            rows[0].add_(join(gradients).to(rows.device))
             return
         for first in range(0, max(map(shard.width, names)), layout.chunk_size):
             part = slice(first, first + layout.chunk_size)
             parts = [
-                [flat[start:stop][part] for flat, (start, stop) in zip(whole, cuts, strict=True)]
+                [flat[start:stop][part] for flat, (start, stop) in zip(gradients, cuts, strict=True)]
                 for cuts in zip(*(shard.cuts[name] for name in names), strict=True)
             ]
             sent = join([*itertools.chain(*parts)]).to(layout.dtype)

@@ -33,7 +33,7 @@ def all_equal(recorded: Recorded) -> Line | None:
     if since is None or len(part) < min(FEW_STEPS, len(recorded.reward)):
         return None
     mixed = recorded.of_prompts(recorded.mixed.reindex(part.index, fill_value=0.0))
-    cut = recorded.cut_off.reindex(part.index).dropna()
+    cut_off = recorded.cut_off.reindex(part.index).dropna()
     said = (
         f"Every response earns the same reward, {part.iloc[-1]:g}: all advantages are 0. Prompts with unequal rewards: "
         f"{in_percent(mixed)}, {steps_of(part)}."
@@ -42,8 +42,8 @@ def all_equal(recorded: Recorded) -> Line | None:
     said += (
         f" Before, it was {before.tail(BEFORE).mean():.3f} ({steps_of(before.tail(BEFORE))})." if len(before) else ""
     )
-    if len(cut) and cut.mean() > VISIBLE:
-        share = recorded.of_responses(cut)
+    if len(cut_off) and cut_off.mean() > VISIBLE:
+        share = recorded.of_responses(cut_off)
         length = recorded.set_up.number("max_completion_length")
         setting = _longer(recorded, length)
         return Line(
