@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,6 @@ def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
     """With the rest of its settings, as the run has them."""
     (tmp_path / "a_task_of_mine.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "a_task_of_mine", raising=False)  # another test's
     write_config(run, {"data": {"_target_": "a_task_of_mine.task", "rows": 24}, "intervention": "a_task_of_mine:f"})
     named = ["data._target_=a_task_of_mine.task", "intervention=a_task_of_mine:f"]
     for command, word in ((evaluate, named[0]), (branch, named[0]), (branch, named[1])):
