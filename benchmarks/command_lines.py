@@ -125,7 +125,9 @@ def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Pat
     if (expected := TYPED["tries"].get(line)) is not None:
         if not expected:
             return "" if code == 0 else "is right, and refused"
-        return "silently wrong" if code == 0 else "" if expected in last else f"does not say {expected!r}"
+        if code == 0:  # a probe that fails ends measuring, and training goes on
+            return "" if any(expected in text for text in said) else "silently wrong"
+        return "" if expected in last else f"does not say {expected!r}"
     asked = {"--help", "--cfg", "--version", "--info", "-x", "--hlep", "--multirun"} & set(line.split())
     trained = (run_dir / "logs" / METRICS_FILE).exists() and bool(read_metrics(run_dir / "logs"))
     elsewhere = line.startswith("run_dir=") or "logging_" in line
