@@ -30,10 +30,12 @@ GROWS = "grows with the distance from the reference: one step shows little of it
 # What an intervention may need, with the reason to give where it is missing.
 NEEDS = {
     "dr_grpo": "the loss is not Dr-GRPO's, the only one whose weights it changes: set loss_type='dr_grpo', "
-    "scale_rewards='none', beta=0, and train with no other intervention on these weights, and no loss of a subclass",
-    "advantages": "the loss weighs log-probabilities by more than advantages (beta=0 removes a KL term), or is not "
-    "known",
-    "unit": "the loss is not divided by Dr-GRPO's constant: set loss_type='dr_grpo'",
+    "scale_rewards='none', beta=0 (trainer.… on the command line), and train with no other intervention on these "
+    "weights, and no loss of a subclass",
+    "advantages": "the loss weighs log-probabilities by more than advantages (beta=0, trainer.beta=0 on the command "
+    "line, removes a KL term), or is not known",
+    "unit": "the loss is not divided by Dr-GRPO's constant: set loss_type='dr_grpo' "
+    "(trainer.loss_type=dr_grpo on the command line)",
     "rewards": "the rewards of these responses are not known",
     "whole_prompts": "it needs all responses to a prompt in one microbatch, and these lie in several: give "
     "microbatches (per_device_train_batch_size, or microbatch_size of measured_loop) a multiple of its responses",

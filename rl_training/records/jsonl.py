@@ -200,7 +200,7 @@ def logs_of(run: str | Path) -> Path:
     if next(_iterate(path), None) is None:
         raise UserError(
             f"{path} is missing or holds no complete line: give the folder of a run that has logged at least one step, "
-            "the one that holds logs/. A trainer with logging_steps=1 logs each step"
+            "the one that holds logs/. A trainer with logging_steps=1 (trainer.logging_steps=1) logs each step"
         )
     return path.parent
 

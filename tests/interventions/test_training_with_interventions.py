@@ -322,7 +322,7 @@ def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one_whose_scorer
     assert abs(answers["intervention/kl:5/delta_h"].value) > 1e-5  # the second step: some way from the first model
     assert "grows with the distance" in answers["intervention/kl:5/delta_h"].reason
     assert math.isfinite(answers["intervention/kl:5/delta_reward"].value)
-    assert "beta=0 removes a KL term" in answers["intervention/psr/delta_h"].reason
+    assert "trainer.beta=0" in answers["intervention/psr/delta_h"].reason
 
 
 def test_what_needs_a_whole_group_is_neither_predicted_nor_trained_where_a_prompt_spans_microbatches(
