@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -25,6 +26,8 @@ from rl_training.gradients.loss_weights import LossWeights, outputs_and_weights
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, constant, join
 from rl_training.policy.scores import Scores
+
+NOT_ALONE = "measuring has failed within this process's backward, and the others cannot be told, so training ends"
 
 
 class FoldReduction:
@@ -72,6 +75,7 @@ class FoldReduction:
         self._unsent = 0
         self._reduced = False  # whether each backward reduces by itself
         self._before: Vector = []  # `.grad` before such a backward
+        self._error: Exception | None = None  # in a hook of the loop's own backward, which has gone on
 
     def add(self, target: Vector, fresh: Scores, weights: LossWeights, keep_graph: bool = False) -> None:
         """Add Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of every process's rows to `target`. A collective.
@@ -108,18 +112,27 @@ class FoldReduction:
                 self._group = dist.new_group()
             self._unsent = len(self._buckets)
             leaves = {} if consume and self._returned else shard.leaves
+            hook = self._consume if consume else self._catch
             for name, leaf in leaves.items():
-                self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
+                self._handles.append(leaf.register_hook(functools.partial(hook, name)))
         elif consume:
             for name, param in shard.trained.items():
-                hook = functools.partial(self._catch_reduced, name)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                catch = functools.partial(self._catch_reduced, name)
+                self._handles.append(param.register_post_accumulate_grad_hook(catch))
         else:
             self._hold_gradients()
             self._before = [torch.cat(self._taken(bucket.names, bucket.sizes)) for bucket in self._buckets]
 
     def finish(self) -> None:
-        """Add or send what is left, and remove the hooks: the backward is over. A collective, if they were set."""
+        """Add or send what is left, and remove the hooks: the backward is over. A collective, if they were set.
+
+        Raises:
+            Exception: The one that a hook of the loop's own backward has met.
+        """
+        if self._error is not None:
+            error = self._error
+            self.drop()
+            raise error
         if self._before:
             self._hold_gradients()
         if self._reduced:
@@ -173,15 +186,32 @@ class FoldReduction:
             for name, size in zip(names, sizes, strict=True)
         ]
 
-    def _catch(self, name: str, consume: bool, gradient: Tensor) -> Tensor | None:
-        """Take a leaf's gradient on this process. A consumed one is replaced by zeros that take no memory."""
+    def _catch(self, name: str, gradient: Tensor) -> None:
+        """Take a leaf's gradient of the loop's own backward, which an error here does not end on a single process."""
+        if self._error is not None:  # autograd runs the hooks of a leaf that it has begun
+            return
+        try:
+            self._take(name, gradient)
+        except Exception as error:
+            if self.shard.num_ranks > 1:  # the others wait for what this process sends
+                error.add_note(NOT_ALONE)
+                raise
+            self.drop()
+            traceback.clear_frames(error.__traceback__)  # they hold gradients, and memory may be what is missing
+            self._error = error
+
+    def _consume(self, name: str, gradient: Tensor) -> Tensor:
+        """Take a leaf's gradient of a probe's backward, and replace it by zeros that take no memory."""
+        self._take(name, gradient)
+        return constant(0.0, gradient.dtype, gradient.device).expand(gradient.shape)
+
+    def _take(self, name: str, gradient: Tensor) -> None:
         if self._bucket_of[name] >= self._unsent:
             self.num_late_gradients += 1
-            return None
+            return
         self._hold(name, gradient.detach())
         while self._unsent and self._is_complete(self._unsent - 1):
             self._send_next()
-        return constant(0.0, gradient.dtype, gradient.device).expand(gradient.shape) if consume else None
 
     def _send_next(self) -> None:
         """Send the last unsent bucket, a large parameter in parts, and add this process's entries to their folds."""

@@ -100,7 +100,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         )  # fmt: skip
         self._trained = False
         stateful: list[NamedStateful] = [*self.probes, self.driver, *([self._bound] if self._bound else [])]
-        self._checkpoints = CheckpointHooks(trainer, stateful, self.driver.reset)
+        self._checkpoints = CheckpointHooks(trainer, stateful, self.driver.reset, self._guard)
         self._ends_with_training = not options.stays  # and not with the block that it is the context of
         self.is_typed = False  # what is advised is typed on a command line
         self._undo = contextlib.ExitStack()

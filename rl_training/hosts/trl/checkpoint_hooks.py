@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trl import GRPOTrainer
 
+from rl_training.hosts.trl.guard import Guard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.checkpoint_states import NamedStateful, about, load_probe_states, save_probe_states
 
@@ -18,8 +19,10 @@ class CheckpointHooks:
                  where the checkpoint does not say; None: none was loaded
     """
 
-    def __init__(self, trainer: GRPOTrainer, stateful: Sequence[NamedStateful], reset: Callable[[], None]) -> None:
-        self._trainer, self._stateful, self._reset = trainer, stateful, reset
+    def __init__(
+        self, trainer: GRPOTrainer, stateful: Sequence[NamedStateful], reset: Callable[[], None], guard: Guard
+    ) -> None:
+        self._trainer, self._stateful, self._reset, self._guard = trainer, stateful, reset, guard
         self.run_name = ""  # noted in checkpoints
         self.resumed_run: str | None = None
 
@@ -35,7 +38,9 @@ class CheckpointHooks:
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
         ranks = all_ranks()
-        save_probe_states(self._stateful, Path(output_dir), ranks.count, ranks.number, self.run_name)
+        stateful = [] if self._guard.reason else self._stateful  # in the middle of the step that has failed
+        with self._guard.watching():
+            save_probe_states(stateful, Path(output_dir), ranks.count, ranks.number, self.run_name)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)

@@ -71,23 +71,21 @@ class Rollouts:
         # Of responses that are no samples of the policy that is scored; "" where there are none.
         self._mismatch: Limit | Literal[""] = ""
 
-    def on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
-        before = sampling_limit(self._trainer)
-        generated = original(prompts)
-        if self._trainer.model.training:
-            prompts, completions, tool_masks = generated[:3]
-            why = before or sampling_limit(self._trainer)
-            self._generated.add(prompts, completions, tool_masks, why)
-        return generated
+    def add_generated(self, generated: tuple, limit_before: Limit | None) -> None:
+        """Take what TRL has generated: which tokens a tool wrote, before truncated responses are taken out.
 
-    def on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        by_function = original(*args, **kwargs)
-        if self._trainer.model.training:
-            rewards = batches.total_rewards(self._trainer, by_function)  # of all ranks
-            local_count = len(rewards) // self._trainer.accelerator.num_processes
-            first = self._trainer.accelerator.process_index * local_count
-            self._generated.reward(rewards[first : first + local_count].tolist())
-        return by_function
+        Args:
+            limit_before: Why it is no sample of the policy, as the settings said before it was generated.
+        """
+        prompts, completions, tool_masks = generated[:3]
+        self._generated.add(prompts, completions, tool_masks, limit_before or sampling_limit(self._trainer))
+
+    def add_rewards(self, by_function: Tensor) -> None:
+        """Take the rewards of what was generated, which TRL does not hand on: (sequences of all ranks, functions)."""
+        rewards = batches.total_rewards(self._trainer, by_function)
+        local_count = len(rewards) // self._trainer.accelerator.num_processes
+        first = self._trainer.accelerator.process_index * local_count
+        self._generated.reward(rewards[first : first + local_count].tolist())
 
     def begin(self, output: dict, is_measured: bool) -> None:
         """Begin with a fresh rollout, TRL's batch of this rank, and add to it what TRL does not hand on.

@@ -20,7 +20,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.guard import Guard
-from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.scoring_calls import NO_SCORES_OF_SHARDS, NO_SCORES_TO_CHANGE, ScoringCalls
 from rl_training.hosts.trl.sharding import has_sharded_weights
@@ -56,8 +56,8 @@ class StepHooks:
         """Return what wraps which method of the trainer."""
         return {
             "_generate_and_score_completions": self._on_generate,  # a rollout is there
-            "_generate": self._rollouts.on_turns,  # which tokens a tool wrote, before truncated responses are taken out
-            "_calculate_rewards": self._rollouts.on_rewards,  # which TRL does not hand on
+            "_generate": self._on_turns,
+            "_calculate_rewards": self._on_rewards,
             "_prepare_inputs": self._rollouts.on_prepare_inputs,  # whole-prompt order of the microbatches
             # Between the returns of these two lies the trainer's own backward.
             "compute_loss": self._on_loss,
@@ -101,6 +101,23 @@ class StepHooks:
             else:
                 compatibility.warn_of_a_step_without_loss(self._trainer)
                 self._driver.skip_step()
+
+    def _on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
+        limit_before = None
+        with self._guard.watching():
+            limit_before = sampling_limit(self._trainer)
+        generated = original(prompts)
+        if self._trainer.model.training and not self._guard.reason:
+            with self._guard.watching():
+                self._rollouts.add_generated(generated, limit_before)
+        return generated
+
+    def _on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        by_function = original(*args, **kwargs)
+        if self._trainer.model.training and not self._guard.reason:
+            with self._guard.watching():
+                self._rollouts.add_rewards(by_function)
+        return by_function
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
-from trainers import FEW, differing, ending, trainer_maker
+from torch import Tensor
+from trainers import FEW, Ending, differing, ending, trainer_maker
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
+from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.opening import opening
@@ -44,22 +48,56 @@ class Failing(Probe):
     def after_step(self, ctx: Any) -> None:
         self._at("after_step")
 
+    def state_dict(self) -> dict[str, Tensor]:
+        self._at("state_dict")
+        return {}
+
     def results(self) -> dict[str, Estimate]:
         self._at("results")
         return {"failing/number": Estimate(float(self.number))}
 
 
-@pytest.mark.parametrize("hook", ["prepare", "after_step", "results"])
+@functools.cache
+def unmeasured() -> Ending:
+    """Return what the training comes to without probes."""
+    with tempfile.TemporaryDirectory() as folder, attach(trainer_maker(Path(folder))(**PLAIN), probes=()) as bare:
+        return ending(bare._trainer)
+
+
+class FailingBackward(TrainerCallback):
+    """Lets a hook on gradients fail in the trainer's own backward: that of the second microbatch of step 2."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            send = FoldReduction._send
+
+            def failing_send(*args: Any) -> None:
+                self.sent += 1
+                if self.sent == 2:
+                    FoldReduction._send = send  # type: ignore[method-assign]
+                    raise KeyError("api_key=of-the-user")
+                send(*args)
+
+            FoldReduction._send = failing_send  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("hook", ["prepare", "after_step", "results", "backward"])
 def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
     make_trainer, tmp_path: Path, caplog, hook: str
 ) -> None:
-    with attach(make_trainer(**PLAIN), probes=()) as bare:
-        expected = ending(bare._trainer)
-    with attach(make_trainer(**PLAIN), tmp_path / "run", [Failing(hook), "simple"], strict=False) as attached:
+    expected = unmeasured()
+    trainer = make_trainer(**PLAIN)
+    if hook == "backward":
+        trainer.add_callback(FailingBackward())
+    with attach(trainer, tmp_path / "run", [Failing(hook), "simple"], strict=False) as attached:
         assert differing(ending(attached._trainer), expected) == []
         assert not any(p._backward_hooks for p in attached._trainer.model.parameters())
     logs = tmp_path / "run" / "logs"
-    why = "measuring ended at step 2 by an error (probe failing, KeyError: 'api_key=***'), and training went on"
+    whose = "" if hook == "backward" else "probe failing, "
+    why = f"measuring ended at step 2 by an error ({whose}KeyError: 'api_key=***'), and training went on"
     text = (logs / FAILURE_FILE).read_text()
     assert text.startswith(f"{why} without it\n")
     assert "Traceback" in text
@@ -74,25 +112,44 @@ def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
     assert len(said) == 2
     assert said[1].startswith("training has finished after 3 steps; measuring ended at step 2")
     assert said[1].endswith(str(tmp_path / "run" / "report" / "report.html"))
-    assert opening(read_run(tmp_path / "run")).headline.startswith(
-        "Measuring ended at step 2 by an error (probe failing"
-    )
+    headline = opening(read_run(tmp_path / "run")).headline
+    assert headline.startswith(f"Measuring ended at step 2 by an error ({whose}KeyError")
+
+
+def test_a_state_that_cannot_be_saved_costs_no_checkpoint(make_trainer, tmp_path: Path) -> None:
+    trainer = make_trainer(**PLAIN | {"save_strategy": "steps", "save_steps": 2})
+    with attach(trainer, probes=Failing("state_dict"), strict=False):
+        trainer.train()
+    later = make_trainer(**PLAIN | {"max_steps": 4})
+    with attach(later, probes="ess", strict=False):
+        later.train(resume_from_checkpoint=True)
+    assert later.state.global_step == 4
 
 
 def test_an_error_in_a_probe_is_raised_where_it_is_asked_for_or_where_training_follows_from_it(make_trainer) -> None:
-    for options in ({"strict": True}, {"strict": False, "target_kl_share": 2e-3}):
+    for hook, options in (
+        ("prepare", {"strict": True}), ("backward", {"strict": True}),
+        ("prepare", {"strict": False, "target_kl_share": 2e-3}),
+    ):  # fmt: skip
         trainer = make_trainer(**PLAIN)
-        with pytest.raises(KeyError), attach(trainer, probes=Failing("prepare"), **options):
+        if hook == "backward":
+            trainer.add_callback(FailingBackward())
+        with pytest.raises(KeyError), attach(trainer, probes=Failing(hook), **options):
             trainer.train()
 
 
 def of_two(rank: int, folder: Path) -> None:
-    trainer = trainer_maker(folder / str(rank))(**PLAIN)
-    with pytest.raises(KeyError) as raised, attach(trainer, probes=Failing("results"), strict=False):
-        trainer.train()
-    assert raised.value.__notes__ == [
-        "a probe has failed on this process, and the others cannot be told, so training ends"
-    ]
+    ends = "and the others cannot be told, so training ends"
+    for hook, expected in (
+        ("results", f"a probe has failed on this process, {ends}"),
+        ("backward", f"measuring has failed within this process's backward, {ends}"),
+    ):
+        trainer = trainer_maker(folder / str(rank))(**PLAIN)
+        if hook == "backward":
+            trainer.add_callback(FailingBackward())
+        with pytest.raises(KeyError) as raised, attach(trainer, probes=Failing(hook), strict=False):
+            trainer.train()
+        assert raised.value.__notes__ == [expected]
 
 
 def test_of_several_processes_the_error_is_raised_and_says_why(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_reward_of_a_sequence_is_the_weighted_sum_of_its_functions(rank: int
     by_function = torch.tensor([[1.0, 4.0], [math.nan, 2.0], [-1.0, 0.0], [1.0, 3.0]])
     rollouts = rollouts_of(rank)
     rollouts._generated.add([[1], [1]], [[1], [1]], None)
-    assert rollouts.on_rewards(lambda: by_function) is by_function
+    rollouts.add_rewards(by_function)
     output = batch(2)
     rollouts.begin(output, is_measured=False)
     assert output[batches.REWARD].tolist() == expected
