@@ -18,9 +18,8 @@ from rl_training.engine.recorder import LoopSpec, StepShape
 from rl_training.engine.timing import SHARED
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds
-from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import view_optimizer
-from rl_training.parallel.sharding import Shard, dtype_name
+from rl_training.parallel.sharding import Shard
 from rl_training.statistics.estimate import MIN_FOLDS_STEP, stderr_limit
 from rl_training.step.data import EntropySettings
 from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
@@ -31,10 +30,6 @@ VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entr
 ROUNDED = (
     "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "
     "autocast, lose nothing"
-)
-NO_DECAY = (
-    "Adam's second moment never decays: it is kept in {dtype}, in which {beta2} times a number is that number. Where "
-    "gradients become smaller, steps stay small: use adam_beta2=0.99, or weights in float32"
 )
 
 
@@ -222,9 +217,7 @@ def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:
     if Need.ENTROPY_GRADIENT in needs:
         optimizer = view_optimizer(shard)
         remarks += [ROUNDED.format(which=optimizer.rounded)] if optimizer.rounded else []
-        adam = [state for state in (optimizer.states or {}).values() if isinstance(state, AdamWState)]
-        stuck = [state for state in adam if 1.0 - state.betas[1] < torch.finfo(state.exp_avg_sq.dtype).eps / 2.0]
-        remarks += [NO_DECAY.format(dtype=dtype_name(s.exp_avg_sq.dtype), beta2=s.betas[1]) for s in stuck[:1]]
+        remarks += [state.remark for state in (optimizer.states or {}).values() if state.remark][:1]
     return remarks + ([f"rounded: {shard.layer_rounding}"] if shard.layer_rounding else [])
 
 

@@ -242,7 +242,7 @@ class ChangedSteps:
         gradient = factors[:, 0] * gradients[0]
         for number, further in enumerate(gradients[1:], 1):
             gradient.addcmul_(factors[:, number], further)
-        state = dataclasses.replace(piece.state, lr=change.lr_factor * piece.state.lr)
+        state = piece.state.replace(lr=change.lr_factor * piece.state.lr)
         return dataclasses.replace(piece, state=state).total(gradient)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.entropy.attribution import Attribution
-from rl_training.optim.adamw import UpdateParts
+from rl_training.optim.formula import UpdateParts
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.optim.updates import CAUSES, OptimizerPiece, split_products
 from rl_training.parallel.vectors import Layout, Vector, add, dot, dots

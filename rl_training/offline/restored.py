@@ -28,7 +28,6 @@ from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer, GRPOTrainer
 from rl_training.offline.checkpoint_files import format_sample, load_shards, refuse_other_weights
-from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.policy.rollout import Rollout
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
@@ -224,9 +223,8 @@ def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: Opt
     if optimizer.rounded:
         raise UserError(f"{optimizer.rounded}, whose rounding changes the step: analyze with model.dtype=float32")
     for name, state in optimizer.states.items():
-        if not isinstance(state, AdamWState):
-            continue
-        if not len(state.exp_avg) == len(state.exp_avg_sq) == parameters[name].numel() or state.step == 0:
+        moments = [moment for moment in vars(state).values() if isinstance(moment, Tensor)]
+        if state.is_fresh or any(len(moment) != parameters[name].numel() for moment in moments):
             raise UserError(
                 f"the optimizer's moments of {name} are missing or have the shape of another parameter: {checkpoint} "
                 "orders its parameters differently (set trainer.optim and trainer.weight_decay as in the run)"

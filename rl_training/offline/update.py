@@ -31,7 +31,8 @@ from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Memory
-from rl_training.optim.adamw import UpdateParts, clip_coefficient
+from rl_training.optim.adamw import clip_coefficient
+from rl_training.optim.formula import UpdateParts
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.updates import OptimizerPiece, OptimizerPieces
 from rl_training.parallel.vectors import Layout

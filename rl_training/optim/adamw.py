@@ -1,4 +1,4 @@
-"""The AdamW step as PyTorch takes it, in parts that add up, and the gradient clipping before it.
+"""The steps of AdamW and Adam as PyTorch takes them, in parts that add up, and the gradient clipping before them.
 
     m ← β1 m + (1−β1) g          v ← β2 v + (1−β2) g²          t ← t + 1
     P = 1 / (√(v / (1−β2^t)) + ε)                               the preconditioner of THIS step
@@ -13,21 +13,29 @@ Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algor
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
+from rl_training.parallel.sharding import dtype_name
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import WARM_STEPS
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
+NO_AMSGRAD = Limit("no_formula", "amsgrad and maximize have no formula here")
+NO_DECAY = (
+    "Adam's second moment never decays: it is kept in {dtype}, in which {beta2} times a number is that number. Where "
+    "gradients become smaller, steps stay small: use adam_beta2=0.99, or weights in float32"
+)
 
 
 @dataclass(frozen=True)
-class AdamWState:
+class AdamWState(OptimizerState):
     """AdamW's (or Adam's) view of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
 
     exp_avg: Tensor  # m, shaped like the parameter
@@ -38,20 +46,9 @@ class AdamWState:
     eps: float
     weight_decay: float | Tensor  # λ, one for all entries; of AdamW it may be a tensor, by entry
     decoupled: bool = True  # True for AdamW, False for Adam
-    moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
-
-    def not_updated(self) -> AdamWState:
-        """Return the state of a parameter that this step does not touch."""
-        return dataclasses.replace(self, lr=0.0, moves=False)
+    moves: bool = True
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
-        """Return the change that the optimizer would make with this gradient, by cause. Nothing is modified.
-
-        Args:
-            param: before the step.
-            grad: after clipping, (..., *param.shape). Each entry of the leading dimensions is a separate step from the
-                same state, as leave-fold-out needs.
-        """
         decay = self.weight_decay
         factor = self.gradient_factor(param, grad)
         return UpdateParts(
@@ -61,7 +58,6 @@ class AdamWState:
         )
 
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the sum of the parts of `delta`, in fewer passes over memory: this is a hot path."""
         scale, root = self._scale_and_root(param, grad)
         moment = torch.add(self._seen(param, grad), self.exp_avg, alpha=self._inertia)
         if not self.decoupled:
@@ -69,7 +65,6 @@ class AdamWState:
         return torch.addcdiv((-self.lr * self.weight_decay) * param, moment, root, value=scale)
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the elementwise factor a for which `delta(param, grad).gradient` is a · grad."""
         scale, root = self._scale_and_root(param, grad)
         return torch.tensor(scale, dtype=root.dtype) / root  # a number over a tensor would take two passes
 
@@ -92,31 +87,62 @@ class AdamWState:
         return grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
 
     @property
-    def is_warm(self) -> bool:
-        """Whether v̂ has averaged enough gradients for its root to be a scale; True where the parameter stays put."""
-        return self.step >= WARM_STEPS or not self.moves
+    def is_fresh(self) -> bool:
+        return self.step == 0
 
-    def preconditioner(self) -> Tensor:
-        """Return P = 1/(√v̂ + ε) of the step BEFORE, (n,).
+    @property
+    def steady_state_factor(self) -> float:
+        """(1 − β1^t) / (1 − β1) at the t-th step."""
+        return (1.0 - self.betas[0] ** (self.step + 1)) / (1.0 - self.betas[0])
 
-        Entries with v = 0 are 0: their P would be 1/ε and dominate everything else.
+    @property
+    def goes_by_sign(self) -> bool:
+        """True at the first step, in which v̂ is g²."""
+        return self.moves and self.is_fresh
+
+    @property
+    def joins_decays(self) -> bool:
+        return self.decoupled
+
+    @property
+    def remark(self) -> str:
+        stuck = 1.0 - self.betas[1] < torch.finfo(self.exp_avg_sq.dtype).eps / 2.0
+        return NO_DECAY.format(dtype=dtype_name(self.exp_avg_sq.dtype), beta2=self.betas[1]) if stuck else ""
+
+    def preconditioner(self) -> Tensor | None:
+        """Return P = 1/(√v̂ + ε) of the step BEFORE, (n,); None until v̂ has averaged enough gradients to be a scale.
+
+        Entries with v = 0 are 0: their P would be 1/ε and dominate everything else. A parameter that stays put adds
+        nothing in any metric, and has one from the beginning.
         """
+        if self.step < WARM_STEPS and self.moves:
+            return None
         correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))  # √v̂ = √v / correction
         second = self.exp_avg_sq.reshape(-1)
         root = torch.threshold_(second.to(torch.promote_types(second.dtype, torch.float32)).sqrt(), 0.0, math.inf)
         return root.div_(correction).add_(self.eps).reciprocal_()
 
 
-class UpdateParts(NamedTuple):
-    """The parts of a parameter's change by cause, which add up to the change."""
+def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
+    """Return Adam's view of one parameter. Before the first step torch has no state, and the moments are zero."""
+    return AdamWState(
+        exp_avg=state["exp_avg"] if state else torch.zeros_like(weights),
+        exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(weights),
+        step=int(state["step"]) if state else 0,
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+    )
 
-    momentum: Tensor  # from the moment before the step
-    gradient: Tensor  # from this step's gradient
-    decay: Tensor  # from weight decay
 
-    @property
-    def total(self) -> Tensor:
-        return (self.momentum + self.gradient).add_(self.decay)
+def _limit(optimizer: torch.optim.Optimizer) -> Limit | None:
+    return NO_AMSGRAD if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups) else None
+
+
+ADAMW = StepFormula("torch.optim.adamw.AdamW", _read, _limit)
+ADAM = StepFormula("torch.optim.adam.Adam", _read, _limit)
 
 
 def adamw_delta(

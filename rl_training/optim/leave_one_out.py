@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_training.gradients.folds import leave_out_coefficients
-from rl_training.optim.adamw import UpdateParts
+from rl_training.optim.formula import UpdateParts
 from rl_training.optim.updates import Entries, OptimizerPiece, OptimizerPieces, clipping
 from rl_training.parallel.vectors import Vector
 

@@ -10,16 +10,21 @@ Source: Sutskever et al. 2013, "On the importance of initialization and momentum
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from rl_training.optim.adamw import UpdateParts
+from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
+from rl_training.statistics.limit import Limit
+
+NO_MAXIMIZE = Limit("no_formula", "maximize has no formula here")
 
 
 @dataclass(frozen=True)
-class SGDState:
+class SGDState(OptimizerState):
     """SGD's view of one parameter BEFORE a step: its momentum and the hyperparameters of its group."""
 
     momentum_buffer: Tensor | None  # None before the first step, and without momentum
@@ -28,18 +33,11 @@ class SGDState:
     dampening: float
     weight_decay: float
     nesterov: bool
-    moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
-
-    def not_updated(self) -> SGDState:
-        """Return the state of a parameter that this step does not touch."""
-        return dataclasses.replace(self, lr=0.0, moves=False)
+    moves: bool = True
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         """Return the change δθ that torch.optim.SGD would make, by cause. Nothing is modified.
 
-        `grad` may carry leading dimensions, (..., *param.shape).
-
-        >>> import torch
         >>> state = SGDState(None, lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False)
         >>> state.delta(torch.zeros(2), torch.tensor([1.0, -2.0])).total
         tensor([-0.1000,  0.2000])
@@ -50,13 +48,35 @@ class SGDState:
         momentum = (-self.lr * buffer_factor) * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
 
-    def total(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the sum of the parts of `delta`."""
-        return self.delta(param, grad).total
-
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the factor a, (), for which `delta(param, grad).gradient` is a · grad."""
         inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # the share of d that enters b
         if self.momentum == 0.0:
             return param.new_tensor(-self.lr)
         return param.new_tensor(-self.lr * (1.0 + self.momentum * inflow if self.nesterov else inflow))
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.momentum != 0.0 and self.momentum_buffer is None
+
+    @property
+    def steady_state_factor(self) -> float:
+        """1 / (1 − μ)."""
+        return 1.0 / (1.0 - self.momentum)
+
+
+def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> SGDState:
+    return SGDState(
+        momentum_buffer=state.get("momentum_buffer"),
+        lr=float(group["lr"]),
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        weight_decay=group["weight_decay"],
+        nesterov=group["nesterov"],
+    )
+
+
+def _limit(optimizer: torch.optim.Optimizer) -> Limit | None:
+    return NO_MAXIMIZE if any(group["maximize"] for group in optimizer.param_groups) else None
+
+
+SGD = StepFormula("torch.optim.sgd.SGD", _read, _limit)

@@ -9,7 +9,6 @@ steps without a fold.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.optim.adamw import AdamWState, UpdateParts, clip_coefficient
+from rl_training.optim.adamw import clip_coefficient
+from rl_training.optim.formula import OptimizerState, UpdateParts
 from rl_training.optim.rounding import kept_share, rounded_update
-from rl_training.optim.sgd import SGDState
 from rl_training.parallel.vectors import Layout, Vector, constant, join, sums_of_spans
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
@@ -57,7 +56,7 @@ class OptimizerPiece(ParameterSpan):
     """A span with its parameters and their optimizer state as vectors."""
 
     param: Tensor  # (n,), before the step, in the dtype of the weights
-    state: AdamWState | SGDState  # of (n,) tensors, in at least fp32
+    state: OptimizerState  # of (n,) tensors, in at least fp32
 
     def intended(self, gradient: Tensor) -> Tensor:
         """Return the optimizer's step with a clipped gradient, (…, n), before the weights are rounded."""
@@ -86,7 +85,7 @@ class OptimizerPiece(ParameterSpan):
 class OptimizerPieces:
     """The parameters and their optimizer state as consecutive pieces; no pieces where the step has no formula.
 
-    Small neighbours with the same settings are joined (AdamW's weight decay may differ). The copies live only while
+    Small neighbours with the same settings are joined (decoupled weight decay may differ). The copies live only while
     their piece is in use, unless the model is small. Large parameters are cut and not copied.
     """
 
@@ -94,7 +93,7 @@ class OptimizerPieces:
         self,
         layout: Layout,
         parameters: Mapping[str, Tensor],
-        states: Mapping[str, AdamWState | SGDState] | None,
+        states: Mapping[str, OptimizerState] | None,
         chunk_size: int | None = None,
     ) -> None:
         """Plan the pieces.
@@ -131,9 +130,7 @@ class OptimizerPieces:
             }
             if len({state.weight_decay for state in alike}) > 1:  # as of matrices and norms
                 moments["weight_decay"] = run.joined(map(self._decays, run.names))
-            yield OptimizerPiece(
-                **vars(run), param=run.of(self._parameters), state=dataclasses.replace(alike[0], **moments)
-            )
+            yield OptimizerPiece(**vars(run), param=run.of(self._parameters), state=alike[0].replace(**moments))
 
     def _decays(self, name: str) -> Tensor:
         """Return a parameter's weight decay by entry, expanded without memory."""
@@ -142,7 +139,7 @@ class OptimizerPieces:
 
 
 def _runs(
-    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState], chunk_size: int
+    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, OptimizerState], chunk_size: int
 ) -> Iterator[ParameterSpan]:
     before = 0  # parameters in the buckets before
     for number, bucket in enumerate(layout.buckets):
@@ -166,14 +163,14 @@ def _runs(
 
 
 def _alike(
-    names: Sequence[str], parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState]
+    names: Sequence[str], parameters: Mapping[str, Tensor], states: Mapping[str, OptimizerState]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of the longest runs of parameters with the same settings; AdamW's weight decay may differ."""
+    """Yield the bounds of the longest runs of parameters with the same settings; `joins_decays` lets decays differ."""
 
     def settings(name: str) -> tuple[Any, ...]:
         state = states[name]
         numbers = {key: value for key, value in vars(state).items() if not isinstance(value, Tensor)}
-        if isinstance(state, AdamWState) and state.decoupled:
+        if state.joins_decays:
             del numbers["weight_decay"]
         return type(state), parameters[name].dtype, numbers
 
@@ -222,11 +219,12 @@ def split_products(
 
 
 def sqrt_preconditioner(
-    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState] | None
+    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, OptimizerState] | None
 ) -> Vector:
-    """Return √P of the step before, (n,) per bucket; nan for parameters without a warm AdamW state."""
+    """Return √P of the step before, (n,) per bucket; nan for parameters whose state has no metric."""
     sqrt_p = [torch.full_like(part, torch.nan) for part in layout.zeros()]
     for piece in OptimizerPieces(layout, parameters, states):
-        if isinstance(piece.state, AdamWState) and piece.state.is_warm:
-            piece.of(sqrt_p).copy_(piece.state.preconditioner().sqrt_())
+        preconditioner = piece.state.preconditioner()
+        if preconditioner is not None:
+            piece.of(sqrt_p).copy_(preconditioner.sqrt_())
     return sqrt_p

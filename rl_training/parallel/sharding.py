@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Shard:
     layer_rounding = (
         ""  # the reason why forward passes compute with fewer bits than the weights have, "" if they do not
     )
-    readable_optimizers: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # they have formulas
+    readable_optimizers: Collection[str] | None = None  # classes whose states can be read here, by full name; None: all
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, replicated: bool = False

@@ -55,7 +55,7 @@ OFF_POLICY = Limit(
 )
 LOST = "the interval of its ΔH includes 0"
 TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
-FIRST_OF_ADAM = "Adam's first step, whose size does not depend on the gradient's"
+BY_SIGN = "the step goes by the gradient's signs (Adam's first): its size does not depend on the gradient's"
 OTHER_BETAS = "parameters with different betas have no common factor"
 NOT_LINEAR = "the gradient is not linear in the strength"
 NO_STRENGTH = "it has no strength"
@@ -141,7 +141,7 @@ class InterventionsProbe(Probe):
         step, is_small = ctx.step, abs(float(pair.values[0])) < SMALLEST
         # Learning rates act at once.
         factor = 1.0 if intervention.lr_factor != 1.0 else step.optimizer.steady_state_factor
-        remarks = [intervention.remark, FIRST_OF_ADAM * step.optimizer.first_of_adam, TOO_SMALL * is_small]
+        remarks = [intervention.remark, BY_SIGN * step.optimizer.goes_by_sign, TOO_SMALL * is_small]
         remark = RATIOS_ARE_ONE if intervention.nothing_on_policy else "; ".join(filter(None, remarks))
         delta, reward = pair.both(no_reward, remark)
         kept, running = pair.times(factor), self.running[intervention.name]

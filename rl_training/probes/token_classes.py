@@ -41,7 +41,7 @@ CLASSES = {  # of each kind, in the order of their numbers
 QUANTILES = (0.5, 0.8)  # of entropy, between its classes
 DECAY = 0.9  # weight of an optimizer step relative to the next, measured or not, in the means
 TAG = re.compile(r"<[^<>\s]+>")
-FIRST = Limit("first_of_adam", "Adam's first step goes by the gradient's signs alone: no class has a share in it")
+BY_SIGN = Limit("goes_by_sign", "the step goes by the gradient's signs (Adam's first): no class has a share in it")
 OFF_POLICY = Limit(
     "off_policy",
     "off-policy: a class's share is not weighted by importance ratios",
@@ -72,7 +72,7 @@ class TokenClassesProbe(Probe):
         sums = {kind: _sums(ctx, kind, classes) for kind, classes in kinds.items()}
         why = ctx.effects_limit(OFF_POLICY)
         if not why:
-            why = FIRST if ctx.step.optimizer.first_of_adam else ctx.step.limits.other_terms
+            why = BY_SIGN if ctx.step.optimizer.goes_by_sign else ctx.step.limits.other_terms
         pairs = {} if why else _pairs(ctx, kinds, sums)
         self._answers = {}
         for kind, names in CLASSES.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.optim.adamw import AdamWState, adamw_delta, clip_coefficient
+from rl_training.optim.formula import OptimizerState
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.vectors import JOINED, Layout, square_norms
@@ -137,7 +138,7 @@ def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
 def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_before: int) -> None:
     """Although it has momentum and a decay; its moments stay, and it adds nothing in Adam's metric, cold or warm."""
     common = {"lr": 0.1, "weight_decay": 0.3}
-    states: list[AdamWState | SGDState] = []
+    states: list[OptimizerState] = []
     for kind, settings in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
         param = nn.Parameter(torch.randn(5, dtype=torch.float64))
         optimizer = kind([param], **common, **settings)

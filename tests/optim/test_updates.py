@@ -13,7 +13,7 @@ from torch import nn
 
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
-from rl_training.optim.adamw import AdamWState
+from rl_training.optim.formula import OptimizerState
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import view_optimizer
@@ -29,7 +29,7 @@ SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": 
 LARGE = 20  # entries that are joined at most, here
 
 
-def states_of(optimizer: str) -> dict[str, AdamWState | SGDState]:
+def states_of(optimizer: str) -> dict[str, OptimizerState]:
     if optimizer == "sgd":
         return {
             n: SGDState(None if n == "c" else draw(*s), 0.1, 0.9, 0.0, 0.3, nesterov=False) for n, s in SHAPES.items()

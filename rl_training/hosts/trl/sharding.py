@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from rl_training.errors import UserError
+from rl_training.optim.adamw import ADAM, ADAMW
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.sharding import Shard, chunk_of
 
@@ -54,7 +55,7 @@ class Zero(Shard):
 
     KIND = "DeepSpeedZeroOptimizer"  # that is read here
     FLAT_WEIGHTS = "single_partition_of_fp32_groups"  # of this rank; moments lie in the same way
-    readable_optimizers = (torch.optim.AdamW, torch.optim.Adam)
+    readable_optimizers = (ADAMW.optimizer, ADAM.optimizer)  # with others it has not run
 
     def __init__(self, engine: Any) -> None:
         kind = type(engine.optimizer).__name__

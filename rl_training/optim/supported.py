@@ -1,0 +1,57 @@
+"""The optimizers whose step is a formula: the one table that is searched for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from rl_training.optim.adamw import ADAM, ADAMW
+from rl_training.optim.formula import StepFormula
+from rl_training.optim.sgd import SGD
+from rl_training.statistics.limit import Limit
+
+FORMULAS = (ADAMW, ADAM, SGD)
+NO_FORMULA = Limit(
+    "no_formula",
+    "the step of {optimizer} has no formula here, only {supported} have",
+    fix="probe=measured says what it did",
+)
+
+
+def formula_of(optimizer: torch.optim.Optimizer, readable: Collection[str] | None = None) -> StepFormula | Limit:
+    """Return the formula of an optimizer's step, or why there is none.
+
+    Args:
+        optimizer: of exactly one of the classes in FORMULAS: a subclass may step otherwise.
+        readable: full names of the classes whose states can be read as they lie here; None: of all.
+    """
+    full_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    formulas = {f.optimizer: f for f in FORMULAS if readable is None or f.optimizer in readable}
+    if full_name not in formulas:
+        # With its library: bitsandbytes has an AdamW with 8-bit states.
+        return NO_FORMULA.filled(optimizer=_with_library(full_name), supported=_list_names(formulas))
+    formula = formulas[full_name]
+    return formula.limit(optimizer) or formula
+
+
+def _with_library(full_name: str) -> str:
+    """Return "Muon" for one of torch's, and "bitsandbytes' AdamW" for another library's."""
+    library, name = full_name.partition(".")[0], full_name.rpartition(".")[2]
+    return name if library == "torch" else f"{_possessive(library)} {name}"
+
+
+def _list_names(full_names: Collection[str]) -> str:
+    """Return "torch's AdamW, Adam and SGD, and bitsandbytes' Lion", as a sentence has them."""
+    by_library: dict[str, list[str]] = {}
+    for full_name in full_names:
+        by_library.setdefault(full_name.partition(".")[0], []).append(full_name.rpartition(".")[2])
+    phrases = []
+    for library, names in by_library.items():
+        *first, last = names
+        phrases.append(f"{_possessive(library)} {', '.join(first)}{' and ' * bool(first)}{last}")
+    return ", and ".join(phrases)
+
+
+def _possessive(library: str) -> str:
+    return f"{library}'" if library.endswith("s") else f"{library}'s"
