@@ -33,7 +33,8 @@ def attach(
             trainer.train()
 
     The report is written when the block ends: after success, an exception and Ctrl-C. Without `with`, it is written
-    when `trainer.train()` ends. Of several processes the first one writes.
+    when `trainer.train()` ends. SIGTERM writes it too, and then ends the process as it would have. Of several processes
+    the first one writes.
 
     Args:
         folder: Where logs/, config.yaml and report/ go. A folder that holds another training stays as it is: this one

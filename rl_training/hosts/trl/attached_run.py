@@ -105,10 +105,14 @@ class AttachedRun:
             The line that says so, and where the report lies, or why there is none; "" on other processes.
         """
         try:
-            return f"{how}; {self._report()}" if all_ranks().number == 0 else ""
+            return self.write_report(how) if all_ranks().number == 0 else ""
         finally:
             self.has_begun = False
             self._lock.close()
+
+    def write_report(self, how: str) -> str:
+        """Write the report of what there is, and return the line of `end`."""
+        return f"{how}; {self._report()}"
 
     def _report(self) -> str:
         logs = self.folder / LOGS_FOLDER

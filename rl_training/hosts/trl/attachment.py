@@ -35,6 +35,7 @@ from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.spoken import how_it_ended, opening
 from rl_training.hosts.trl.step_hooks import StepHooks
+from rl_training.hosts.trl.termination import Termination
 from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.interventions.named import Intervention
@@ -98,6 +99,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             trainer, self.driver, self._policy, self._rollouts, self._loss, self._guard, lambda: self.loss_settings,
             is_bounded=self._bound is not None, is_kept=lambda: self._records is not None,
         )  # fmt: skip
+        self._termination = Termination(self._write_before_the_end)
         self._trained = False
         stateful: list[NamedStateful] = [*self.probes, self.driver, *([self._bound] if self._bound else [])]
         self._checkpoints = CheckpointHooks(trainer, stateful, self.driver.reset, self._guard)
@@ -192,11 +194,22 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._log.flush()
         if self.run is None or not self.run.has_begun:
             return
-        how = "; ".join(filter(None, (how_it_ended(self._trainer, error), self._guard.reason)))
-        if line := self.run.end(how):
+        line = self.run.end(self._outcome(how_it_ended(self._trainer, error)))
+        self._termination.release()
+        if line:
             logger.warning(line)
             if error is not None:
                 error.add_note(line)  # shown below the traceback
+
+    def _outcome(self, how: str) -> str:
+        return f"{how}; {self._guard.reason}" if self._guard.reason else how
+
+    def _write_before_the_end(self) -> None:
+        """Write what there is, since the process is told to end. Nothing is removed: training may go on."""
+        assert self.run is not None
+        self._log.flush()
+        how = self._outcome(how_it_ended(self._trainer, "was told to end (SIGTERM)"))
+        logger.warning(self.run.write_report(how))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trained and state.global_step == 0 and (self.probes or self._records is not None):
@@ -221,6 +234,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 self._writer.records = self.run.records()
                 about = {"probes": settings_of_probes(self.probes), "provenance": provenance()}
                 self.run.write_config(settings | about)
+                self._termination.listen()
         if self.probes or self._bound:
             self._begin_training()
         if self._records is not None:

@@ -35,12 +35,18 @@ def _versions() -> str:
     return f"{shown} (tested with {tested})"
 
 
-def how_it_ended(trainer: GRPOTrainer, error: BaseException | None) -> str:
-    """Return in words how training has ended, and after how many steps."""
+def how_it_ended(trainer: GRPOTrainer, end: BaseException | str | None) -> str:
+    """Return in words how training has ended, and after how many steps.
+
+    Args:
+        end: What has ended it: an exception, or what is to be said of it, as "was interrupted"; None: its last step.
+    """
     steps = trainer.state.global_step
     after = f"after {steps} step{'s' * (steps != 1)}"
-    if error is None:
+    if end is None:
         return f"training has finished {after}"
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(end, str):
+        return f"training {end} {after}"
+    if isinstance(end, KeyboardInterrupt | SystemExit):
         return f"training was interrupted {after}"
-    return f"training has failed {after} ({type(error).__name__})"
+    return f"training has failed {after} ({type(end).__name__})"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import yaml
-from trainers import FEW, differing, ending
+from trainers import FEW, differing, ending, trainer_maker
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Records, attach
 from rl_training.hosts.trl.compatibility import METHODS, TESTED
+from rl_training.hosts.trl.termination import Termination
 from rl_training.records.jsonl import read_estimates, read_metrics
 
 PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": False, **FEW}
@@ -86,6 +91,58 @@ def test_the_report_is_there_after_an_error_of_the_users_which_stays_what_it_is(
     assert caplog.messages[-1] == line
     assert files_in(tmp_path / "run") == FILES
     assert METHODS.keys().isdisjoint(vars(trainer))  # nothing is left wrapped
+
+
+class Terminating(TrainerCallback):
+    """Tells the process to end, after the first step."""
+
+    def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trained_until_told_to_end(folder: Path) -> None:
+    trainer = trainer_maker(folder)(**PLAIN)
+    trainer.add_callback(Terminating())
+    with attach(trainer, folder / "run", "ess"):
+        trainer.train()
+
+
+def test_told_to_end_a_process_writes_its_report_and_ends_by_that_signal(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"it ended with -{signal.SIGTERM.value}"):
+        forks.in_fork(trained_until_told_to_end, tmp_path)
+    assert files_in(tmp_path / "run") == FILES
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
+
+
+def test_a_handler_of_the_users_decides_what_the_signal_ends_and_is_there_again_after_the_block(
+    make_trainer, tmp_path: Path, caplog
+) -> None:
+    """A fork inherits the handler, and writes nothing; in a thread, where Python forbids handlers, none is set."""
+    page, seen = tmp_path / "run" / "report" / "report.html", []
+    before = signal.signal(signal.SIGTERM, lambda *of_signal: seen.append(page.is_file()))
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        trainer = make_trainer(**PLAIN)
+        trainer.add_callback(Terminating())
+        with attach(trainer, tmp_path / "run", "ess"):
+            trainer.train()
+            page.unlink()
+            if (child := os.fork()) == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            assert not page.exists()
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert seen == [True]
+        assert trainer.state.global_step == 2
+        assert f"training was told to end (SIGTERM) after 1 step; the report: {page}" in caplog.messages
+        thread = threading.Thread(target=Termination(lambda: None).listen)
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_without_a_block_the_attachment_ends_with_the_training(make_trainer, tmp_path: Path) -> None:
