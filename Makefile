@@ -127,7 +127,7 @@ compat:
 	  tests/optim/test_updates.py tests/engine/test_other_losses.py tests/entropy/test_bias.py
 	rm -rf $(COMPAT)/demo
 	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo
-	@echo "All of it holds with the versions above: raise trl's bound in setup.cfg and what docs/reference/versions.md names."
+	@echo "All of it holds with the versions above: raise trl's bound in setup.cfg, and what CONTRIBUTING.md names."
 
 clean:
 	rm -rf $(VENV) $(COMPAT) $(VLLM) $(VERL) build *.egg-info

@@ -18,7 +18,7 @@ from rl_training.records.workspace import main
 def table_of_the_page() -> dict[str, list[str]]:
     """What docs/how_to/watch_a_run.md tells to look at in each section: {section: names as written there}."""
     lines = (Path(__file__).parents[2] / "docs" / "how_to" / "watch_a_run.md").read_text(encoding="utf-8").splitlines()
-    start = lines.index("| section | look at | and think |") + 2
+    start = lines.index("| section | look at | question |") + 2
     rows = [line.split("|") for line in itertools.takewhile(bool, lines[start:])]
     return {row[1].strip(): re.findall(r"`([^`]+)`", row[2]) for row in rows}
 
