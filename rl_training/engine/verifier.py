@@ -102,6 +102,7 @@ class UpdateVerifier:
         self._states: list[Mapping[str, Tensor]] = []  # theirs before it
         self._limit: Limit | None = None  # where the optimizer has no formula, or there is no prediction
         self._rounded = ""
+        self._error_limit = LIMIT
         self._begun: Tensor | None = None  # some weights, when the step begins
         self._before = torch.empty(0)  # when the probes look at it, and what the formula adds to them
         self._formula: Tensor | None = None
@@ -135,6 +136,7 @@ class UpdateVerifier:
         if self._probes and change is not None:
             self._states = [probe.state_dict() for probe in self._probes]
             self._rounded, self._limit = step.optimizer.rounded, change.limit or step.optimizer.limit
+            self._error_limit = step.optimizer.error_limit
             if change.intended is not None:
                 self._formula = sampled(self._layout, self._layout.by_name(change.intended).values())
 
@@ -161,7 +163,7 @@ class UpdateVerifier:
             assert self._limit is not None
             return dict.fromkeys(names, Estimate.missing(self._limit))
         error, share, *of_layers = self._compare(self._after - self._before, self._formula)
-        if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else LIMIT) or not made:
+        if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else self._error_limit) or not made:
             limit = NOT_THE_FORMULA.filled(error=error)
             limit = limit.with_fix(limit.fix + NOT_TO_NEAREST) if self._rounded else limit
             is_made = made and self._differ(self._before, self._after)

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class OptimizerState(abc.ABC):
     Subclasses are frozen dataclasses. Their tensors have the parameter's shape: neighbouring parameters that differ in
     their tensors alone are joined to one vector, and large ones are cut, so the step must be elementwise.
     """
+
+    # Share of its norm by which a step may differ from `total` before it counts as another one.
+    error_limit: ClassVar[float] = 1e-3
 
     lr: float
     weight_decay: float | Tensor  # a number per parameter, or with `joins_decays` perhaps one per entry

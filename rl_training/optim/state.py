@@ -31,8 +31,13 @@ class OptimizerView:
 
     @property
     def goes_by_sign(self) -> bool:
-        """Whether the size of some parameter's step does not depend on its gradient's: Adam's first."""
+        """Whether the size of some parameter's step does not depend on its gradient's: Adam's first, Lion's always."""
         return any(state.goes_by_sign for state in (self.states or {}).values())
+
+    @property
+    def error_limit(self) -> float:
+        """Share of its norm by which a step may differ from the formula before it counts as another one."""
+        return max((state.error_limit for state in (self.states or {}).values()), default=OptimizerState.error_limit)
 
     @property
     def steady_state_factor(self) -> float:

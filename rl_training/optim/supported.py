@@ -8,10 +8,11 @@ import torch
 
 from rl_training.optim.adamw import ADAM, ADAMW
 from rl_training.optim.formula import StepFormula
+from rl_training.optim.lion import LION
 from rl_training.optim.sgd import SGD
 from rl_training.statistics.limit import Limit
 
-FORMULAS = (ADAMW, ADAM, SGD)
+FORMULAS = (ADAMW, ADAM, SGD, LION)
 NO_FORMULA = Limit(
     "no_formula",
     "the step of {optimizer} has no formula here, only {supported} have",

@@ -55,7 +55,7 @@ OFF_POLICY = Limit(
 )
 LOST = "the interval of its ΔH includes 0"
 TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
-BY_SIGN = "the step goes by the gradient's signs (Adam's first): its size does not depend on the gradient's"
+BY_SIGN = "the step goes by signs (Adam's first, Lion's always): its size does not depend on the gradient's"
 OTHER_BETAS = "parameters with different betas have no common factor"
 NOT_LINEAR = "the gradient is not linear in the strength"
 NO_STRENGTH = "it has no strength"

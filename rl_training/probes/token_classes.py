@@ -41,7 +41,7 @@ CLASSES = {  # of each kind, in the order of their numbers
 QUANTILES = (0.5, 0.8)  # of entropy, between its classes
 DECAY = 0.9  # weight of an optimizer step relative to the next, measured or not, in the means
 TAG = re.compile(r"<[^<>\s]+>")
-BY_SIGN = Limit("goes_by_sign", "the step goes by the gradient's signs (Adam's first): no class has a share in it")
+BY_SIGN = Limit("goes_by_sign", "the step goes by signs (Adam's first, Lion's always): no class has a share in it")
 OFF_POLICY = Limit(
     "off_policy",
     "off-policy: a class's share is not weighted by importance ratios",

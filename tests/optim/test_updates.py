@@ -15,6 +15,7 @@ from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
+from rl_training.optim.lion import LionState
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import view_optimizer
 from rl_training.optim.updates import OptimizerPieces, compute_update
@@ -30,6 +31,8 @@ LARGE = 20  # entries that are joined at most, here
 
 
 def states_of(optimizer: str) -> dict[str, OptimizerState]:
+    if optimizer == "lion":
+        return {n: LionState(draw(*s), 3, 1e-2, (0.9, 0.99), 0.1 * (n != "c")) for n, s in SHAPES.items()}
     if optimizer == "sgd":
         return {
             n: SGDState(None if n == "c" else draw(*s), 0.1, 0.9, 0.0, 0.3, nesterov=False) for n, s in SHAPES.items()
@@ -41,7 +44,7 @@ def states_of(optimizer: str) -> dict[str, OptimizerState]:
     return states
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lion"])
 @pytest.mark.parametrize("longest", [21, 8])
 def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: str, longest: int, monkeypatch) -> None:
     """Small neighbours that are alike, of AdamW but for weight decay, are one piece; what is over `longest` is cut."""
@@ -58,7 +61,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
 
     pieces = list(OptimizerPieces(layout, parameters, states))
     if longest == 21:
-        lengths = {"adamw": [15, 21, 4, 1], "adam": [10, 5, 21, 4, 1], "sgd": [10, 5, 21, 5]}
+        lengths = {"adamw": [15, 21, 4, 1], "adam": [10, 5, 21, 4, 1], "sgd": [10, 5, 21, 5], "lion": [15, 21, 5]}
         assert [len(piece.param) for piece in pieces] == lengths[optimizer]
     else:
         assert max(len(piece.param) for piece in pieces) == longest
@@ -78,12 +81,15 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
 
 
 @pytest.mark.parametrize("max_grad_norm", [math.inf, 0.5])
-def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_norm: float, monkeypatch) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(
+    max_grad_norm: float, optimizer: str, monkeypatch
+) -> None:
     """Three folds of unlike sizes: gradient, clipping by its own norm and step of the other two."""
     torch.manual_seed(1)
     monkeypatch.setattr(vectors, "JOINED", LARGE)
     parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
-    states, sizes = states_of("adamw"), torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    states, sizes = states_of(optimizer), torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     layout = Layout(parameters)
     rows = [draw(3, bucket.size) for bucket in layout.buckets]
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]

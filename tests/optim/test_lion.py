@@ -1,0 +1,151 @@
+"""Claims on Lion's step: it is that of bitsandbytes, and its parts and gradient factors are what they say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from seen import Kept
+from torch import Tensor
+from trainers import FEW
+
+from rl_training.optim.lion import LionState
+from rl_training.optim.state import view_optimizer
+from rl_training.parallel.sharding import Shard
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.statistics.limit import Limit
+from rl_training.tasks.models import load_tiny
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.3}
+
+
+class Answers(Kept, SimpleEntropyProbe):
+    """The probe, which keeps its answers."""
+
+
+def sign(number: float) -> float:
+    return math.copysign(1.0, number) if number else 0.0
+
+
+def scalar_lion(param: Tensor, grad: Tensor, exp_avg: Tensor) -> tuple[list[list[float]], list[float]]:
+    """Return the changes by momentum, gradient and decay, and the new momentum, of Chen et al.'s algorithm 2."""
+    changes, moments = [], []
+    beta1, beta2 = SETTINGS["betas"]
+    for theta, g, m in zip(param.tolist(), grad.tolist(), exp_avg.tolist(), strict=True):
+        direction = sign(beta1 * m + (1 - beta1) * g)
+        rate = SETTINGS["lr"]
+        changes.append([-rate * sign(m), -rate * (direction - sign(m)), -rate * SETTINGS["weight_decay"] * theta])
+        moments.append(beta2 * m + (1 - beta2) * g)
+    return changes, moments
+
+
+def drawn_state(shape: tuple[int, ...] = (40,)) -> tuple[LionState, Tensor, Tensor]:
+    """Return a state with 3 entries that have no momentum, parameters, and gradients of which 2 entries are 0."""
+    generator = torch.Generator().manual_seed(0)
+    exp_avg, param, grad = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+    exp_avg[:3] = grad[2:4] = 0.0
+    return LionState(exp_avg, 7, **SETTINGS), param, 3.0 * grad
+
+
+def test_each_part_equals_the_scalar_twin_and_the_total_is_their_sum() -> None:
+    state, param, grad = drawn_state()
+    changes, _ = scalar_lion(param, grad, state.exp_avg)
+    expected = torch.tensor(changes, dtype=torch.float64)
+    parts = state.delta(param, grad)
+    torch.testing.assert_close(torch.stack(parts, dim=1), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(state.total(param, grad), expected.sum(dim=1), rtol=1e-12, atol=1e-16)
+    assert (parts.gradient != 0).sum() > 5  # some are turned by this gradient, and some are not
+    assert (parts.gradient == 0).sum() > 5
+
+
+def test_gradient_factors_are_none_above_zero_and_several_gradients_are_steps_of_their_own() -> None:
+    state, param, grad = drawn_state()
+    grads = torch.stack([grad, -grad, 0.1 * grad])
+    parts = state.delta(param, grads)
+    factors = state.gradient_factor(param, grads)
+    assert (factors <= 0).all()
+    torch.testing.assert_close(factors[0] * grad, parts.gradient[0].where(grad != 0, 0.0))
+    for number, single in enumerate(grads):
+        for part, of_all in zip(state.delta(param, single), parts, strict=True):
+            assert torch.equal(of_all[number], part)
+        assert torch.equal(state.total(param, grads)[number], state.total(param, single))
+
+
+def test_the_steady_state_factor_is_what_a_lasting_change_of_gradients_comes_to_in_the_direction() -> None:
+    """By running the momentum with and without 1 more in each gradient since the first."""
+    beta1, beta2 = SETTINGS["betas"]
+    for steps in (0, 1, 6):
+        moment = 0.0
+        for _ in range(steps):
+            moment = beta2 * moment + (1 - beta2) * 1.0
+        lasting = beta1 * moment + (1 - beta1) * 1.0
+        state = LionState(torch.zeros(1), steps, **SETTINGS)
+        assert state.steady_state_factor == pytest.approx(lasting / (1 - beta1), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_those_of_bitsandbytes_from_the_first(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.randn(500).to(dtype))
+    optimizer = bitsandbytes.optim.Lion([model.w], **SETTINGS)
+    exp_avg = torch.zeros(500, dtype=torch.float64)
+    for steps in range(4):
+        grad = torch.randn(500).to(dtype)
+        model.w.grad = grad.clone()
+        state = view_optimizer(Shard(model, optimizer, None)).states["w"]
+        before = model.w.detach().double()
+        changes, moments = scalar_lion(before, grad.double(), exp_avg)
+        formula = state.total(before.float(), grad.float()).double()
+        assert state.step == steps
+        torch.testing.assert_close(formula, torch.tensor(changes, dtype=torch.float64).sum(dim=1), rtol=1e-5, atol=1e-9)
+        optimizer.step()
+        expected = (before + formula).to(dtype)
+        torch.testing.assert_close(model.w.detach(), expected, rtol=2e-7 if dtype == torch.float32 else 0.0, atol=1e-7)
+        exp_avg = torch.tensor(moments, dtype=torch.float64)
+
+
+def test_moments_of_8_bits_have_no_formula() -> None:
+    model = torch.nn.Linear(2, 2)
+    for optimizer in (
+        bitsandbytes.optim.Lion(model.parameters(), optim_bits=8),
+        bitsandbytes.optim.Lion(model.parameters(), is_paged=True),
+        bitsandbytes.optim.Lion8bit(model.parameters()),
+    ):
+        view = view_optimizer(Shard(model, optimizer, None))
+        assert view.states is None
+        assert isinstance(view.limit, Limit)
+        assert view.limit.code == "no_formula"
+
+
+def test_a_clipped_training_with_lion_is_predicted_at_each_step(make_trainer) -> None:
+    """By transformers' name for it."""
+    settings = {"optim": "lion_32bit", "learning_rate": 1e-4, "max_grad_norm": 0.05, **FEW}
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], **settings)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "step/formula_error" in line]
+    assert len(lines) == 2
+    assert all(line["step/formula_error"] < 1e-6 and math.isfinite(line["delta_h/forward"]) for line in lines)
+
+
+@pytest.mark.parametrize(("turned", "is_predicted"), [(1, True), (2000, False)])
+def test_a_sign_that_rounding_has_turned_does_not_make_a_step_another_one(
+    make_trainer, turned: int, is_predicted
+) -> None:
+    rate, model = 1e-4, load_tiny()[0]
+    optimizer = bitsandbytes.optim.Lion(model.parameters(), lr=rate)
+
+    def turn(*_: Any) -> None:
+        weights = next(param for param in model.parameters() if param.numel() > turned)
+        with torch.no_grad():
+            weights.view(-1)[:turned] -= 2.0 * rate * weights.grad.view(-1)[:turned].sign().mul(-1.0)
+
+    optimizer.register_step_post_hook(turn)
+    probe = Answers()
+    make_trainer(probes=[probe], model=model, optimizers=(optimizer, None), max_steps=1, **FEW).train()
+    forward = probe.all[0]["delta_h/forward"]
+    assert math.isfinite(forward.value) == is_predicted
+    assert forward.code == ("few_folds" if is_predicted else "not_the_formula")
