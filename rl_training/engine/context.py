@@ -5,9 +5,11 @@ Everything here that calculates over several processes is a collective: call it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rl_training.entropy import paired_effects
@@ -21,9 +23,11 @@ from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Vector
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
+from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair
 from rl_training.step.data import EntropyPrediction, Step
+from rl_training.step.limits import UNKNOWN_TRUNCATION
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,15 @@ class StepContext:
     def levels(self) -> Tensor:
         """Return (F, 3): of each fold the sequences, the sum of their entropies and of their lengths. A collective."""
         return levels_of_folds(self.step, None)
+
+    def truncated_share(self) -> Estimate:
+        """Return the share of the step's responses that are cut off at the maximum length. A collective."""
+        truncated = self.step.batch.rollout.truncated
+        count = torch.tensor(torch.nan) if truncated is None else truncated.sum()
+        total = float(self.ranks.reduce(count.to(self.step.batch.fold.device, torch.float64)))
+        if math.isnan(total):
+            return Estimate.missing(UNKNOWN_TRUNCATION)
+        return Estimate(total / self.step.num_sequences, reason="no error bar: it describes this batch")
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.statistics.estimate import FEW_FOLDS
 from rl_training.statistics.jackknife import estimates_over_units
 
 
@@ -27,4 +28,5 @@ class CovariancePredictorProbe(Probe):
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
             ctx.sum_by_fold(terms),
             no_bar=ctx.step.limits.split_prompts,
+            few=FEW_FOLDS,
         )

@@ -29,7 +29,7 @@ from rl_training.engine.probe import Probe
 from rl_training.entropy.trapezoid import SUMS, TrapezoidSum
 from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, half_by_measured_step
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import FEW_FOLDS, Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.step.data import EntropyPrediction, EntropySettings
 from rl_training.step.needs import Need
@@ -38,8 +38,6 @@ from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
 UNITS = ("token", "sequence")  # that each sum is kept in
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
-NOT_KNOWN = "which responses are cut off at the maximum length is not known here"
-NO_BAR = "no error bar: it describes this batch"
 
 
 class SimpleEntropyProbe(Probe):
@@ -102,7 +100,7 @@ class SimpleEntropyProbe(Probe):
         else:
             self._answers = self._predicted(ctx, change)
         if self.per_sequence:
-            self._answers[TRUNCATED] = truncated_share(ctx)
+            self._answers[TRUNCATED] = ctx.truncated_share()
 
     def _predicted(self, ctx: StepContext, change: EntropyPrediction) -> dict[str, Estimate]:
         half_step_stderr = change.half_step_stderr
@@ -137,14 +135,6 @@ class SimpleEntropyProbe(Probe):
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
 
 
-def truncated_share(ctx: StepContext) -> Estimate:
-    """Return the share of the responses that are cut off at the maximum length. A collective."""
-    truncated = ctx.step.batch.rollout.truncated
-    count = torch.tensor(torch.nan) if truncated is None else truncated.sum()
-    share = float(ctx.ranks.reduce(count.to(ctx.step.batch.fold.device, torch.float64))) / ctx.step.num_sequences
-    return Estimate(share, reason=NOT_KNOWN if truncated is None else NO_BAR)
-
-
 def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
     """Return Σ h / Σ T, nats per token, and Σ h / N, nats per sequence, of the visited prefixes. A collective.
 
@@ -156,4 +146,5 @@ def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
         ctx.levels(),
         no_bar=ctx.step.limits.split_prompts,
+        few=FEW_FOLDS,
     )

@@ -11,13 +11,14 @@ from scipy.special import stdtrit
 from rl_training.statistics.limit import Limit
 
 MIN_UNITS_OFFLINE = 8  # from fewer units, a jackknife error is itself too noisy to be quoted
-MIN_FOLDS_STEP = 4  # folds of one step; the error is then known to some 40 %, which Student's t accounts for
+MIN_FOLDS_STEP = 4  # folds or prompts of a step; the error is then known to some 40 %, which Student's t accounts for
 FEW_FOLDS = Limit("few_folds", "no error bar: it needs {least} folds of whole prompts, the step has {count}")
+FEW_PROMPTS = Limit("few_prompts", "no error bar: it needs {least} prompts, the step has {count}")
 
 
-def stderr_limit(num_folds: int) -> Limit | None:
-    """Return the limit of a step with too few folds for an error bar, or None."""
-    return None if num_folds >= MIN_FOLDS_STEP else FEW_FOLDS.filled(least=MIN_FOLDS_STEP, count=num_folds)
+def stderr_limit(num_units: int, few: Limit = FEW_FOLDS) -> Limit | None:
+    """Return the limit of a step with too few folds, or other independent units, for an error bar; or None."""
+    return None if num_units >= MIN_FOLDS_STEP else few.filled(least=MIN_FOLDS_STEP, count=num_units)
 
 
 @dataclass(frozen=True)

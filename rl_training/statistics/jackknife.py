@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.statistics.estimate import Estimate, stderr_limit
+from rl_training.statistics.estimate import FEW_PROMPTS, Estimate, stderr_limit
+from rl_training.statistics.limit import Limit
 
 NONE_WITHOUT = "no error bar: without one of its prompts or folds it is not a number"
 NOT_FINITE = "a log-probability, an entropy or an advantage of the step is not a finite number"
@@ -94,6 +95,7 @@ def estimates_over_units(
     by_unit: Tensor,
     reduce: Callable[[Tensor], Tensor] = identity,
     no_bar: str | None = None,
+    few: Limit = FEW_PROMPTS,
 ) -> dict[str, Estimate]:
     """Return the numbers of statistic(Σ by_unit) by name, with jackknife errors where there are enough units.
 
@@ -103,6 +105,7 @@ def estimates_over_units(
         by_unit: (units, m); what each independent unit contributes, such as a fold or a prompt with all its responses.
         reduce: sums a tensor over the processes, where each process holds other units.
         no_bar: the reason to give no error, where the units are not independent; None where they are.
+        few: what is said where there are too few units, which names them.
     """
     total = reduce(by_unit.sum(dim=0))
     value = statistic(total)
@@ -110,7 +113,7 @@ def estimates_over_units(
     table = reduce(torch.stack([torch.ones_like(deviations), deviations, deviations.square()]).sum(dim=1))
     num_units, (means, squares) = int(table[0, 0]), table[1:] / table[0]
     stderrs = ((num_units - 1) * (squares - means * means)).clamp(min=0).sqrt()
-    no_bar = no_bar or stderr_limit(num_units)
+    no_bar = no_bar or stderr_limit(num_units, few)
     return {
         name: Estimate.missing(NOT_FINITE)
         if not math.isfinite(value)

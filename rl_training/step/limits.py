@@ -34,6 +34,7 @@ NO_SAMPLING_LOGPS = Limit(
     "no_sampling_logps",
     "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios",
 )
+UNKNOWN_TRUNCATION = Limit("unknown_truncation", "which responses are cut off at the maximum length is not known here")
 NO_REWARDS = Limit("no_rewards", "the rewards of these responses are not known")
 NO_OTHERS = Limit("no_others", "no two responses to one prompt of this step have rewards")
 # The folds.
@@ -59,8 +60,8 @@ NO_TOKENS = Limit("no_tokens", "no response of this step has a token of the poli
 # The loss and its backward.
 OTHER_LOSS = Limit(
     "other_loss",
-    "the loss weighs log-probabilities otherwise than by reward less the mean of the prompt's, so that the step's "
-    "gradient is no multiple of the reward's",
+    "the loss is not log-probabilities weighted by reward less the mean of the prompt's alone (it has other weights, a "
+    "KL term or an entropy bonus), so that the step's gradient is no multiple of the reward's",
 )
 OTHER_TERMS = Limit(
     "other_terms",
@@ -74,7 +75,7 @@ HOOKED = Limit(
     fix="edit .grad after the backward, or use register_post_accumulate_grad_hook",
 )
 OTHER_GRADIENT = Limit(
-    "other_terms",
+    "other_gradient",
     "the gradient of a fold is {distance:.2g} of its norm off the one that its log-probabilities and entropies give: "
     "the loss has another term (tell it with other_terms=True), or something changes gradients on their way",
 )

@@ -65,7 +65,7 @@ def test_a_term_that_a_loop_does_not_tell_is_seen_in_the_gradient_of_a_fold() ->
     for name in ("delta_reward/forward", "gns/trace_between"):
         assert math.isfinite(plain[name].value)
         assert math.isnan(other[name].value)
-        assert other[name].code == "other_terms"
+        assert other[name].code == "other_gradient"
     for name in ("entropy/token", "gns/trace_step"):  # which do not take the weights for the whole loss
         assert math.isfinite(other[name].value)
 
@@ -75,7 +75,7 @@ def test_a_term_that_a_loop_does_not_tell_keeps_slices_of_microbatches_from_bein
     for name in ("delta_h/forward", "gns/trace_step"):
         assert math.isfinite(plain[name].value)
         assert math.isnan(other[name].value)
-        assert other[name].code == "other_terms"
+        assert other[name].code == "other_gradient"
         assert other[name].reason.endswith("use 8 or more microbatches of whole prompts")
 
 
@@ -88,7 +88,7 @@ def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:
         return penalty(model) if len(calls) <= PROMPTS * G // MICROBATCH else nothing(model)
 
     first, second = loop_with(at_first, steps=2, num_folds=PROMPTS)
-    assert first["gns/trace_step"].code == "other_terms"
+    assert first["gns/trace_step"].code == "other_gradient"
     assert math.isfinite(second["gns/trace_step"].value)
 
 
@@ -103,7 +103,7 @@ def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float,
     for probes in (SimpleEntropyProbe(per_sequence=True), GradientNoiseScaleProbe(split_prompts=2)):
         (found,) = loop_with(bias, probes=[probes, Terms()])
         name = "delta_reward/forward" if "delta_reward/forward" in found else "gns/trace_between"
-        assert (found[name].code == "other_terms") == is_seen, found[name]
+        assert (found[name].code == "other_gradient") == is_seen, found[name]
 
 
 def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_left(monkeypatch: Any) -> None:

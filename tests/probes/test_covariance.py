@@ -96,6 +96,5 @@ def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -
 def test_few_folds_have_a_value_and_no_error(make_trainer: Callable[..., Any]) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
-    reason = "no error bar: it needs 4 folds of whole prompts, the step has 2"
-    assert {found.reason for found in probe.all[0].values()} == {reason}
+    assert {found.code for found in probe.all[0].values()} == {"few_folds"}
     assert all(math.isnan(found.stderr) for found in probe.all[0].values())

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.estimate import FEW_FOLDS, Estimate
 from rl_training.statistics.jackknife import NONE_WITHOUT, estimates_over_units
+from rl_training.statistics.limit import Limit
 
 
 def test_nan_without_a_reason_raises() -> None:
@@ -51,3 +52,11 @@ def test_half_width_is_the_tabulated_student_t_quantile(num_samples: int, covera
 @pytest.mark.parametrize("estimate", [Estimate(0.3, num_samples=8), Estimate.missing("no"), Estimate(0.3, 0.1, 1)])
 def test_half_width_is_nan_without_a_standard_error_and_a_degree_of_freedom(estimate: Estimate) -> None:
     assert math.isnan(estimate.half_width())
+
+
+@pytest.mark.parametrize(("few", "code"), [({}, "few_prompts"), ({"few": FEW_FOLDS}, "few_folds")])
+def test_too_few_units_are_called_what_they_are(few: dict[str, Limit], code: str) -> None:
+    (estimate,) = estimates_over_units(["mean"], lambda sums: sums[..., :1] / 3.0, torch.ones(3, 1), **few).values()
+    assert estimate.value == 1.0
+    assert estimate.code == code
+    assert code.removeprefix("few_") in estimate.reason

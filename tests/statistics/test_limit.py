@@ -38,5 +38,5 @@ def test_codes_are_names_and_few_limits_share_one() -> None:
     for name, limit in named.items():
         by_code.setdefault(limit.code, []).append(name)
     assert {code for code, names in by_code.items() if len(names) > 1} == {
-        "edited_weights", "other_terms", "sampling_mismatch",
+        "edited_weights", "sampling_mismatch",
     }  # fmt: skip
