@@ -36,7 +36,6 @@ from rl_training.engine.context import StepContext
 from rl_training.entropy.importance import importance_weights, reweighted_replicates, sequence_totals
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
-from rl_training.step.data import Step
 
 CONDITIONS: dict[str, dict[str, Any]] = {
     "rate 1e-4": {"learning_rate": 1e-4},
@@ -56,9 +55,9 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _trained(step: Step) -> dict[str, Tensor]:
-    parameters = dict(step.policy.model.named_parameters())
-    return {name: parameters[name] for name in step.gradients.weights}
+def _trained(ctx: StepContext) -> dict[str, Tensor]:
+    parameters = dict(ctx.policy.model.named_parameters())
+    return {name: parameters[name] for name in ctx.step.gradients.weights}
 
 
 class TruthOfEachStep(GroundTruthProbe):
@@ -74,34 +73,34 @@ class TruthOfEachStep(GroundTruthProbe):
         super().prepare(ctx)
         self._batch = sequence_totals(step.batch.scores)
         if step.number == self.linearity_step:
-            self._evaluation = step.policy.sample(self.sequences, 10_000 + self.seed)
-            self._before = sequence_totals(step.policy.score_rollout(self._evaluation))
-            self._old = {name: p.detach().clone() for name, p in _trained(step).items()}
+            self._evaluation = ctx.policy.sample(self.sequences, 10_000 + self.seed)
+            self._before = sequence_totals(ctx.policy.score_rollout(self._evaluation))
+            self._old = {name: p.detach().clone() for name, p in _trained(ctx).items()}
 
     def after_step(self, ctx: StepContext) -> None:
         step = ctx.step
         super().after_step(ctx)
-        after = sequence_totals(step.policy.score_rollout(step.batch.rollout))
+        after = sequence_totals(ctx.policy.score_rollout(step.batch.rollout))
         same_batch = reweighted_replicates(self._batch, after).value[0]
         self._beside = {SAME_BATCH: Estimate(float(same_batch), reason="no error bar: its error is a bias")}
         if step.number == self.linearity_step:
-            self._beside |= dict(self._along_the_step(step))
+            self._beside |= dict(self._along_the_step(ctx))
 
     def results(self) -> dict[str, Estimate]:
         return super().results() | self._beside
 
     @torch.no_grad()
-    def _along_the_step(self, step: Step) -> Iterator[tuple[str, Estimate]]:
-        new = {name: p.detach().clone() for name, p in _trained(step).items()}
+    def _along_the_step(self, ctx: StepContext) -> Iterator[tuple[str, Estimate]]:
+        new = {name: p.detach().clone() for name, p in _trained(ctx).items()}
         for exponent in EXPONENTS:
-            for name, param in _trained(step).items():
+            for name, param in _trained(ctx).items():
                 param.copy_(self._old[name] + 2.0**exponent * (new[name] - self._old[name]))
-            after = sequence_totals(step.policy.score_rollout(self._evaluation))
+            after = sequence_totals(ctx.policy.score_rollout(self._evaluation))
             change = reweighted_replicates(self._before, after)
             ess = importance_weights(self._before, after).ess / len(after)
             yield f"linearity/{exponent}", Estimate(float(change.value[0]), float(change.stderr[0]), len(after))
             yield f"linearity_ess/{exponent}", Estimate(ess)
-        for name, param in _trained(step).items():
+        for name, param in _trained(ctx).items():
             param.copy_(new[name])
 
 

@@ -95,22 +95,22 @@ class Bank(Probe):
         step = ctx.step
         self._answers = {"bank/true": Estimate.missing("this step is not one of them")}
         if step.number in self.steps:
-            assert step.policy.shard is not None
-            self.rollout, self.held = self.draw(2 * step.number), step.policy.shard.copy_local_weights()
-            self.scores = step.policy.score_rollout(self.rollout)
+            assert ctx.policy.shard is not None
+            self.rollout, self.held = self.draw(2 * step.number), ctx.policy.shard.copy_local_weights()
+            self.scores = ctx.policy.score_rollout(self.rollout)
 
     def after_step(self, ctx: StepContext) -> None:
         step = ctx.step
         if step.number not in self.steps:
             return
-        truth = told(by_prompt(self.rollout, self.scores, step.policy.score_rollout(self.rollout), RESPONSES))
+        truth = told(by_prompt(self.rollout, self.scores, ctx.policy.score_rollout(self.rollout), RESPONSES))
         row: dict[str, Any] = {"step": step.number} | {
             name: [-truth[name].value, truth[name].stderr] for name in (ENTROPY, LENGTH)
         }
         fresh = self.draw(2 * step.number + 1)
-        after = step.policy.score_rollout(fresh)
-        with step.policy.with_weights(self.held):
-            before = step.policy.score_rollout(fresh)
+        after = ctx.policy.score_rollout(fresh)
+        with ctx.policy.with_weights(self.held):
+            before = ctx.policy.score_rollout(fresh)
         for count in SCORED:
             parts = [told(part) for part in by_prompt(fresh, after, before, count).chunk(BATCHES)]
             row[str(count)] = [

@@ -77,7 +77,7 @@ class Divergence(SamplerProbe):
         step = ctx.step
         super().prepare(ctx)
         self.said.append(dict(self._answers))
-        self.tokens.append(float(step.batch.scores.mask.sum()) / step.num_sequences)
+        self.tokens.append(float(step.batch.scores.mask.sum()) / step.batch.num_sequences)
 
     def mean(self, name: str) -> str:
         values = [said[f"sampler/{name}"].value for said in self.said]
@@ -110,22 +110,22 @@ class Forward(Divergence):
     def prepare(self, ctx: StepContext) -> None:
         step = ctx.step
         super().prepare(ctx)
-        change, layout = step.prediction, step.gradients.layout
+        change, layout = ctx.prediction, step.gradients.layout
         if change.limit:
             return
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=None)
         bare = dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
-        assert step.policy.shard is not None
+        assert ctx.policy.shard is not None
         assert change.update is not None
-        memory = PreviousUpdate(step.policy.shard, change.settings)
-        without = predict_entropy(bare, memory, Need.ENTROPY_ROWS)
-        forward = change.quantities["forward"].estimates(step.num_folds)[0]
+        memory = PreviousUpdate(ctx.policy.shard, change.settings)
+        without = predict_entropy(bare, ctx.runtime, memory, Need.ENTROPY_ROWS)
+        forward = change.quantities["forward"].estimates(step.batch.num_folds)[0]
         truth = float(dot(layout.vector(self.truth[name] for name in layout.names), change.update))
         self.rows.append((forward.value, forward.half_width(), truth))
         self.ess.append(self.said[-1]["sampler/ess"].value)
         vectors = [layout.vector(direction[name] for name in layout.names) for direction in self.directions]
         self.along.append(
-            [(product(change, step.fold_sizes, v), product(without, step.fold_sizes, v)) for v in vectors]
+            [(product(change, step.batch.fold_sizes, v), product(without, step.batch.fold_sizes, v)) for v in vectors]
         )
 
     def report(self) -> None:
@@ -157,12 +157,12 @@ class Corrections(InterventionsProbe):
         step = ctx.step
         super().prepare(ctx)
         self.batches += 1
-        if step.prediction.limit:
+        if ctx.prediction.limit:
             return
-        loss = loss_inputs(step.batch, step.ranks.reduce)  # by microbatch: some choose tokens within each
+        loss = loss_inputs(step.batch, ctx.ranks.reduce)  # by microbatch: some choose tokens within each
         weights = [torch.cat([each.weights(part).stacked() for part in loss], dim=1) for each in self.which]
         pairs = [[logps, entropies if entropies.any() else None] for logps, entropies in weights]
-        gradients = gradients_of(step.policy, step.batch.rollout, pairs)
+        gradients = gradients_of(ctx.policy, step.batch.rollout, pairs)
         made, *changed = (self.run.step(gradient, self.state) for gradient in gradients)
         for each, other in zip(self.which[1:], changed, strict=True):
             difference = {name: other[name] - made[name] for name in made}

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import GradientRows
 from rl_training.engine.loss_check import MadeLoss, TermsCheck
@@ -40,8 +41,9 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.rotary import preserve_rotary_tables
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.data import Step
+from rl_training.step.data import StepData
 from rl_training.step.needs import Need
+from rl_training.step.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class StepDriver:
         self._memory: PreviousUpdate | None = None
         self._memory_state: Mapping[str, Tensor] = {}
         self._guard: UpdateVerifier | None = None
-        self._reduction: FoldReduction | None = None
+        self._runtime: Runtime | None = None
         self._seconds: Mapping[str, float] = {}  # of the last step, by name
         self._bytes_held = 0  # at most in it
         self._clock = Clock(torch.device("cpu"))
@@ -86,12 +88,12 @@ class StepDriver:
         self._padding, self._terms = PaddingCheck(), TermsCheck()
         self._clock = Clock(self._layout.device)
         needs, offload = self._requirements.needs, self._requirements.offload
-        self._reduction = FoldReduction(loop.shard, self._clock.timed)
+        self._runtime = Runtime(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
         for line in announcement(loop, self._requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level at which it is seen
         if not needs:
             return
-        self._rows = GradientRows(self._reduction, offload, self._requirements.rows_dtype)
+        self._rows = GradientRows(self._runtime.reduction, offload, self._requirements.rows_dtype)
         if Need.ENTROPY_GRADIENT in needs:
             self._memory = PreviousUpdate(loop.shard, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)
@@ -188,16 +190,16 @@ class StepDriver:
 
     def _prepare(self, step: StepRecorder) -> None:
         with self.measuring():
-            view, asking = self._view(step), predicting(step.probes)
+            assert self._runtime is not None, "call start(loop) first"
+            data, asking, prediction = self._data_of(step, self._runtime), predicting(step.probes), None
             if self._memory is not None and asking:
-                change = predict_entropy(view, self._memory, needs_of(asking))
-                view = view.with_prediction(change)
-            step.view = view
+                prediction = predict_entropy(data, self._runtime, self._memory, needs_of(asking))
+            step.view = view = StepContext(data, self._runtime, prediction)
             if self._guard is not None:
-                self._guard.ready(view, step.probes)
+                self._guard.ready(data.optimizer, prediction, step.probes)
         for probe in step.probes:
             with self._clock.timed(probe.name):
-                probe.prepare(StepContext(view))
+                probe.prepare(view)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
 
     def about_to_step(self) -> None:
@@ -221,7 +223,7 @@ class StepDriver:
         with self._measurement_context():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
-                    probe.after_step(StepContext(step.view))
+                    probe.after_step(step.view)
             if self._guard is not None:
                 with self.measuring():
                     step.check = self._guard.stepped(made)
@@ -245,7 +247,8 @@ class StepDriver:
                     answers[probe.name] = probe.checked_results(step.number)
             if step.check:
                 answers[self.name] = dict(step.check)
-            vectors = max(probe.num_vectors(step.view.num_folds) for probe in step.probes)  # one probe after another
+            num_folds = step.view.step.batch.num_folds
+            vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # one probe after another
             of_engine = (part.most_bytes for part in (self._rows, self._memory) if part is not None)
             self._bytes_held = sum(of_engine) + vectors * self._layout.num_bytes
         if self._rows is not None:
@@ -266,8 +269,8 @@ class StepDriver:
 
     def end(self) -> None:
         """End what processes have in common: training has ended on all of them. A collective."""
-        if self._reduction is not None:
-            self._reduction.close()
+        if self._runtime is not None:
+            self._runtime.reduction.close()
 
     def close(self) -> None:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
@@ -286,16 +289,11 @@ class StepDriver:
         if self._memory is not None:
             self._memory.load_state_dict(state)
 
-    def _view(self, step: StepRecorder) -> Step:
-        """Return what probes see of a step whose gradients are all in. A collective."""
+    def _data_of(self, step: StepRecorder, runtime: Runtime) -> StepData:
+        """Return the data of a step whose gradients are all in. A collective."""
         loop, rollout = self._loop, step.join_rollouts(self._loop.ranks)
         edited = None if self._guard is None else self._guard.edit_limit()
         padded = self._padding.limit(rollout, loop.policy, loop.ranks.reduce)
         mismatch = loop.limits.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
         limits = step.limits(loop, self._learned.numbers, mismatch or edited or padded)
-        assert self._reduction is not None, "call start(loop) first"
-        view, needs = step.as_seen(loop, rollout, limits, self._reduction, self._terms), needs_of(step.probes)
-        if self._rows is None or not needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) or view.gradients.rows_limit:
-            return view
-        view, squares = self._rows.complete(view)
-        return self._terms.checked(view, squares, asked=Need.LOSS_CHECK in needs)
+        return build_step(step, loop, runtime, rollout, limits, self._rows, self._terms)

@@ -10,22 +10,33 @@ which is undone once, at the end of the step: the optimizer's gradient is the me
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.prompt_gradients import fill_rows_by_prompt, weights_mismatch
 from rl_training.engine.verifier import gradient_mismatch
-from rl_training.entropy.fold_gradients import add_gradients
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
-from rl_training.optim.state import view_optimizer
+from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.vectors import Vector, add, copy, dot, dots, num_bytes, square_norms
-from rl_training.step.data import Step
+from rl_training.statistics.limit import Limit
+from rl_training.step.batch import Batch
 from rl_training.step.needs import Need
+from rl_training.step.runtime import Runtime, add_gradients
+
+
+@dataclass(frozen=True)
+class FoldGradients:
+    """The gradients of a step's folds, and whether the step's gradient is their mean."""
+
+    rows: Vector | None  # (F, n) of each bucket, where they are kept
+    sq_norms: Tensor | None  # as `Gradients` has them
+    squares: Tensor  # (F,) fp64, |g_k|² over all processes
+    mismatch: Limit | None  # it is not
 
 
 class GradientRows:
@@ -103,45 +114,54 @@ class GradientRows:
         """Remove the hooks: the backward has failed, perhaps on this process alone."""
         self._reduction.drop()
 
-    def complete(self, step: Step) -> tuple[Step, Tensor]:
-        """Return a step with the gradients of its folds, and the square norms of these, (F,). A collective."""
-        is_made_anew = not step.folds[0].passes
-        if is_made_anew:
-            self._make_anew(step)
-        elif len(step.folds) > len(step.batch.microbatch_rows):
-            self.split_microbatch_gradients(step)
-        mean = self.layout.vector(step.gradients.mean.values())
-        squares = self.finish(step.fold_sizes, step.ranks.count, mean)
-        sq_norms = None if self.sq_norms is None else step.ranks.reduce(self.sq_norms)
-        if sq_norms is not None and step.optimizer.states is not None:  # nothing in any metric, cold or warm
-            sq_norms[:, [not state.moves for state in step.optimizer.states.values()], 1] = 0.0
+    def complete(
+        self, batch: Batch, runtime: Runtime, mean: Mapping[str, Tensor], optimizer: OptimizerView
+    ) -> FoldGradients:
+        """Return the gradients of the folds of a step whose gradients are all in. A collective.
+
+        Args:
+            batch: The step's.
+            runtime: What makes those that the hooks have not caught.
+            mean: The step's gradient, before clipping.
+            optimizer: Before the step.
+        """
+        if batch.has_mixed_folds:
+            self._make_anew(batch, runtime)
+        elif batch.has_slices:
+            self.split_microbatch_gradients(batch, runtime)
+        ranks = runtime.ranks
+        squares = self.finish(batch.fold_sizes, ranks.count, self.layout.vector(mean.values()))
+        sq_norms = None if self.sq_norms is None else ranks.reduce(self.sq_norms)
+        if sq_norms is not None and optimizer.states is not None:  # nothing in any metric, cold or warm
+            sq_norms[:, [not state.moves for state in optimizer.states.values()], 1] = 0.0
         tensors = [*self._reduction.shard.leaves.values(), *(self.rows or ())]
         is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
-        squares = step.ranks.reduce(squares)
-        mismatch = weights_mismatch(step, squares) if is_made_anew else gradient_mismatch(squares, is_rounded)
-        gradients = dataclasses.replace(step.gradients, rows=self.rows, sq_norms=sq_norms, rows_limit=mismatch)
-        return dataclasses.replace(step, gradients=gradients), squares[3:]
+        squares = ranks.reduce(squares)
+        if batch.has_mixed_folds:
+            mismatch = weights_mismatch(runtime.policy, squares)
+        else:
+            mismatch = gradient_mismatch(squares, is_rounded)
+        return FoldGradients(self.rows, sq_norms, squares[3:], mismatch)
 
-    def _make_anew(self, step: Step) -> None:
+    def _make_anew(self, batch: Batch, runtime: Runtime) -> None:
         """Replace what the hooks have caught, of microbatches, by the gradients of folds of whole prompts.
 
         A collective.
         """
-        num_folds = step.folds[-1].folds.stop
-        self._groups, self._passing, self._group = step.folds, None, None
+        num_folds = batch.num_folds
+        self._groups, self._passing, self._group = batch.folds, None, None
         self.rows = self.layout.zeros(num_folds, device=self._device, dtype=self._dtype)
         if self.sq_norms is not None:
             self.sq_norms = self.sq_norms.new_zeros(num_folds + 1, *self.sq_norms.shape[1:])
-        fill_rows_by_prompt(step, self.rows)
+        fill_rows_by_prompt(batch, runtime, self.rows)
 
-    def split_microbatch_gradients(self, step: Step) -> None:
+    def split_microbatch_gradients(self, batch: Batch, runtime: Runtime) -> None:
         """Split each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.
 
         Each slice takes a forward pass and a backward, except the last one, whose gradient is the difference: s slices
         cost (s − 1)/s of training's own passes. A collective.
         """
         assert self.rows is not None
-        batch = step.batch
         numbers = torch.arange(batch.rollout.num_sequences, device=batch.fold.device)
         shares = torch.ones(len(numbers), 1, device=numbers.device)
         for microbatch in batch.microbatch_rows:
@@ -150,7 +170,7 @@ class GradientRows:
             for group in slices[:-1]:
                 total = self.layout.zeros(len(group.folds))
                 rows = numbers[group.passes[0].start : group.passes[0].stop]
-                add_gradients(step, [total], rows, [batch.loss_weights], shares)
+                add_gradients(batch.rollout, runtime, [total], rows, [batch.loss_weights], shares)
                 copy(_folds_of(self.rows, group), total)
                 add(rest, total, -1.0)
             copy(_folds_of(self.rows, slices[-1]), rest)

@@ -12,25 +12,23 @@ supervised loss on other sequences, a penalty on weights. No setting lists them 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_training.entropy.fold_gradients import shares_of_folds
 from rl_training.gradients.folds import FoldGroup
-from rl_training.parallel.vectors import dot
+from rl_training.parallel.vectors import Vector, dot
 from rl_training.policy.padding_check import LIMIT as SAME_SCORES
 from rl_training.policy.padding_check import LIMIT_ROUNDED as SAME_SCORES_ROUNDED
 from rl_training.policy.precision import has_dropout
 from rl_training.policy.scores import Scores
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch, LossSettings
-from rl_training.step.data import Step
-from rl_training.step.limits import OTHER_GRADIENT, Limits
+from rl_training.step.limits import OTHER_GRADIENT
+from rl_training.step.runtime import Runtime, shares_of_folds
 
 EVERY = 16  # measured steps from one comparison to the next, after those at steps 1, 2, 4, 8
 LIMIT = 0.01  # of the norm of a fold's gradient: how far it may be from the one that its weights give
@@ -108,75 +106,74 @@ class TermsCheck:
         count = self._count + 1
         return count % EVERY == 0 or count & (count - 1) == 0
 
-    def slicing_limit(self, folds: Sequence[FoldGroup], batch: Batch, limits: Limits) -> Limit | None:
-        """Return the limit of microbatches that are cut into several folds and cannot be, or None.
+    def slicing_limit(self, batch: Batch, other_terms: Limit | None) -> Limit | None:
+        """Return the limit of folds that are slices of microbatches, where the loss has other terms, or None.
 
         The share of a slice in another term is not known.
+
+        Args:
+            batch: The step's.
+            other_terms: What is known of the loss beside what earlier steps have shown.
         """
-        if len(folds) <= len(batch.microbatch_rows):
+        if not batch.has_slices:
             return None
-        other_terms = limits.other_terms or (None if self.is_due else self.limit)
+        other_terms = other_terms or (None if self.is_due else self.limit)
         self.allows_parts &= not other_terms
         return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_PARTS}", NO_PARTS_FIX)
 
-    def checked(self, step: Step, squares: Tensor, asked: bool) -> Step:
-        """Return the step with what the comparison says of its loss. A collective.
+    def look(self, batch: Batch, runtime: Runtime, rows: Vector | None, squares: Tensor) -> Limit | None:
+        """Return the limit of a loss with other terms, by this step's gradients or an earlier step's, or None.
 
-        squares  (F,), square norms of the folds' mean gradients over all processes
-        asked    a probe needs it; slices of microbatches always do
+        A collective.
+
+        Args:
+            batch: The step's.
+            runtime: What makes a fold's gradient anew.
+            rows: The gradients of the folds, where they are kept.
+            squares: (F,), their square norms over all processes.
         """
-        is_sliced = len(step.folds) > len(step.batch.microbatch_rows)
-        is_made_anew = not step.folds[0].passes  # then all of the gradient has been held against its weights
-        if step.gradients.rows_limit or step.limits.other_terms or is_made_anew or not (asked or is_sliced):
-            return step
         is_due, self._count = self.is_due, self._count + 1
-        if is_due:
-            ends = {part.stop for part in step.batch.microbatch_rows}  # what comes before in a slice is our own
-            groups = [group for group in step.folds if group.passes[-1].stop in ends]
-            self.limit = _weights_limit(step, groups[self._count % len(groups)], squares, self.limit)
-        if not self.limit:
-            return step
-        can = dataclasses.replace(step.limits, other_terms=self.limit)
-        rows_limit = self.slicing_limit(step.folds, step.batch, can)
-        gradients = dataclasses.replace(step.gradients, rows_limit=rows_limit)
-        return dataclasses.replace(step, limits=can, gradients=gradients)
+        if is_due and not has_dropout(runtime.policy.model):
+            ends = {part.stop for part in batch.microbatch_rows}  # what comes before in a slice is our own
+            groups = [group for group in batch.folds if group.passes[-1].stop in ends]
+            comparison = _compare(batch, runtime, rows, groups[self._count % len(groups)], squares)
+            if comparison.is_same_policy:
+                self.limit = _weights_limit(comparison, squares, bool(runtime.policy.scorer.training_rounding))
+        return self.limit
 
 
-def _weights_limit(step: Step, group: FoldGroup, squares: Tensor, unknown: Limit | None) -> Limit | None:
-    """Return the limit of folds whose gradient is not that of their weights, or None.
+def _weights_limit(comparison: _Comparison, squares: Tensor, is_rounded: bool) -> Limit | None:
+    """Return the limit of a fold whose gradient is not that of its weights, or None.
 
     Args:
-        unknown: What is returned where the scores are not training's, as under dropout, and nothing can be said.
+        comparison: Of one fold.
+        squares: (F,), of all folds.
+        is_rounded: Training's passes are rounded.
     """
-    if has_dropout(step.policy.model):
-        return unknown
-    comparison = _compare(step, group, squares)
-    if not comparison.is_same_policy:
-        return unknown
-    is_rounded = bool(step.policy.scorer.training_rounding)
     norm, off = math.sqrt(max(comparison.caught, comparison.expected)), math.sqrt(max(comparison.off, 0.0))
     allowed = (LIMIT_ROUNDED if is_rounded else LIMIT) * norm + ROUNDING * float(squares.sqrt().sum())
     return None if off <= allowed else OTHER_GRADIENT.filled(distance=off / norm)
 
 
-def _compare(step: Step, group: FoldGroup, squares: Tensor) -> _Comparison:
+def _compare(batch: Batch, runtime: Runtime, rows: Vector | None, group: FoldGroup, squares: Tensor) -> _Comparison:
     """Return the gradient of these folds, made anew, beside the one that was caught, of which norms alone may be kept.
 
     A collective.
     """
-    batch, gradients, rows = step.batch, step.gradients, step.gradients.rows
-    made = gradients.layout.zeros(len(group.folds))
-    shares, distance, count = shares_of_folds(step), torch.zeros_like(squares[0]), torch.zeros_like(squares[0])
+    ranks = runtime.ranks
+    made = runtime.layout.zeros(len(group.folds))
+    shares = shares_of_folds(batch, ranks.count)
+    distance, count = torch.zeros_like(squares[0]), torch.zeros_like(squares[0])
     weighed = batch.loss_weights.stacked()[:, group.passes[0].start : group.passes[-1].stop].count_nonzero()
-    if float(step.ranks.reduce(weighed.double())):
+    if float(ranks.reduce(weighed.double())):
         for part in group.passes:
             numbers = torch.arange(part.start, part.stop, device=batch.fold.device)
-            fresh = step.policy.score(batch.rollout, numbers)
+            fresh = runtime.policy.score(batch.rollout, numbers)
             width, there = fresh.logps.shape[1], fresh.mask.bool()
             distance += (fresh.logps.detach() - batch.scores.logps[numbers, :width])[there].double().abs().sum()
             count += there.sum()
             row_weights = batch.loss_weights.of_rows(numbers, width, shares[numbers].to(fresh.logps.dtype))
-            gradients.reduction.add(made, fresh, row_weights)
+            runtime.reduction.add(made, fresh, row_weights)
     expected = dot(made, made)
     if rows is None:
         off = torch.zeros_like(expected)
@@ -184,11 +181,11 @@ def _compare(step: Step, group: FoldGroup, squares: Tensor) -> _Comparison:
         own_rows = [part[group.folds.start : group.folds.stop].to(x) for part, x in zip(rows, made, strict=True)]
         rest = [part - x for part, x in zip(own_rows, made, strict=True)]
         off = dot(rest, rest)
-    sums = step.ranks.reduce(torch.cat([expected, off, torch.stack([distance, count]).to(expected)]))
+    sums = ranks.reduce(torch.cat([expected, off, torch.stack([distance, count]).to(expected)]))
     expected, off, (distance, count) = sums[: len(expected)], sums[len(expected) : -2], sums[-2:]
     caught = squares[group.folds.start : group.folds.stop].to(expected)
     if rows is None:
         off = (caught.sqrt() - expected.sqrt()).square()
-    limit = SAME_SCORES_ROUNDED if step.policy.scorer.training_rounding else SAME_SCORES
+    limit = SAME_SCORES_ROUNDED if runtime.policy.scorer.training_rounding else SAME_SCORES
     is_same = not float(count) or float(distance / count) <= limit
     return _Comparison(float(off.sum()), float(caught.sum()), float(expected.sum()), is_same)

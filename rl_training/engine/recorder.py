@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.fold_placement import choose_folds
-from rl_training.engine.loss_check import TermsCheck
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
-from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.gradients.loss_weights import LossWeights
-from rl_training.optim.state import gradients_and_states, view_optimizer
 from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.sharding import Shard
 from rl_training.policy.policy import Policy
@@ -27,7 +24,6 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch, LossSettings
-from rl_training.step.data import Gradients, Step
 from rl_training.step.limits import (
     HOOKED,
     MISMATCHED,
@@ -41,7 +37,6 @@ from rl_training.step.limits import (
     Fixes,
     Limits,
 )
-from rl_training.step.needs import Need
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class StepRecorder:
     other_terms: bool = False  # the loss has terms beside these
     loss_settings: LossSettings | None = None  # of its latest microbatch
     is_ready: bool = False  # all gradients are in
-    view: Step | None = None  # then, if it is measured
+    view: StepContext | None = None  # then, if it is measured
     check: Mapping[str, Estimate] = field(default_factory=dict)  # of what was predicted, once the optimizer has stepped
 
     @property
@@ -224,35 +219,6 @@ class StepRecorder:
             joined = dataclasses.replace(joined, sampling_logps=None, old_logps=None)
         return dataclasses.replace(joined, rewards=None) if unrewarded else joined
 
-    def as_seen(
-        self, loop: LoopSpec, rollout: Rollout, limits: Limits, reduction: FoldReduction, terms: TermsCheck
-    ) -> Step:
-        """Return what probes see of the step once all gradients are in, but the gradients of its folds. A collective.
-
-        Args:
-            rollout: All microbatches of the step.
-        """
-        wants = any(Need.FOLD_GRADIENTS in probe.needs for probe in self.probes)
-        folds, fold, is_made_anew = choose_folds(loop, rollout, self.folds, self.num_folds, limits, wants)
-        batch = self.join(rollout, fold, folds[-1].folds.stop)
-        mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-        limit = limits.mixed_prompts or terms.slicing_limit(self.folds, batch, limits)
-        rows_limit = None if is_made_anew else limit
-        if batch.num_folds < 2:
-            limits = dataclasses.replace(limits, one_fold=loop.one_fold_limit(self.probes))
-        ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
-        return Step(
-            number=self.number,
-            batch=batch,
-            gradients=Gradients(loop.shard.weights(), mean, loop.shard.layout, reduction, None, rows_limit),
-            optimizer=optimizer,
-            policy=loop.policy,
-            ranks=loop.ranks,
-            folds=folds,
-            fold_sizes=loop.ranks.reduce(batch.sum_by_fold(ones)).cpu(),
-            limits=limits,
-        )
-
     def join_scores(self, rollout: Rollout) -> Scores:
         """Return the scores of the whole step, (B, T) each, padded to the width of its rollout."""
         return Scores(
@@ -261,10 +227,14 @@ class StepRecorder:
             mask=rollout.completion_mask,
         )
 
-    def join(self, rollout: Rollout, fold: Tensor, num_folds: int) -> Batch:
-        """Return sequences, scores and loss weights of the whole step, padded to one width.
+    def join(self, rollout: Rollout, folds: Sequence[FoldGroup], fold: Tensor, ranks: Ranks) -> Batch:
+        """Return sequences, scores and loss weights of the whole step, padded to one width. A collective.
 
-        rollout   all of its microbatches    fold  that each sequence is in, (B,)
+        Args:
+            rollout: All microbatches of the step.
+            folds: That the step is cut in.
+            fold: That each sequence is in, (B,).
+            ranks: The processes.
         """
         scores = self.join_scores(rollout)
         logp_weights, entropy_weights = (
@@ -277,13 +247,16 @@ class StepRecorder:
             for name in ("logps", "entropies")
         )
         has_entropies = any("entropies" in weights for weights in self.loss_weights)
+        ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=fold.device)
+        sizes = ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)
         return Batch(
             rollout=rollout,
             scores=scores,
             loss_weights=LossWeights(logp_weights, entropy_weights if has_entropies else None),
             microbatch_rows=self.microbatch_rows,
+            folds=folds,
             fold=fold,
-            num_folds=num_folds,
+            fold_sizes=ranks.reduce(sizes).cpu(),
             responses_per_prompt=self.responses_per_prompt,
             loss_settings=self.loss_settings,
         )

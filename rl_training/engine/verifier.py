@@ -18,11 +18,12 @@ from rl_training.entropy.attribution import layer
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
 from rl_training.optim.rounding import rounded_update
+from rl_training.optim.state import OptimizerView
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Layout, sums_of_spans
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
-from rl_training.step.data import Step
+from rl_training.step.data import EntropyPrediction
 from rl_training.step.limits import (
     EDITED_AFTER_STEP,
     EDITED_BEFORE_STEP,
@@ -130,15 +131,15 @@ class UpdateVerifier:
         changed = (first.view(torch.int64) != other.view(torch.int64)).any()  # bit by bit: nan is itself
         return float(self._reduce(changed.double())) > 0.0
 
-    def ready(self, step: Step, probes: Sequence[Probe]) -> None:
+    def ready(self, optimizer: OptimizerView, prediction: EntropyPrediction | None, probes: Sequence[Probe]) -> None:
         """Keep what it takes to check the step that follows."""
-        self._probes, self._formula, change = predicting(probes), None, step.prediction_if_any
-        if self._probes and change is not None:
+        self._probes, self._formula = predicting(probes), None
+        if self._probes and prediction is not None:
             self._states = [probe.state_dict() for probe in self._probes]
-            self._rounded, self._limit = step.optimizer.rounded, change.limit or step.optimizer.limit
-            self._error_limit = step.optimizer.error_limit
-            if change.intended is not None:
-                self._formula = sampled(self._layout, self._layout.by_name(change.intended).values())
+            self._rounded, self._limit = optimizer.rounded, prediction.limit or optimizer.limit
+            self._error_limit = optimizer.error_limit
+            if prediction.intended is not None:
+                self._formula = sampled(self._layout, self._layout.by_name(prediction.intended).values())
 
     def about_to_step(self) -> None:
         """Look at the weights right before the optimizer's step. With a formula, what comes before is found after."""

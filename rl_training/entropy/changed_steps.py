@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.entropy.fold_gradients import add_gradients, passes_in_lockstep, shares_of_folds
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates, fold_means
 from rl_training.optim.updates import Entries, OptimizerPiece, clipping
 from rl_training.parallel.vectors import Vector, dots
-from rl_training.step.data import Step
+from rl_training.step.batch import Batch
+from rl_training.step.runtime import Runtime, add_gradients, passes_in_lockstep, shares_of_folds
 
 CHUNK_BYTES = 2**28  # bytes of bases' rows to hold at once
 SHARE_OF_GPU = 1 / 32  # the same on a GPU, as a share of its memory
@@ -105,7 +105,9 @@ def multiples(products: Tensor, row: int, indices: Sequence[int], rounding: floa
     return factors.tolist() if float(rest) <= rounding * float(square) else None
 
 
-def iter_basis_gradients(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
+def iter_basis_gradients(
+    batch: Batch, runtime: Runtime, weights: Sequence[LossWeights]
+) -> Iterator[tuple[int, FoldMeans]]:
     """Yield (index, per-fold gradient) for each weighting, in the same order on all ranks, index 0 first. A collective.
 
     Each takes forward passes and backwards over the sequences with any weight. Weightings that cover at least half of
@@ -113,21 +115,20 @@ def iter_basis_gradients(step: Step, weights: Sequence[LossWeights]) -> Iterator
     """
     if not weights:
         return
-    layout = step.gradients.layout
-    batch = step.batch
+    layout = runtime.layout
     counts = torch.stack([rows_with_weight(subset).sum() for subset in (*([weight] for weight in weights), weights)])
-    shares = step.ranks.reduce(counts.double()).tolist()
+    shares = runtime.ranks.reduce(counts.double()).tolist()
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
     fitting = _bytes_at_once(layout.device) // (layout.dtype.itemsize * batch.num_folds * max(1, layout.num_entries))
     chunk_size = max(
-        1, -int(step.ranks.max(torch.tensor(-float(fitting), dtype=torch.float64, device=batch.fold.device)))
+        1, -int(runtime.ranks.max(torch.tensor(-float(fitting), dtype=torch.float64, device=batch.fold.device)))
     )
     shared_passes = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
     single_passes = [[number] for number in range(len(weights)) if number not in dense]
-    sizes = step.fold_sizes
+    sizes = batch.fold_sizes
     shares_of_folds = (sizes / sizes.sum()).to(layout.device, layout.dtype)
     for numbers in sorted(shared_passes + single_passes):
-        rows_of_weights = _rows_of(step, [weights[number] for number in numbers])
+        rows_of_weights = _rows_of(batch, runtime, [weights[number] for number in numbers])
         for number in numbers:
             rows = rows_of_weights.pop(0)
             yield number, fold_means([shares_of_folds @ part for part in rows], rows, sizes)
@@ -140,16 +141,14 @@ def _bytes_at_once(device: torch.device) -> int:
     return max(CHUNK_BYTES, int(torch.cuda.get_device_properties(device).total_memory * SHARE_OF_GPU))
 
 
-def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
+def _rows_of(batch: Batch, runtime: Runtime, weights: Sequence[LossWeights]) -> list[Vector]:
     """Return each fold's mean gradient, (F, n) per bucket, for each weighting. A collective."""
-    layout = step.gradients.layout
-    batch = step.batch
-    rows_of_weights = [layout.zeros(batch.num_folds) for _ in weights]
-    shares = shares_of_folds(step)
-    for group, passes in passes_in_lockstep(step, rows_with_weight(weights)):
+    rows_of_weights = [runtime.layout.zeros(batch.num_folds) for _ in weights]
+    shares = shares_of_folds(batch, runtime.ranks.count)
+    for group, passes in passes_in_lockstep(batch, runtime.ranks, rows_with_weight(weights)):
         targets = [[part[group.folds.start : group.folds.stop] for part in rows] for rows in rows_of_weights]
         for rows in passes:
-            add_gradients(step, targets, rows, weights, shares)
+            add_gradients(batch.rollout, runtime, targets, rows, weights, shares)
     return rows_of_weights
 
 

@@ -23,10 +23,11 @@ from torch import Tensor
 from rl_training.entropy.changed_steps import ChangedSteps, Direction, multiples
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
+from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import centre_by_prompt
 from rl_training.statistics.limit import Limit
-from rl_training.step.data import Step
-from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS
+from rl_training.step.batch import Batch
+from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS, Limits
 
 ROUNDING = 1e-6  # relative error of a sum of squared weights within which the loss's are a multiple of the reward's
 
@@ -41,36 +42,34 @@ class RewardGradient:
     factor_limit: Limit | None  # it is none
 
 
-def reward_gradient(step: Step) -> RewardGradient:
+def reward_gradient(batch: Batch, ranks: Ranks, limits: Limits) -> RewardGradient:
     """Return J, the gradient of the mean reward of a response. A collective."""
-    by_response, limit = _above_the_others(step)
-    logs = step.batch.log_ratios()
-    no_logs = NO_SAMPLING_LOGPS
-    if not limit and float(step.ranks.reduce(by_response.new_tensor(float(logs is None)))):
-        limit = no_logs
+    by_response, limit = _above_the_others(batch, ranks)
+    logs = batch.log_ratios()
+    if not limit and float(ranks.reduce(by_response.new_tensor(float(logs is None)))):
+        limit = NO_SAMPLING_LOGPS
     if limit or logs is None:
         return RewardGradient(None, limit, None, limit)
-    weights = _on_tokens(step, by_response * logs.sum(dim=1).exp())
-    factor, factor_limit = _multiple_of_the_step(step, weights)
+    weights = _on_tokens(batch, by_response * logs.sum(dim=1).exp())
+    factor, factor_limit = _multiple_of_the_step(batch, ranks, limits, weights)
     return RewardGradient(weights, None, factor, factor_limit)
 
 
-def reward_multiple_limit(step: Step) -> Limit | None:
+def reward_multiple_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:
     """Return the limit of a gradient that is not of rewards less their groups' means, or None. A collective.
 
     Whoever has sampled the responses: ratios to a sampler are not in it.
     """
-    by_response, limit = _above_the_others(step)
-    return limit or _multiple_of_the_step(step, _on_tokens(step, by_response))[1]
+    by_response, limit = _above_the_others(batch, ranks)
+    return limit or _multiple_of_the_step(batch, ranks, limits, _on_tokens(batch, by_response))[1]
 
 
-def _above_the_others(step: Step) -> tuple[Tensor, Limit | None]:
+def _above_the_others(batch: Batch, ranks: Ranks) -> tuple[Tensor, Limit | None]:
     """Return (r_i − mean) n/(n−1) / S of each response, (B,), and why it is not known. A collective.
 
     It is multiplied by the number of processes, like training's weights, whose sums are averaged over processes.
     """
-    rollout = step.batch.rollout
-    ranks = step.ranks
+    rollout = batch.rollout
     rewards = torch.full_like(rollout.prompt_index, torch.nan, dtype=torch.float64)
     if rollout.rewards is not None:
         rewards = rollout.rewards.double()
@@ -84,39 +83,36 @@ def _above_the_others(step: Step) -> tuple[Tensor, Limit | None]:
     return (above * sizes / (sizes - 1.0)).where(has_others, 0.0) * (ranks.count / number), None
 
 
-def _on_tokens(step: Step, by_response: Tensor) -> LossWeights:
-    weights = by_response.unsqueeze(1) * step.batch.scores.mask
-    return LossWeights(weights.to(step.batch.scores.logps), None)
+def _on_tokens(batch: Batch, by_response: Tensor) -> LossWeights:
+    weights = by_response.unsqueeze(1) * batch.scores.mask
+    return LossWeights(weights.to(batch.scores.logps), None)
 
 
-def _multiple_of_the_step(step: Step, weights: LossWeights) -> tuple[float | None, Limit | None]:
+def _multiple_of_the_step(
+    batch: Batch, ranks: Ranks, limits: Limits, weights: LossWeights
+) -> tuple[float | None, Limit | None]:
     """Return the factor that makes the step's gradient that of these weights, or None and the reason. A collective."""
-    if step.limits.other_terms:
-        return None, step.limits.other_terms
-    of_loss, of_reward = (table.stacked().double().flatten() for table in (step.batch.loss_weights, weights))
-    square, product, others = step.ranks.reduce(
+    if limits.other_terms:
+        return None, limits.other_terms
+    of_loss, of_reward = (table.stacked().double().flatten() for table in (batch.loss_weights, weights))
+    square, product, others = ranks.reduce(
         torch.stack([of_loss @ of_loss, of_loss @ of_reward, of_reward @ of_reward])
     ).unbind()
     table = torch.stack([torch.stack([square, product]), torch.stack([product, others])])
-    rounding = ROUNDING + torch.finfo(step.batch.loss_weights.logps.dtype).eps ** 2  # bf16 rounds the loss's own
+    rounding = ROUNDING + torch.finfo(batch.loss_weights.logps.dtype).eps ** 2  # bf16 rounds the loss's own
     factors = multiples(table, 1, [0], rounding)
     if factors is not None:
         return factors[0], None
-    return None, OTHER_LOSS.with_fix(step.limits.dr_grpo_fix)
+    return None, OTHER_LOSS.with_fix(limits.dr_grpo_fix)
 
 
-def reward_factor(step: Step) -> float | None:
-    """Return the factor that makes the step's own gradient J; None where it is no multiple. A collective."""
-    return reward_gradient(step).factor
-
-
-def reward_products(step: Step, steps: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
+def reward_products(fold_sizes: Tensor, ranks: Ranks, steps: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
     """Return n_k J_k · δθ_(−k) and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) by fold, (F, 2) fp64. A collective.
 
     Both are nan where J is no multiple of the step's own gradient, and where there are no steps without a fold.
     """
     if factor is None or steps is None:
-        return torch.full((step.num_folds, 2), torch.nan, dtype=torch.float64)
+        return torch.full((len(fold_sizes), 2), torch.nan, dtype=torch.float64)
     direction = Direction(steps.gradient.rows, steps.gradient.mean, factor)
-    ((of_fold, corrections),) = ChangedSteps(steps, step.ranks.reduce).products([None], [direction])
-    return torch.cat([step.fold_sizes.unsqueeze(1) * of_fold, corrections], dim=1)
+    ((of_fold, corrections),) = ChangedSteps(steps, ranks.reduce).products([None], [direction])
+    return torch.cat([fold_sizes.unsqueeze(1) * of_fold, corrections], dim=1)

@@ -22,19 +22,20 @@ from rl_training.statistics.estimate import stderr_limit
 from rl_training.statistics.jackknife import jackknife_covariance
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import Pair
-from rl_training.step.data import Step
+from rl_training.step.batch import Batch
+from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.runtime import Runtime
 
 
-def paired_effects_limit(step: Step, off_policy: Limit) -> Limit | None:
+def paired_effects_limit(step: StepData, prediction: EntropyPrediction, off_policy: Limit) -> Limit | None:
     """Return the limit of a step without products by folds, with errors, or None.
 
     Args:
         off_policy: The limit of an off-policy step.
     """
-    change = step.prediction
     reused = step.limits.reused
     other_policy = None if step.batch.rollout.on_policy else off_policy
-    return reused or other_policy or change.limit or change.forward_limit or stderr_limit(step.num_folds)
+    return reused or other_policy or prediction.limit or prediction.forward_limit or stderr_limit(step.batch.num_folds)
 
 
 class StepByFolds:
@@ -43,17 +44,15 @@ class StepByFolds:
     Only where `paired_effects_limit` is None.
     """
 
-    def __init__(self, step: Step) -> None:
-        change = step.prediction
-        steps = change.steps_without
-        rows = change.rows
+    def __init__(self, prediction: EntropyPrediction) -> None:
+        steps = prediction.steps_without
+        rows = prediction.rows
         assert steps is not None
-        assert change.levels is not None
+        assert prediction.levels is not None
         assert rows is not None, "it takes Need.ENTROPY_ROWS"
         self.steps = steps
         self.rows = rows
-        self._step = step
-        self._by_fold = change.levels[:, [0, 2]].cpu()
+        self._by_fold = prediction.levels[:, [0, 2]].cpu()
 
     def pair(self, of_fold: Tensor, corrections: Tensor) -> Pair:
         """Return ΔH per token and Δreward per response of one change.
@@ -69,11 +68,13 @@ class StepByFolds:
         without[:, 2:] += corrections
         values = _per_unit(total)
         covariance = jackknife_covariance(_per_unit, total, without)
-        return Pair(values, covariance, self._step.num_folds - 1)
+        return Pair(values, covariance, len(self._by_fold) - 1)
 
 
 def paired_effects(
-    step: Step,
+    step: StepData,
+    prediction: EntropyPrediction,
+    runtime: Runtime,
     changes: Mapping[str, Change | None],
     weights: Mapping[str, Tensor],
     reward: float | LossWeights | None,
@@ -84,20 +85,23 @@ def paired_effects(
 
     Args:
         step: the step.
+        prediction: what it does to entropy.
+        runtime: what calculates.
         changes: changes that need no gradient but the step's own; None stands for the step as it is.
         weights: (2, B, T) of each changed loss.
         reward: the reward's gradient, as a multiple of the step's own or by the weights of a loss; None: every Δreward
             is nan.
     """
-    folds = StepByFolds(step)
-    reduce = step.ranks.reduce
+    folds = StepByFolds(prediction)
+    reduce = runtime.ranks.reduce
     plain = step.batch.loss_weights.stacked()
     further = {name: table - plain for name, table in weights.items()}
     without_basis, by_basis = changes_by_basis(further, None if step.limits.other_terms else plain, reduce)
     directions = [Direction(folds.rows)]
     names = list(by_basis)
     first = [reward] if isinstance(reward, LossWeights) else []
-    bases = iter_basis_gradients(step, [*first, *(LossWeights.of_stacked(further[name]) for name in names)])
+    further_weights = [*first, *(LossWeights.of_stacked(further[name]) for name in names)]
+    bases = iter_basis_gradients(step.batch, runtime, further_weights)
     if reward is not None:
         gradient, factor = (folds.steps.gradient, reward) if isinstance(reward, float) else (next(bases)[1], 1.0)
         directions.append(Direction(gradient.rows, gradient.mean, factor))
@@ -127,19 +131,22 @@ class GradientShares:
         return self.folds.pair(products, torch.zeros_like(products))
 
 
-def gradient_shares(step: Step, weights: Sequence[LossWeights]) -> GradientShares:
+def gradient_shares(
+    batch: Batch, prediction: EntropyPrediction, runtime: Runtime, weights: Sequence[LossWeights]
+) -> GradientShares:
     """Return what of ΔH comes from the step's fresh gradient, and from these parts of its weights. A collective.
 
-    Only where `paired_effects_limit` is "".
+    Only where `paired_effects_limit` is None.
     """
-    folds = StepByFolds(step)
+    folds = StepByFolds(prediction)
 
     def products(basis: FoldMeans | None) -> Tensor:
-        ((by_fold, _),) = GradientParts(folds.steps, step.ranks.reduce, basis).products([None], [Direction(folds.rows)])
+        parts = GradientParts(folds.steps, runtime.ranks.reduce, basis)
+        ((by_fold, _),) = parts.products([None], [Direction(folds.rows)])
         return by_fold
 
     by_number = {}
-    for number, basis in iter_basis_gradients(step, weights):
+    for number, basis in iter_basis_gradients(batch, runtime, weights):
         by_number[number] = products(basis)
         del basis  # before the next is made
     return GradientShares(products(None), [by_number[number] for number in range(len(weights))], folds)

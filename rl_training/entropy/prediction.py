@@ -38,42 +38,47 @@ from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.updates import OptimizerPieces, clipping, compute_update
+from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Vector, add, dots
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.statistics.jackknife import jackknife_stderr
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums
 from rl_training.statistics.limit import Limit
-from rl_training.step.data import EntropyPrediction, Step
-from rl_training.step.limits import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR
+from rl_training.step.batch import Batch
+from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.limits import NO_SAMPLING_LOGPS, NO_TOKENS, TOO_FAR, Limits
 from rl_training.step.needs import Need
 from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS, Quantity
+from rl_training.step.runtime import Runtime
 from rl_training.step.score_check import ScoreCheck
 
 LEVELS = 3  # columns of a row before the products
-FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))  # indices of products  # indices of products
+FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))  # indices of products
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 
 
-def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyPrediction:
+def predict_entropy(step: StepData, runtime: Runtime, memory: PreviousUpdate, needs: Need) -> EntropyPrediction:
     """Return what the step does to entropy to first order, as far as `needs` asks for it. A collective.
 
     The memory keeps δθ for the step after.
     """
     settings = memory.settings
     labels = memory.attribution.labels
-    limit = _entropy_gradient_limit(step)
+    batch = step.batch
+    ranks = runtime.ranks
+    limit = _entropy_gradient_limit(batch, ranks, step.limits)
     if limit:
         memory.leave_out(step.number, limit)
         return EntropyPrediction(settings, labels, limit)
-    ratios = prefix_ratios(step)
-    levels = levels_of_folds(step, ratios)
+    ratios = prefix_ratios(batch, ranks)
+    levels = levels_of_folds(batch, ranks, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
         memory.leave_out(step.number, NO_TOKENS)
         return EntropyPrediction(settings, labels, NO_TOKENS)
-    intended, update, steps = _updates(step)
+    intended, update, steps = _updates(step, ranks)
     layout = step.gradients.layout
-    sizes = step.fold_sizes
+    sizes = batch.fold_sizes
     products = None
     rows = None
     if Need.ENTROPY_CHANGE in needs:
@@ -81,11 +86,13 @@ def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyP
         products = FoldProducts(layout, sizes, memory.attribution, update, before, steps, 1 + settings.per_sequence)
     if Need.ENTROPY_ROWS in needs:
         rows = layout.zeros(len(sizes), device=memory.device)
-    check = ScoreCheck(step.batch, step.policy)
-    by_group: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(step, ratios, entropy / length, settings, check)
+    check = ScoreCheck(batch, runtime.policy)
+    by_group: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(
+        batch, runtime, ratios, entropy / length, settings, check
+    )
     if layout.is_small:  # then all come first: passes and products in turns would drive each other out of a CPU's cache
         by_group = list(by_group)
-    folds_at_once = len(sizes) if layout.is_small else len(step.folds[0].folds)
+    folds_at_once = len(sizes) if layout.is_small else len(batch.folds[0].folds)
     sums = products.sums if products is not None else []
     memory.count_bytes(intended, update, rows, *sums, more=folds_at_once * (1 + settings.per_sequence))
     for group, directions in by_group:
@@ -107,43 +114,42 @@ def predict_entropy(step: Step, memory: PreviousUpdate, needs: Need) -> EntropyP
         steps_without=steps,
     )
     memory.keep(step.number, None if step.optimizer.rounded else update, step.gradients.weights)
-    other_scores = check.limit(step.ranks.reduce)
+    other_scores = check.limit(ranks.reduce)
     if other_scores:  # the step itself is what it is
         return EntropyPrediction(settings, labels, other_scores, other_scores, intended=intended, update=update)
-    return change if products is None else _with_quantities(change, step, memory, levels, products)
+    return change if products is None else _with_quantities(change, step, ranks, memory, levels, products)
 
 
-def _entropy_gradient_limit(step: Step) -> Limit | None:
+def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:
     """Return the limit of a step without X, or None. With another sampler a collective.
 
     X needs all responses to each prompt, sampled from the policy, or by a sampler with known log-probabilities.
     """
-    logs = step.batch.log_ratios()
-    can = step.limits
-    reason = can.sampling_mismatch or can.no_baseline or can.hooked
-    if reason or logs is None:
-        return reason or NO_SAMPLING_LOGPS
-    if step.batch.rollout.sampling_logps is None:
+    logs = batch.log_ratios()
+    limit = limits.sampling_mismatch or limits.no_baseline or limits.hooked
+    if limit or logs is None:
+        return limit or NO_SAMPLING_LOGPS
+    if batch.rollout.sampling_logps is None:
         return None
-    total, total_of_squares = step.ranks.reduce(kish_sums(logs.sum(dim=1).exp())).tolist()
-    ess = kish_size_of_sums(total, total_of_squares) / step.num_sequences
+    total, total_of_squares = ranks.reduce(kish_sums(logs.sum(dim=1).exp())).tolist()
+    ess = kish_size_of_sums(total, total_of_squares) / batch.num_sequences
     return None if ess >= MIN_ESS else TOO_FAR.filled(ess=ess, least=MIN_ESS)
 
 
-def _forward_limit(step: Step) -> Limit | None:
+def _forward_limit(step: StepData) -> Limit | None:
     """Return the limit of a step of which no fold can be left out, or None."""
     limits = step.limits
     return step.optimizer.limit or step.gradients.rows_limit or limits.one_fold or limits.reused
 
 
-def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdates | None]:
+def _updates(step: StepData, ranks: Ranks) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdates | None]:
     """Return the formula's δθ, the δθ that rounded weights keep, and the steps without each fold. A collective.
 
     None stands for what is not available.
     """
     gradients = step.gradients
     max_grad_norm = step.optimizer.max_grad_norm
-    reduce = step.ranks.reduce
+    reduce = ranks.reduce
     layout = gradients.layout
     if step.optimizer.states is None:
         return None, None, None
@@ -160,12 +166,17 @@ def _updates(step: Step) -> tuple[Vector | None, Vector | None, LeaveOneOutUpdat
         update = layout.vector(rounded_update(weight, by_name[name]) for name, weight in gradients.weights.items())
     if gradients.rows is None or _forward_limit(step):
         return intended, update, None
-    folds = fold_means(mean, gradients.rows, step.fold_sizes)
+    folds = fold_means(mean, gradients.rows, step.batch.fold_sizes)
     return intended, update, LeaveOneOutUpdates(pieces, folds, max_grad_norm, reduce, clip)
 
 
 def _with_quantities(
-    change: EntropyPrediction, step: Step, memory: PreviousUpdate, levels: Tensor, products: FoldProducts
+    change: EntropyPrediction,
+    step: StepData,
+    ranks: Ranks,
+    memory: PreviousUpdate,
+    levels: Tensor,
+    products: FoldProducts,
 ) -> EntropyPrediction:
     """Add the quantities by name: entropy, each product and each split of `forward`. A collective.
 
@@ -174,14 +185,14 @@ def _with_quantities(
     """
     per_sequence = change.settings.per_sequence
     names = ("entropy", *PRODUCTS, *change.labels, *[LENGTH_AND_REWARD] * per_sequence)
-    multiplied, lost = products.over_processes(step.ranks.reduce)
+    multiplied, lost = products.over_processes(ranks.reduce)
     table = torch.cat([levels, multiplied.flatten(1), lost.flatten(1)], dim=1).cpu()
     factor = None
     if per_sequence:
-        gradient = reward_gradient(step)
+        gradient = reward_gradient(step.batch, ranks, step.limits)
         factor = gradient.factor
         change = dataclasses.replace(change, reward_limit=gradient.factor_limit)
-    reward, lost_reward = reward_products(step, change.steps_without, factor).split(1, dim=1)
+    reward, lost_reward = reward_products(step.batch.fold_sizes, ranks, change.steps_without, factor).split(1, dim=1)
     products_by_fold, lost = table.split([LEVELS + multiplied[0].numel(), lost[0].numel()], dim=1)
     by_fold = torch.cat([products_by_fold, torch.full_like(reward, torch.nan), reward], dim=1)
     lost = torch.cat([lost, torch.zeros_like(reward), lost_reward], dim=1).unflatten(1, (-1, 2))
@@ -190,8 +201,8 @@ def _with_quantities(
     without = sums_without(total, by_fold, lost, level or None)
     values = statistic(total)
     stderrs = jackknife_stderr(statistic, total, without)
-    half_step = stderrs[-1] if step.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
-    if step.num_folds < MIN_FOLDS_STEP:
+    half_step = stderrs[-1] if step.batch.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
+    if step.batch.num_folds < MIN_FOLDS_STEP:
         stderrs = torch.full_like(stderrs, torch.nan)
     reasons = {"entropy": None, "backward": change.backward_limit, "reuse": step.optimizer.limit}
     entropy, *rows = (

@@ -41,7 +41,7 @@ class EffectiveSampleSizeProbe(Probe):
 
     def prepare(self, ctx: StepContext) -> None:
         step = ctx.step
-        batch, split = step.batch, step.limits.split_prompts
+        batch, split = step.batch, ctx.limits.split_prompts
         order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
         lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), batch.log_ratios()
         advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages
@@ -65,7 +65,7 @@ class EffectiveSampleSizeProbe(Probe):
 
         importance = kish_size_of_sums(*size_sums[:2])
         no_ratios = NO_SAMPLING_LOGPS if logs is None else NO_RATIO if math.isnan(importance) else None
-        no_importance = step.limits.sampling_mismatch or no_ratios
+        no_importance = ctx.limits.sampling_mismatch or no_ratios
         self._answers = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),
             "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),

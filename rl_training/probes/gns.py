@@ -78,13 +78,13 @@ class GradientNoiseScaleProbe(Probe):
 
     def prepare(self, ctx: StepContext) -> None:
         step = ctx.step
-        blocks, group = step.num_folds, step.batch.responses_per_prompt
-        reason = step.gradients.rows_limit or step.limits.reused or step.limits.one_fold
+        blocks, group = step.batch.num_folds, step.batch.responses_per_prompt
+        reason = step.gradients.rows_limit or ctx.limits.reused or ctx.limits.one_fold
         if reason:
             self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return
         assert step.gradients.sq_norms is not None
-        sq_norms, prompts = step.gradients.sq_norms.cpu(), step.fold_sizes / group
+        sq_norms, prompts = step.gradients.sq_norms.cpu(), step.batch.fold_sizes / group
         kinds = [module_kind(name) for name in step.gradients.layout.names]
         of_blocks, of_batch = _channels(sq_norms[:-1].mean(dim=0), kinds), _channels(sq_norms[-1], kinds)
         block_size, batch_size = blocks / float((1.0 / prompts).sum()), float(prompts.sum())
@@ -141,9 +141,8 @@ def _split_limit(ctx: StepContext) -> Limit | None:
 
     The split takes a gradient of rewards less their groups' means, and nothing beside it. A collective.
     """
-    step = ctx.step
-    if step.limits.sampling_mismatch:
-        return step.limits.sampling_mismatch
+    if ctx.limits.sampling_mismatch:
+        return ctx.limits.sampling_mismatch
     limit = ctx.reward_multiple_limit()
     return limit and limit.prefixed(NOT_SPLIT)
 
@@ -164,7 +163,7 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     _, place, sizes = index.unique(return_inverse=True, return_counts=True)
     is_first = response_index(index) < sizes[place] // 2
     half = torch.where(is_first, sizes[place] // 2, sizes[place] - sizes[place] // 2).double()
-    shares = (step.num_sequences / ctx.ranks.count / half).unsqueeze(1)
+    shares = (step.batch.num_sequences / ctx.ranks.count / half).unsqueeze(1)
     halves = [weights.where(chosen.unsqueeze(1)) for chosen in (is_first, ~is_first)]
     total = torch.zeros((), dtype=torch.float64, device=index.device)
     parts = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]

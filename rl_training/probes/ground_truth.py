@@ -76,7 +76,7 @@ class GroundTruthProbe(Probe):
 
     def prepare(self, ctx: StepContext) -> None:
         step = ctx.step
-        no_truth, change = step.limits.no_fresh_responses, ctx.prediction
+        no_truth, change = ctx.limits.no_fresh_responses, ctx.prediction
         num_targets = 1 + change.settings.per_sequence
         prediction_limit = no_truth or change.limit or step.optimizer.limit
         self._answers = dict.fromkeys(
@@ -90,7 +90,7 @@ class GroundTruthProbe(Probe):
 
     def after_step(self, ctx: StepContext) -> None:
         if self._buffer is None:
-            no_truth = ctx.step.limits.no_fresh_responses
+            no_truth = ctx.limits.no_fresh_responses
             assert no_truth is not None
             self._answers |= dict.fromkeys(MEASURED, Estimate.missing(no_truth))
         else:

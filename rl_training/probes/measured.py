@@ -88,7 +88,7 @@ class MeasuredStepProbe(Probe):
 
     def prepare(self, ctx: StepContext) -> None:
         kept, fresh = self._kept_of(ctx), ctx.step.batch.rollout.on_policy
-        limits = ctx.step.limits
+        limits = ctx.limits
         why = limits.sampling_mismatch or limits.no_baseline or (None if fresh else OLD_ROLLOUT)
         why = why or self._scores_limit(ctx)
         if why or kept.vector is None:

@@ -62,7 +62,7 @@ class SamplerProbe(Probe):
         logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
-        unknown = ctx.step.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
+        unknown = ctx.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
         if logs is None or unknown:  # else the ratios to whoever sampled would be called 1
             self._answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
         else:
@@ -77,7 +77,7 @@ class SamplerProbe(Probe):
                            ratios.square(), has_reward, known, ratios * has_reward, ratios * known]  # fmt: skip
             self._answers = estimates_over_units(
                 names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), ctx.ranks.reduce,
-                ctx.step.limits.split_prompts,
+                ctx.limits.split_prompts,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
                 self._answers = {name: Estimate(answer.value, reason=SAME) for name, answer in self._answers.items()}

@@ -95,7 +95,7 @@ class SimpleEntropyProbe(Probe):
             names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
             missing = Estimate.missing(change.limit)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
-            if ctx.step.limits.sampling_mismatch:
+            if ctx.limits.sampling_mismatch:
                 self._answers |= visited_entropy(ctx)
         else:
             self._answers = self._predicted(ctx, change)
@@ -110,7 +110,7 @@ class SimpleEntropyProbe(Probe):
         answers = {
             metric: estimate
             for row in (*change.quantities.values(), *closed)
-            for metric, estimate in zip(self._metrics(row.name), row.estimates(ctx.step.num_folds), strict=False)
+            for metric, estimate in zip(self._metrics(row.name), row.estimates(ctx.step.batch.num_folds), strict=False)
         }
         if change.reward_limit and not change.forward_limit:
             answers[REWARD] = Estimate.missing(change.reward_limit)
@@ -145,6 +145,6 @@ def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
         ctx.levels(),
-        no_bar=ctx.step.limits.split_prompts,
+        no_bar=ctx.limits.split_prompts,
         few=FEW_FOLDS,
     )

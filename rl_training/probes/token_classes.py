@@ -72,7 +72,7 @@ class TokenClassesProbe(Probe):
         sums = {kind: _sums(ctx, kind, classes) for kind, classes in kinds.items()}
         why = ctx.effects_limit(OFF_POLICY)
         if not why:
-            why = BY_SIGN if ctx.step.optimizer.goes_by_sign else ctx.step.limits.other_terms
+            why = BY_SIGN if ctx.step.optimizer.goes_by_sign else ctx.limits.other_terms
         pairs = {} if why else _pairs(ctx, kinds, sums)
         self._answers = {}
         for kind, names in CLASSES.items():

@@ -6,11 +6,13 @@ For the letters in shapes see policy/rollout.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl_training.gradients.folds import FoldGroup
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
@@ -74,16 +76,37 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class Batch:
-    """All that one optimizer step learns from on this rank."""
+    """All that one optimizer step learns from on this rank, and how it is cut: in microbatches, and in folds."""
 
     rollout: Rollout
     scores: Scores  # of training's own forward passes, without graph
     loss_weights: LossWeights
     microbatch_rows: tuple[range, ...]  # the rows that each microbatch holds
-    fold: Tensor  # (B,), the fold that each sequence is in: folds hold whole prompts, of all processes
-    num_folds: int  # of all processes
+    folds: Sequence[FoldGroup]  # of whole prompts, over all processes
+    fold: Tensor  # (B,), the fold that each sequence is in
+    fold_sizes: Tensor  # (F,) fp64 in host memory, n_k: sequences of all processes
     responses_per_prompt: int  # G
     loss_settings: LossSettings | None = None  # None where they are not known
+
+    @property
+    def num_folds(self) -> int:
+        """F, over all processes."""
+        return len(self.fold_sizes)
+
+    @property
+    def num_sequences(self) -> float:
+        """Σ n_k, over all processes; `rollout` has this process's."""
+        return float(self.fold_sizes.sum())
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether folds are slices of microbatches."""
+        return len(self.folds) > len(self.microbatch_rows)
+
+    @property
+    def has_mixed_folds(self) -> bool:
+        """Whether the prompts of a fold lie in several microbatches, so that no backward of the loop's is of one."""
+        return not self.folds[0].passes
 
     def log_ratios(self) -> Tensor | None:
         """Return log π − log μ of each token, (B, T) fp64, 0 off the mask; None where they are not known.

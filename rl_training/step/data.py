@@ -1,24 +1,19 @@
-"""What a probe sees of an optimizer step: small frozen views of its sequences, gradients, optimizer and processes.
+"""An optimizer step as data: tensors, numbers and limits. What calculates with it, on all processes, is beside it.
 
-For the letters in shapes see policy/rollout.py.
+For the letters in shapes see policy/rollout.py; for what calculates, step/runtime.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rl_training.gradients.fold_reduction import FoldReduction
-from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates
 from rl_training.optim.state import OptimizerView
 from rl_training.options import check_flag, check_share, check_whole
-from rl_training.parallel.ranks import Ranks
 from rl_training.parallel.vectors import Layout, Vector
-from rl_training.policy.policy import Policy
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import Limits
@@ -27,15 +22,11 @@ from rl_training.step.quantities import Quantity
 
 @dataclass(frozen=True)
 class Gradients:
-    """The training gradient of the step, before clipping: this process's entries, by name of the parameter, (n,) each.
-
-    A probe's own backward goes through `reduction`, fold by fold, with the loop's folds or others.
-    """
+    """The training gradient of the step, before clipping: this process's entries of each parameter, (n,), by name."""
 
     weights: Mapping[str, Tensor]  # before the step
     mean: Mapping[str, Tensor]  # over microbatches and processes, as the optimizer gets it
     layout: Layout
-    reduction: FoldReduction
     rows: Vector | None  # (F, n) of each bucket: the mean gradient of each fold
     rows_limit: Limit | None = None  # where a probe asks for them, and there are none
     # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, last of the mean, over all processes
@@ -87,47 +78,11 @@ class EntropyPrediction:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One optimizer step on this rank: all gradients are in, the parameters are still old.
-
-    What a probe wants to know beyond these fields it asks of `policy`.
-    """
+class StepData:
+    """One optimizer step on this rank: all gradients are in, the parameters are still old."""
 
     number: int  # counted from 1: the `step` of the log line that this optimizer step will have
     batch: Batch
     gradients: Gradients
     optimizer: OptimizerView
-    policy: Policy
-    ranks: Ranks
-    folds: Sequence[FoldGroup]
-    fold_sizes: Tensor  # (F,) fp64, n_k: sequences of all processes
-    limits: Limits
-    prediction_if_any: EntropyPrediction | None = None  # where a probe that measures the step needs it
-
-    @property
-    def num_folds(self) -> int:
-        """F, over all processes."""
-        return len(self.fold_sizes)
-
-    @property
-    def num_sequences(self) -> float:
-        """Σ n_k, over all processes."""
-        return float(self.fold_sizes.sum())
-
-    def sum_by_fold(self, values: Tensor) -> Tensor:
-        """Return the sums of (B, …) over the sequences of each fold, (F, …), of all processes. A collective."""
-        return self.ranks.reduce(self.batch.sum_by_fold(values))
-
-    def with_prediction(self, change: EntropyPrediction) -> Step:
-        """Return the step with what it does to entropy, and with what its scores have shown of the policy."""
-        can, why = self.limits, change.other_scores
-        if why:
-            can = dataclasses.replace(can, sampling_mismatch=why, no_fresh_responses=why)
-        return dataclasses.replace(self, prediction_if_any=change, limits=can)
-
-    @property
-    def prediction(self) -> EntropyPrediction:
-        """`prediction_if_any`; ValueError where no probe has asked for it."""
-        if self.prediction_if_any is None:
-            raise ValueError("ctx.prediction is made only for a probe with needs = Need.ENTROPY_CHANGE")
-        return self.prediction_if_any
+    limits: Limits  # as they are known before the policy is scored anew

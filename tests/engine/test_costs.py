@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
 from rl_training.engine import driver as driver_module
-from rl_training.engine.recorder import StepRecorder
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.timing import SHARED
 from rl_training.gradients.fold_reduction import FoldReduction
@@ -49,7 +48,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
     ("owner", "name"),
     [
         (PaddingCheck, "limit"),
-        (StepRecorder, "as_seen"),
+        (driver_module, "build_step"),
         (FoldReduction, "_send"),  # what hooks do of the backward's time
         (driver_module, "predict_entropy"),
     ],

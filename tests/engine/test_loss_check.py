@@ -111,9 +111,9 @@ def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_lef
     compared: list[int] = []
     compare = loss_check._compare
 
-    def kept(step: Any, group: Any, squares: Tensor) -> Any:
+    def kept(batch: Any, runtime: Any, rows: Any, group: Any, squares: Tensor) -> Any:
         compared.append(group.folds.start)
-        return compare(step, group, squares)
+        return compare(batch, runtime, rows, group, squares)
 
     monkeypatch.setattr(loss_check, "_compare", kept)
     monkeypatch.setattr(loss_check, "EVERY", 1)

@@ -21,6 +21,7 @@ from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training import measured_loop
+from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy.paired_effects import paired_effects_limit
@@ -37,35 +38,37 @@ from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, Meas
 from rl_training.statistics.estimate import Estimate, stderr_limit
 from rl_training.statistics.limit import Limit
 from rl_training.step.batch import LossSettings
-from rl_training.step.data import EntropySettings, Step
+from rl_training.step.data import EntropySettings
 from rl_training.step.limits import ONE_FOLD, Fixes, Limits
 from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
 
 @pytest.fixture(scope="module")
-def step() -> Step:
+def ctx() -> StepContext:
     logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))
     return step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": drawn_adamw((3, 3), 0.1, 20)})
 
 
-def test_products_by_folds_take_four_folds(step: Step) -> None:
-    steps = [dataclasses.replace(step, fold_sizes=step.fold_sizes[:n]) for n in (3, 4)]
-    off_policy = Limit("off_policy", "")
-    assert [paired_effects_limit(each, off_policy) for each in steps] == [stderr_limit(3), None]
+def test_products_by_folds_take_four_folds(ctx: StepContext) -> None:
+    batch, off_policy = ctx.step.batch, Limit("off_policy", "")
+    batches = [dataclasses.replace(batch, fold_sizes=batch.fold_sizes[:n]) for n in (3, 4)]
+    steps = [dataclasses.replace(ctx.step, batch=fewer) for fewer in batches]
+    assert [paired_effects_limit(step, ctx.prediction, off_policy) for step in steps] == [stderr_limit(3), None]
 
 
-def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
+def test_the_effective_sample_size_is_that_of_all_ranks(ctx: StepContext) -> None:
     """The ratios of this rank's 64 responses are 1. Of the other's 16 are 8 and 48 are 0: (64 + 128)²/(64 + 1024)."""
-    rollout = dataclasses.replace(step.batch.rollout, on_policy=False, sampling_logps=step.batch.scores.logps)
-    batch = dataclasses.replace(step.batch, rollout=rollout)
+    batch = ctx.step.batch
+    rollout = dataclasses.replace(batch.rollout, on_policy=False, sampling_logps=batch.scores.logps)
+    batch = dataclasses.replace(batch, rollout=rollout, fold_sizes=2 * batch.fold_sizes)
 
     def reduce(sums: Tensor) -> Tensor:
         return sums + sums.new_tensor([128.0, 1024.0])
 
-    two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), fold_sizes=2 * step.fold_sizes)
+    step, runtime = dataclasses.replace(ctx.step, batch=batch), dataclasses.replace(ctx.runtime, ranks=Ranks(2, reduce))
     memory = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
-    assert "is 0.26 of the sequences" in predict_entropy(two, memory, Need.ENTROPY_ROWS).limit
+    assert "is 0.26 of the sequences" in predict_entropy(step, runtime, memory, Need.ENTROPY_ROWS).limit
 
 
 def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:

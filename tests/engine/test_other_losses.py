@@ -46,11 +46,11 @@ class FoldsAndTwins(Seen):
     def prepare(self, ctx: Any) -> None:
         step = ctx.step
         super().prepare(ctx)
-        loss, parameters = step.batch.loss_weights, list(step.policy.model.parameters())
+        loss, parameters = step.batch.loss_weights, list(ctx.policy.model.parameters())
         self.kept, self.twins = torch.cat(step.gradients.rows, dim=1), []
         for fold in range(self.num_folds):
             rows = (step.batch.fold == fold).nonzero().squeeze(1)
-            fresh = step.policy.score(step.batch.rollout, rows)
+            fresh = ctx.policy.score(step.batch.rollout, rows)
             total = (loss.logps[rows, : fresh.logps.shape[1]] * fresh.logps).sum()
             total = total + (loss.entropies[rows, : fresh.logps.shape[1]] * fresh.entropies).sum()
             gradient = torch.autograd.grad(total * len(step.batch.fold) / len(rows), parameters)

@@ -23,7 +23,7 @@ from rl_training.gradients.loss_weights import gradient_of
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, MeasuredStepProbe, SimpleEntropyProbe
-from rl_training.step.limits import NO_OTHERS, OTHER_TERMS
+from rl_training.step.limits import NO_OTHERS, OTHER_TERMS, Limits
 from rl_training.step.needs import Need
 
 STEP = FEW | {"max_steps": 2}  # two microbatches, each of one prompt with 4 responses
@@ -39,16 +39,16 @@ class BothGradients(Seen):
     def prepare(self, ctx: Any) -> None:
         step = ctx.step
         super().prepare(ctx)
-        self.found, rollout = reward_gradient(step), step.batch.rollout
-        params = [p for p in step.policy.model.parameters() if p.requires_grad]
-        fresh = step.policy.score(rollout, torch.arange(rollout.num_sequences))
+        self.found, rollout = reward_gradient(step.batch, ctx.ranks, step.limits), step.batch.rollout
+        params = [p for p in ctx.policy.model.parameters() if p.requires_grad]
+        fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
         above = above_the_others(rollout.rewards, G)
         total = (above.unsqueeze(1) * fresh.logps.double() * fresh.mask).sum() / (~rollout.rewards.isnan()).sum()
         self.by_hand = joined(torch.autograd.grad(total, params))
         if self.found.factor is not None:
             self.gradient = self.found.factor * joined([p.grad for p in params])
         elif self.found.weights is not None:
-            fresh = step.policy.score(rollout, torch.arange(rollout.num_sequences))
+            fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
             own = self.found.weights.of_rows(torch.arange(rollout.num_sequences), fresh.logps.shape[1])
             self.gradient = joined(gradient_of(fresh, own.logps, None, params))
 
@@ -140,10 +140,8 @@ def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward(
             rewards=rewards[rank], prompt_index=prompts[rank], completion_mask=ones, sampling_logps=None, on_policy=True
         )
         scores, zeros = Scores(ones, ones, ones), torch.zeros_like(ones)
-        batch = SimpleNamespace(rollout=rollout, scores=scores, log_ratios=lambda: zeros)
-        limits = SimpleNamespace(other_terms=OTHER_TERMS)
-        step: Any = SimpleNamespace(batch=batch, ranks=Ranks(2, reduce, rank), limits=limits)
-        found = reward_gradient(step).weights
+        batch: Any = SimpleNamespace(rollout=rollout, scores=scores, log_ratios=lambda: zeros)
+        found = reward_gradient(batch, Ranks(2, reduce, rank), Limits(other_terms=OTHER_TERMS)).weights
         assert found is not None
         return found.logps.flatten()
 

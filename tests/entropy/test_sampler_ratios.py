@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -27,21 +28,15 @@ def part_of(rows: slice, width: int) -> Any:
     logps, sampled, entropies = (torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(3))
     own = [values[rows, :width] for values in (logps, entropies, mask)]
     rollout = SimpleNamespace(sampling_logps=sampled[rows, :width], completion_mask=own[2], on_policy=True)
-    return SimpleNamespace(batch=scored(rollout, Scores(*own)), num_sequences=8.0)
+    fold = torch.arange(8)[rows] // 4
+    return dataclasses.replace(scored(rollout, Scores(*own)), fold=fold, fold_sizes=torch.tensor([4.0, 4.0]).double())
 
 
 def levels(rank: int, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:
     rows, width = (slice(0, 4), 3) if rank == 0 else (slice(4, 8), 5)
-    step = part_of(slice(0, 8), 5) if parts == 1 else part_of(rows, width)
-    step.ranks = Ranks(parts, reduce, rank)
-
-    def sum_by_fold(values: Tensor) -> Tensor:
-        table = values.new_zeros(2, values.shape[1])
-        folds = torch.arange(len(values)) // 4 if parts == 1 else torch.full((len(values),), rank)
-        return reduce(table.index_add_(0, folds, values))
-
-    step.sum_by_fold = sum_by_fold
-    return levels_of_folds(step, prefix_ratios(step))
+    batch = part_of(slice(0, 8), 5) if parts == 1 else part_of(rows, width)
+    ranks = Ranks(parts, reduce, rank)
+    return levels_of_folds(batch, ranks, prefix_ratios(batch, ranks))
 
 
 def test_levels_on_two_processes_of_unlike_widths_are_those_on_one() -> None:
@@ -53,7 +48,7 @@ def test_levels_on_two_processes_of_unlike_widths_are_those_on_one() -> None:
 
 def test_a_fold_has_the_effects_of_its_sequences_on_the_normalisers() -> None:
     """∂/∂w of Σ w · Σ_k Σ w ρh / Σ w ρ, by central differences: w weighs the sequences of a fold."""
-    batch = part_of(slice(0, 8), 5).batch
+    batch = part_of(slice(0, 8), 5)
     logs = batch.log_ratios()
     before = (logs.cumsum(dim=1) - logs).exp()
     exact = batch.scores.exact()

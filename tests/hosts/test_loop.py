@@ -524,9 +524,9 @@ def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass
     """The loop does not say what its loss divides by. Where no multiple is one, rows of its own give the same."""
     found, passes, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
 
-    def counted(step: Any, weights: Any) -> Any:
+    def counted(batch: Any, runtime: Any, weights: Any) -> Any:
         passes.append(len(weights))
-        return iter_basis_gradients(step, weights)
+        return iter_basis_gradients(batch, runtime, weights)
 
     monkeypatch.setattr(paired_effects, "iter_basis_gradients", counted)
     for rounding in (length_and_reward.ROUNDING, -1.0):

@@ -40,8 +40,7 @@ def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_s
     scores = Scores(logps.detach(), entropies.detach(), mask)
     nothing = LossWeights(torch.zeros_like(scores.logps), None)
     batch = scored(rollout, scores, nothing)
-    step: Any = SimpleNamespace(batch=batch, ranks=all_ranks(), limits=Limits())
-    weights = reward_gradient(step).weights
+    weights = reward_gradient(batch, all_ranks(), Limits()).weights
     assert weights is not None
     chance = [
         math.prod(OUTCOMES[o].chance * math.exp(policy_logp(OUTCOMES[o], SAMPLER)) for o in pair) for pair in pairs

@@ -16,7 +16,7 @@ from rl_training.engine.context import StepContext
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.policy.scores import Scores
 from rl_training.probes import CovariancePredictorProbe
-from rl_training.step.data import Step
+from rl_training.step.data import StepData
 
 NAMES = ("covariance/token", "covariance/sequence")
 
@@ -28,10 +28,11 @@ class Answers(Kept, CovariancePredictorProbe):
         step = ctx.step
         scores = step.batch.scores
         padded = dataclasses.replace(scores, logps=scores.logps.masked_fill(scores.mask == 0, torch.nan))
-        super().prepare(StepContext(dataclasses.replace(step, batch=dataclasses.replace(step.batch, scores=padded))))
+        step = dataclasses.replace(step, batch=dataclasses.replace(step.batch, scores=padded))
+        super().prepare(dataclasses.replace(ctx, step=step))
 
 
-def plain(step: Step, rows: list[int]) -> list[float]:
+def plain(step: StepData, rows: list[int]) -> list[float]:
     """−Cov over these sequences, per token and per sequence, a value at a time."""
     tokens, sequences = [], []
     for i in rows:
@@ -84,9 +85,9 @@ def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
 
 
 def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -> None:
-    step, probe = answers.steps[-1], CovariancePredictorProbe()
-    spread = dataclasses.replace(step.limits, split_prompts="spread")
-    probe.prepare(StepContext(dataclasses.replace(step, limits=spread)))
+    ctx, probe = answers.contexts[-1], CovariancePredictorProbe()
+    spread = dataclasses.replace(ctx.step.limits, split_prompts="spread")
+    probe.prepare(dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, limits=spread)))
     for name, found in probe.results().items():
         assert found.value == answers.all[-1][name].value
         assert math.isnan(found.stderr)

@@ -12,7 +12,6 @@ from seen import Kept
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach
-from rl_training.engine.context import StepContext
 from rl_training.policy.rollout import Rollout
 from rl_training.probes import EffectiveSampleSizeProbe
 from rl_training.statistics.kish import kish_size, kish_size_of_sums, kish_sums, without_rounding
@@ -157,9 +156,10 @@ def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(mak
 def test_ratios_beyond_float64_have_no_size_and_say_so(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, max_completion_length=8).train()
-    step = probe.steps[0]
-    rollout = dataclasses.replace(step.batch.rollout, sampling_logps=step.batch.scores.logps - 1000.0)
-    probe.prepare(StepContext(dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))))
+    ctx, batch = probe.contexts[0], probe.steps[0].batch
+    rollout = dataclasses.replace(batch.rollout, sampling_logps=batch.scores.logps - 1000.0)
+    step = dataclasses.replace(ctx.step, batch=dataclasses.replace(batch, rollout=rollout))
+    probe.prepare(dataclasses.replace(ctx, step=step))
     assert "more than float64 can hold" in probe.results()["ess/importance"].reason
 
 

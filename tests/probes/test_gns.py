@@ -35,7 +35,7 @@ from rl_training.statistics.noise_scale import (
     signal_to_noise_interval,
     split_of_trace,
 )
-from rl_training.step.data import Gradients, Step
+from rl_training.step.data import Gradients
 
 G = 2  # responses per prompt: here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}
@@ -113,14 +113,14 @@ class Loop:
             self.rows.arm(rows[k].start)
             loss.backward()
             self.rows.finish_backward()
-        self.probe.prepare(StepContext(self.view(rows, folds)))
+        self.probe.prepare(self.view(rows, folds))
         self.model.zero_grad()
         return self.probe.results()
 
-    def view(self, rows: Sequence[range], folds: Sequence[FoldGroup]) -> Step:
+    def view(self, rows: Sequence[range], folds: Sequence[FoldGroup]) -> StepContext:
         size = rows[-1].stop
         ones, zeros = torch.ones(size, 1, dtype=torch.long), torch.zeros(size, 1, dtype=torch.float64)
-        step = step_of(
+        ctx = step_of(
             self.steps,
             Rollout(ones, ones, ones, ones, zeros[:, 0], None, torch.arange(size) // G, None, on_policy=True),
             Scores(zeros, zeros, ones),
@@ -137,12 +137,11 @@ class Loop:
             self.shard.weights(),
             self.shard.gradients(),
             self.layout,
-            self.reduction,
             rows=None,
             sq_norms=self.rows.sq_norms,
         )
-        batch = dataclasses.replace(step.batch, microbatch_rows=rows, num_folds=len(fold_sizes))
-        return dataclasses.replace(step, batch=batch, gradients=gradients, folds=folds, fold_sizes=fold_sizes)
+        batch = dataclasses.replace(ctx.step.batch, microbatch_rows=rows, folds=folds, fold_sizes=fold_sizes)
+        return dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, batch=batch, gradients=gradients))
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -32,7 +32,7 @@ class Answers(Kept, GradientNoiseScaleProbe):
     def prepare(self, ctx: Any) -> None:
         step = ctx.step
         if step.number == 1:
-            trained = dict(step.policy.model.named_parameters())
+            trained = dict(ctx.policy.model.named_parameters())
             self.parameters = {name: trained[name].detach().double().clone() for name in step.gradients.weights}
             self.rollout = copy.deepcopy(step.batch.rollout)
         super().prepare(ctx)
@@ -106,13 +106,13 @@ class Rebuilder(Seen):
     def prepare(self, ctx: Any) -> None:
         step = ctx.step
         super().prepare(ctx)
-        scores = step.policy.score(step.batch.rollout, torch.arange(step.batch.rollout.num_sequences))
+        scores = ctx.policy.score(step.batch.rollout, torch.arange(step.batch.rollout.num_sequences))
         outputs, weights = [scores.logps], [step.batch.loss_weights.logps[:, : scores.logps.shape[1]]]
         self.knows_entropies = step.batch.loss_weights.entropies is not None
         if self.knows_entropies:
             outputs.append(scores.entropies)
             weights.append(step.batch.loss_weights.entropies[:, : scores.logps.shape[1]])
-        trained = [p for p in step.policy.model.parameters() if p.requires_grad]
+        trained = [p for p in ctx.policy.model.parameters() if p.requires_grad]
         rebuilt = torch.autograd.grad(outputs, trained, weights)
         whole = torch.cat([g.flatten() for g in step.gradients.mean.values()])
         self.error = float((torch.cat([g.flatten() for g in rebuilt]) - whole).norm() / whole.norm())

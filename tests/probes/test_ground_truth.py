@@ -33,7 +33,7 @@ from rl_training.policy.scores import Scores
 from rl_training.probes import GroundTruthProbe
 from rl_training.probes.ground_truth import _compared
 from rl_training.statistics.jackknife import Replicates
-from rl_training.step.data import EntropySettings, Step
+from rl_training.step.data import EntropySettings
 from rl_training.tasks.models import load_tiny
 
 ONE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # the truth's sequences 32 at a time
@@ -55,15 +55,14 @@ class TruthProbe(Kept, GroundTruthProbe):
 class AtEveryStep(Seen):
     """Does something before each optimizer step and keeps what it gives."""
 
-    def __init__(self, what: Callable[[Step], Any]) -> None:
+    def __init__(self, what: Callable[[StepContext], Any]) -> None:
         super().__init__()
         self.what = what
         self.given: list[Any] = []
 
     def prepare(self, ctx: Any) -> None:
-        step = ctx.step
         super().prepare(ctx)
-        self.given.append(self.what(step))
+        self.given.append(self.what(ctx))
 
 
 class Validated(TruthProbe):
@@ -79,24 +78,23 @@ class Validated(TruthProbe):
         step = ctx.step
         super().prepare(ctx)
         self.rollout = self._sample(ctx)[0]
-        self.before = step.policy.score_rollout(self.rollout)
-        size, sides, parameters = 1 / 16, [], dict(step.policy.model.named_parameters())
-        update = step.prediction.update
+        self.before = ctx.policy.score_rollout(self.rollout)
+        size, sides, parameters = 1 / 16, [], dict(ctx.policy.model.named_parameters())
+        update = ctx.prediction.update
         along = step.gradients.layout.by_name(update) if update is not None else {}
-        if step.ranks.count > 1:  # each has its part of the update
-            parts: list[Any] = [None] * step.ranks.count
+        if ctx.ranks.count > 1:  # each has its part of the update
+            parts: list[Any] = [None] * ctx.ranks.count
             dist.all_gather_object(parts, along)
             along = {name: torch.cat([part[name] for part in parts]) for name in along}
         for shift in (-2, -1, 1, 2):
-            with step.policy.shifted({n: (shift * size * d).view(parameters[n].shape) for n, d in along.items()}):
-                sides.append(step.policy.score_rollout(self.rollout))
+            with ctx.policy.shifted({n: (shift * size * d).view(parameters[n].shape) for n, d in along.items()}):
+                sides.append(ctx.policy.score_rollout(self.rollout))
         tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
         self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)
 
     def after_step(self, ctx: Any) -> None:
-        step = ctx.step
         super().after_step(ctx)
-        after, lengths = step.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
+        after, lengths = ctx.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
         tables = [self.before.logps, self.before.entropies, after.logps, after.entropies, *self.slopes]
         tokens = [[table[i, :length].tolist() for table in tables] for i, length in enumerate(lengths)]
         self.known = dict(zip(self.rollout.prompt_index.tolist(), tokens, strict=True))
@@ -175,6 +173,12 @@ class ScoredBy(Policy):
         return self._policy.decode(ids)
 
 
+def scored_by(ctx: StepContext, score_rollout: Callable[[Rollout], Scores]) -> StepContext:
+    return dataclasses.replace(
+        ctx, runtime=dataclasses.replace(ctx.runtime, policy=ScoredBy(ctx.policy, score_rollout))
+    )
+
+
 def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> None:
     forks.start_ranks(train_twice, (tmp_path,), 2)
     said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
@@ -197,8 +201,8 @@ def train_twice(rank: int, out: Path) -> None:
     """Train with and without the ground truth on this rank, and write down what came out."""
     make = trainer_maker(out / str(rank))
 
-    def share(step: Step) -> list[int]:
-        return step.policy.sample(13, step.number).prompt_index.tolist()
+    def share(ctx: StepContext) -> list[int]:
+        return ctx.policy.sample(13, ctx.step.number).prompt_index.tolist()
 
     shares, validated = AtEveryStep(share), Validated(13)
     plain = ending(make(**FEW))
@@ -335,12 +339,11 @@ def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
         def prepare(self, ctx: Any) -> None:
             step = ctx.step
             super().prepare(ctx)
-            self.rollout = step.policy.sample(16, (self.seed << 32) + step.number)
-            self.before = step.policy.score_rollout(self.rollout)
+            self.rollout = ctx.policy.sample(16, (self.seed << 32) + step.number)
+            self.before = ctx.policy.score_rollout(self.rollout)
 
         def after_step(self, ctx: Any) -> None:
-            step = ctx.step
-            self.after = step.policy.score_rollout(self.rollout)
+            self.after = ctx.policy.score_rollout(self.rollout)
             super().after_step(ctx)
 
     probe = Keeps(16)
@@ -376,16 +379,14 @@ class Listens(TruthProbe):
         self.batches: list[list[list[int]]] = []
 
     def prepare(self, ctx: Any) -> None:
-        step = ctx.step
-
         def listening(rollout: Rollout) -> Scores:
-            self.prompts[-1] |= {step.policy.decode(ids) for ids in rollout.prompt_ids}
+            self.prompts[-1] |= {ctx.policy.decode(ids) for ids in rollout.prompt_ids}
             self.batches[-1].append(rollout.prompt_index.tolist())
-            return step.policy.score_rollout(rollout)
+            return ctx.policy.score_rollout(rollout)
 
         self.prompts.append(set())
         self.batches.append([])
-        super().prepare(StepContext(dataclasses.replace(step, policy=ScoredBy(step.policy, listening))))
+        super().prepare(scored_by(ctx, listening))
 
 
 def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws_prompts_of_its_own(
@@ -405,13 +406,11 @@ def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws
 def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None:
     class Broken(TruthProbe):
         def after_step(self, ctx: Any) -> None:
-            step = ctx.step
-
             def broken(rollout: Rollout) -> Scores:
-                scores = step.policy.score_rollout(rollout)
+                scores = ctx.policy.score_rollout(rollout)
                 return dataclasses.replace(scores, logps=scores.logps * math.nan)
 
-            super().after_step(StepContext(dataclasses.replace(step, policy=ScoredBy(step.policy, broken))))
+            super().after_step(scored_by(ctx, broken))
 
     probe = Broken(8)
     make_trainer(probes=[probe], max_steps=1, **FEW).train()

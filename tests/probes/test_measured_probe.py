@@ -20,7 +20,7 @@ from rl_training import Estimate
 from rl_training.engine.context import StepContext
 from rl_training.probes import MeasuredStepProbe
 from rl_training.probes.measured import CHANGES, ESS, FIRST, KL, NAMES, OLD_ROLLOUT, SAME, STEPS, rounded_scores_before
-from rl_training.step.data import Step
+from rl_training.step.data import StepData
 from rl_training.tasks.models import load_tiny
 
 G, PROMPTS = 4, 8
@@ -35,12 +35,11 @@ class Answers(Kept, MeasuredStepProbe):
         self.models: list[Any] = []
 
     def prepare(self, ctx: StepContext) -> None:
-        step = ctx.step
         super().prepare(ctx)
         model: Any = load_tiny()[0]  # no deepcopy: TRL's patched forward would use the original's weights
-        if hasattr(step.policy.model, "peft_config"):
+        if hasattr(ctx.policy.model, "peft_config"):
             model = get_peft_model(model, LoraConfig(**LORA))
-        model.load_state_dict(step.policy.model.state_dict())
+        model.load_state_dict(ctx.policy.model.state_dict())
         self.models.append(model.double().eval())
 
 
@@ -60,7 +59,7 @@ def ragged(values: Tensor, mask: Tensor) -> list[list[float]]:
     return [row[m.bool()].tolist() for row, m in zip(values.double(), mask, strict=True)]
 
 
-def plain(before: Any, now: Any, step: Step, scored: int, steps: int = 1) -> dict[str, tuple[float, float]]:
+def plain(before: Any, now: Any, step: StepData, scored: int, steps: int = 1) -> dict[str, tuple[float, float]]:
     """Return each change with its error over prompts, from two models, response by response."""
     rollout = step.batch.rollout
     with torch.no_grad():
@@ -136,7 +135,7 @@ def test_with_dropout_both_scores_are_without(make_trainer) -> None:
     settings = SHAPE | {"learning_rate": 5e-3}
     make_trainer(probes=[probe], peft_config=LoraConfig(**LORA), max_steps=2, **settings).train()
     step = probe.steps[1]
-    fresh = step.policy.score_rollout(step.batch.rollout)
+    fresh = probe.contexts[1].policy.score_rollout(step.batch.rollout)
     dropped = (fresh.logps - step.batch.scores.logps)[fresh.mask.bool()].abs().mean()
     assert float(dropped) > 10 * SAME
     value, stderr = plain(*probe.models, step, 1)[CHANGES[1]]

@@ -29,11 +29,11 @@ from rl_training.tasks.models import load_tiny
 G, PROMPTS, T = 4, 5, 6
 
 
-class StepOnly:
-    """The part of a step that the probe reads."""
-
-    def __init__(self, batch: Batch, ranks: Ranks, limits: Limits) -> None:
-        self.batch, self.ranks, self.limits = batch, ranks, limits
+def context(batch: Batch, ranks: Ranks, limits: Limits, policy: Any = None) -> StepContext:
+    """Return the part of a step that the probe reads."""
+    step: Any = SimpleNamespace(batch=batch, limits=limits)
+    runtime: Any = SimpleNamespace(ranks=ranks, policy=policy)
+    return StepContext(step, runtime)
 
 
 def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tensor, correction: Any = None) -> Batch:
@@ -42,13 +42,13 @@ def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tenso
     rollout = Rollout(ids, ids + 1, mask.long(), mask.long(), rewards, rewards, index, sampled)
     return Batch(
         rollout, Scores(logps, torch.zeros_like(logps), mask), LossWeights(logps, None), (range(count),),
-        index, 1, G, LossSettings(T, 0.2, 0.2, False, correction),
+        (), index, torch.tensor([float(count)]), G, LossSettings(T, 0.2, 0.2, False, correction),
     )  # fmt: skip
 
 
 def answers(batch: Batch, ranks: Ranks = ALONE, limits: Limits | None = None) -> dict[str, Estimate]:
     probe = SamplerProbe()
-    probe.prepare(StepContext(StepOnly(batch, ranks, limits or Limits())))  # type: ignore[arg-type]
+    probe.prepare(context(batch, ranks, limits or Limits()))
     return probe.results()
 
 
@@ -123,15 +123,14 @@ def test_parts_of_prompts_on_other_processes_give_values_and_no_error() -> None:
 def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error() -> None:
     batch = random_batch()
     again = batch.scores.logps + 0.1 * torch.randn(batch.scores.logps.shape, generator=torch.Generator().manual_seed(1))
-    step: Any = StepOnly(batch, ALONE, Limits())
 
     def score(rollout: Rollout, rows: Tensor, *, graph: bool) -> Scores:
         assert not graph  # of a graph without a backward FSDP2 keeps the weights gathered
         return Scores(again[rows], again[rows], batch.scores.mask[rows])
 
-    step.policy = SimpleNamespace(in_batches=lambda rows, size: rows.split(size), scorer=SimpleNamespace(score=score))
+    policy = SimpleNamespace(in_batches=lambda rows, size: rows.split(size), scorer=SimpleNamespace(score=score))
     probe = SamplerProbe(numerics=True)
-    probe.prepare(StepContext(step))
+    probe.prepare(context(batch, ALONE, Limits(), policy))
     rows = []
     for i in range(0, G * PROMPTS, G):
         apart = (batch.scores.logps[i] - again[i])[batch.scores.mask[i]].tolist()

@@ -264,16 +264,16 @@ def test_off_policy_tokens_are_weighed_by_the_ratio_of_their_prefix(make_trainer
 def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_the_batch(
     make_trainer, monkeypatch, known, measured
 ) -> None:
-    view = StepDriver._view
+    data_of = StepDriver._data_of
 
     def reweighted(driver: StepDriver, *args: Any) -> Any:
-        step = view(driver, *args)
+        step = data_of(driver, *args)
         sampling_logps = step.batch.scores.logps.double().clone()
         sampling_logps[known:, 0] += 80.0  # of 32 sequences, so many keep a weight
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
         return dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
 
-    monkeypatch.setattr(StepDriver, "_view", reweighted)
+    monkeypatch.setattr(StepDriver, "_data_of", reweighted)
     probe = Answers()
     make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
     assert math.isfinite(probe.all[0]["delta_h/reuse"].value) == measured
@@ -319,17 +319,19 @@ class NanInPadding(Policy):
 
 def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> None:
     """Two trainings; in one of them probes are shown nan there: all that they say is the same."""
-    view = StepDriver._view
+    data_of = StepDriver._data_of
 
     def shown(driver: StepDriver, *args: Any) -> Any:
-        step = view(driver, *args)
-        batch = dataclasses.replace(step.batch, scores=nan_in_padding(step.batch.scores))
-        return dataclasses.replace(step, batch=batch, policy=NanInPadding(step.policy))
+        step = data_of(driver, *args)
+        driver._runtime = dataclasses.replace(driver._runtime, policy=NanInPadding(driver._loop.policy))
+        return dataclasses.replace(
+            step, batch=dataclasses.replace(step.batch, scores=nan_in_padding(step.batch.scores))
+        )
 
     said = []
     for hidden in (False, True):
         if hidden:
-            monkeypatch.setattr(StepDriver, "_view", shown)
+            monkeypatch.setattr(StepDriver, "_data_of", shown)
         probes = [
             SimpleEntropyProbe(per_sequence=True),
             GroundTruthProbe(every=1, sequences=12),

@@ -61,7 +61,7 @@ class NanInPadding(Answers):
         )
         shown = Scores(logps, entropies, scores.mask)
         batch = dataclasses.replace(step.batch, scores=shown, loss_weights=LossWeights(weights, None))
-        super().prepare(StepContext(dataclasses.replace(step, batch=batch)))
+        super().prepare(dataclasses.replace(ctx, step=dataclasses.replace(step, batch=batch)))
 
 
 class InfiniteWeight(Answers):
@@ -74,7 +74,7 @@ class InfiniteWeight(Answers):
         weights = step.batch.loss_weights.logps.clone()
         weights[0] = math.inf
         batch = dataclasses.replace(step.batch, loss_weights=LossWeights(weights, None))
-        super().prepare(StepContext(dataclasses.replace(step, batch=batch)))
+        super().prepare(dataclasses.replace(ctx, step=dataclasses.replace(step, batch=batch)))
 
 
 class TokensTwin(Twin):
@@ -206,9 +206,11 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
 def test_weights_are_masked_with_those_of_entropies_and_add_up_without_their_signs() -> None:
     """Two tokens of a class whose weights cancel: it has weight, 2 · 2, and 2 · .5 by entropies."""
     loss = LossWeights(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0.5, -0.5, 0.25]]))
-    step: Any = SimpleNamespace(batch=SimpleNamespace(loss_weights=loss), ranks=SimpleNamespace(reduce=lambda x: x))
+    step: Any = SimpleNamespace(batch=SimpleNamespace(loss_weights=loss))
+    runtime: Any = SimpleNamespace(ranks=SimpleNamespace(reduce=lambda x: x))
     classes = torch.tensor([[0, 0, 2]])
-    assert token_classes._sums(StepContext(step), "advantage", classes).tolist() == [[2.0, 0.0, 1.0], [5.0, 0.0, 1.25]]
+    sums = token_classes._sums(StepContext(step, runtime), "advantage", classes)
+    assert sums.tolist() == [[2.0, 0.0, 1.0], [5.0, 0.0, 1.25]]
     chosen = loss.where(classes == 0)
     assert chosen.entropies is not None
     assert (chosen.logps.tolist(), chosen.entropies.tolist()) == ([[2.0, -2.0, 0.0]], [[0.5, -0.5, 0.0]])

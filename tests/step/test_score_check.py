@@ -113,7 +113,7 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
     assert math.isfinite(odd["ess/advantage"].value)
     assert odd["ess/importance"].reason == odd["delta_h/forward"].reason
     # No loop has fresh responses of the policy that it trains where nobody knows which policy that is.
-    fresh = [step.limits.no_fresh_responses for step in seen.steps]
+    fresh = [ctx.limits.no_fresh_responses for ctx in seen.contexts]
     assert [reason == odd["delta_h/forward"].reason for reason in fresh] == [False, True, False]
 
 

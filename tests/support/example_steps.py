@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_training.engine.context import StepContext
 from rl_training.entropy.prediction import predict_entropy
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.gradients.fold_reduction import FoldReduction
@@ -27,9 +27,10 @@ from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
-from rl_training.step.data import Gradients, Step
+from rl_training.step.data import Gradients, StepData
 from rl_training.step.limits import ONE_FOLD, Limits
 from rl_training.step.needs import Need
+from rl_training.step.runtime import Runtime
 
 ALONE = Ranks(1, lambda tensor: tensor)
 PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
@@ -54,7 +55,7 @@ def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
 def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
     """Return a batch of which nothing but its sequences, scores and loss weights is there."""
     nothing = torch.zeros(0)
-    return Batch(rollout, scores, loss_weights, (), nothing, num_folds=0, responses_per_prompt=0)
+    return Batch(rollout, scores, loss_weights, (), (), nothing, nothing, responses_per_prompt=0)
 
 
 def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
@@ -84,8 +85,8 @@ def step_of(
     sq_norms: Tensor | None = None,
     memory: PreviousUpdate | None = None,
     ranks: Ranks = ALONE,
-) -> Step:
-    """Return a step in so many microbatches of equal size, each a fold of all ranks; with a memory, and its ΔH.
+) -> StepContext:
+    """Return what a probe sees of a step in so many microbatches of equal size, each a fold; with a memory, and its ΔH.
 
     parameters, mean  as they are shaped; what a step keeps of them is flat
     rows, sq_norms    of each fold
@@ -98,29 +99,26 @@ def step_of(
         scores=scores,
         loss_weights=LossWeights(loss_weights, None),
         microbatch_rows=microbatch_rows,
+        folds=[FoldGroup(range(k, k + 1), (0,) * ranks.count, (rows,)) for k, rows in enumerate(microbatch_rows)],
         fold=fold,
-        num_folds=microbatches,
+        fold_sizes=torch.full((microbatches,), float(size * ranks.count), dtype=torch.float64),
         responses_per_prompt=int((rollout.prompt_index == rollout.prompt_index[0]).sum()),
     )
     shard = shard_of(parameters)
-    step = Step(
+    step = StepData(
         number=number,
         batch=batch,
         gradients=Gradients(
             shard.weights(),
             {name: gradient.flatten() for name, gradient in mean.items()},
             shard.layout,
-            FoldReduction(shard),
             rows,
             sq_norms=sq_norms,
         ),
         optimizer=OptimizerView(states, math.inf),
-        policy=policy,
-        ranks=ranks,
-        folds=[FoldGroup(range(k, k + 1), (0,) * ranks.count, (own,)) for k, own in enumerate(microbatch_rows)],
-        fold_sizes=torch.full((microbatches,), float(size * ranks.count), dtype=torch.float64),
         limits=Limits(one_fold=ONE_FOLD.filled(more="more") if microbatches < 2 else None),
     )
+    runtime = Runtime(policy, ranks, FoldReduction(shard))
     if memory is None:
-        return step
-    return dataclasses.replace(step, prediction_if_any=predict_entropy(step, memory, Need.ENTROPY_CHANGE))
+        return StepContext(step, runtime)
+    return StepContext(step, runtime, predict_entropy(step, runtime, memory, Need.ENTROPY_CHANGE))

@@ -63,7 +63,7 @@ class ScoringProbe(Probe):
 
     def prepare(self, ctx: StepContext) -> None:
         step = ctx.step
-        logps = step.policy.score(step.batch.rollout, torch.arange(1)).logps
+        logps = ctx.policy.score(step.batch.rollout, torch.arange(1)).logps
         self._answers = {"scoring/logps": Estimate(float(logps.sum()))}
 
 
@@ -167,7 +167,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             found.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})
-        sent, during = measured._driver._reduction.bytes_sent, num_groups()
+        sent, during = measured._driver._runtime.reduction.bytes_sent, num_groups()
     return {"estimates": found, "digest": digest(trained, optimizer), "sent": sent, "groups": (during, num_groups())}
 
 

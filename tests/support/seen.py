@@ -15,10 +15,11 @@ class Seen(Probe):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.steps: list[Any] = []
+        self.contexts: list[Any] = []
 
     def prepare(self, ctx: Any) -> None:
-        step = ctx.step
-        self.steps.append(step)
+        self.steps.append(ctx.step)
+        self.contexts.append(ctx)
         super().prepare(ctx)
 
     def results(self) -> dict[str, Estimate]:

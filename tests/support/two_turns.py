@@ -18,7 +18,7 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.statistics.estimate import Estimate
-from rl_training.step.data import EntropySettings, Step
+from rl_training.step.data import EntropySettings
 
 STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
 ANSWERS = [(0,), (1, 1)]  # what the environment says, of unlike lengths
@@ -117,8 +117,8 @@ class Tabular(Policy):
 
 def step_on(
     logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState], sampler: reference.Table | None = None
-) -> Step:
-    """Return the step that Dr-GRPO makes of these outcomes, (prompts · G,).
+) -> StepContext:
+    """Return what a probe sees of the step that Dr-GRPO makes of these outcomes, (prompts · G,).
 
     sampler  the logits that they were drawn from; None: the policy's
     """
@@ -194,12 +194,12 @@ def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None
     steps = []
     for _ in range(batches):
         drawn = torch.multinomial(chances, FOLDS * G, replacement=True, generator=generator)
-        step, probe = step_on(logits, drawn, states, sampler), SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
-        probe.prepare(StepContext(step))
+        ctx, probe = step_on(logits, drawn, states, sampler), SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
+        probe.prepare(ctx)
         said = probe.results()
         answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
-        assert step.gradients.rows is not None
-        steps.append(mean_step_without_a_fold(step.gradients.rows[0], states["logits"], logits))
+        assert ctx.step.gradients.rows is not None
+        steps.append(mean_step_without_a_fold(ctx.step.gradients.rows[0], states["logits"], logits))
     (entropy, d_entropy), (length, d_length) = (exact(LOGITS, of_length=of_length) for of_length in (False, True))
     by_sequence, by_length = (torch.tensor(d, dtype=torch.float64).flatten() for d in (d_entropy, d_length))
     by_token = (by_sequence - entropy / length * by_length) / length

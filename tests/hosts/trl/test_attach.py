@@ -395,9 +395,8 @@ def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_
         needs = Need.ENTROPY_CHANGE
 
         def prepare(self, ctx: Any) -> None:
-            step = ctx.step
             super().prepare(ctx)
-            assert step.prediction.quantities
+            assert ctx.prediction.quantities
 
     asked = []
     score = Policy.score

@@ -42,7 +42,7 @@ class Failing(Probe):
     def prepare(self, ctx: Any) -> None:
         step = ctx.step
         self.number = step.number
-        step.policy.sample(2, seed=1)
+        ctx.policy.sample(2, seed=1)
         self._at("prepare")
 
     def after_step(self, ctx: Any) -> None:

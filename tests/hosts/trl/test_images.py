@@ -69,16 +69,16 @@ class Contexts(Seen):
         step = ctx.step
         super().prepare(ctx)
         rows = torch.arange(step.batch.rollout.num_sequences).view(2, -1).T  # pairs of different prompts
-        asked = {int(row): (scores, i) for pair in rows for scores in [score(step, step.batch.rollout, pair)]
+        asked = {int(row): (scores, i) for pair in rows for scores in [score(ctx, step.batch.rollout, pair)]
                  for i, row in enumerate(pair)}  # fmt: skip
         others = {name: values[8:] + values[:8] if isinstance(values, list) else values.roll(-8, 0)
                   for name, values in step.batch.rollout.images.items()}  # fmt: skip
-        swapped = score(step, dataclasses.replace(step.batch.rollout, images=others), torch.arange(2))
+        swapped = score(ctx, dataclasses.replace(step.batch.rollout, images=others), torch.arange(2))
         self.scored.append((asked, swapped))
 
 
-def score(step: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:
-    scores = step.policy.score(rollout, rows)
+def score(ctx: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:
+    scores = ctx.policy.score(rollout, rows)
     return Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
 
 

@@ -212,7 +212,8 @@ def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that
     assert (step.batch.rollout.completion_mask.sum(dim=1) == 3).all()
     assert all(not gradient.any() for gradient in step.gradients.mean.values())
     assert answers["entropy/token"].value == pytest.approx(float(step.batch.scores.entropies.mean()), rel=1e-6)
-    fresh = step.policy.score_rollout(step.batch.rollout)  # of the model after the step, which is small
+    policy = contexts.contexts[-1].policy  # after the step, which is small
+    fresh = policy.score_rollout(step.batch.rollout)
     torch.testing.assert_close(step.batch.scores.entropies, fresh.entropies, rtol=0, atol=0.02)
     assert answers["delta_h/forward"].value == pytest.approx(answers["delta_h/part/decay"].value, rel=1e-9)
     assert answers["delta_h/forward"].value != 0.0

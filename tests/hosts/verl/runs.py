@@ -92,7 +92,7 @@ class Recorder(Probe):
 
     def prepare(self, ctx: Any) -> None:
         step = ctx.step
-        gradients, share = step.gradients, (step.fold_sizes / step.fold_sizes.sum()).float()
+        gradients, share = step.gradients, (step.batch.fold_sizes / step.batch.fold_sizes.sum()).float()
         mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before it is clipped
         kept = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
         kept["prompts"] = step.batch.rollout.prompt_index.tolist()

@@ -1,0 +1,127 @@
+"""What calculates with the data of a step: further passes through the policy, their gradients by fold, sums.
+
+Further forward passes and backwards over a step's sequences give, for any weights c and d on their scores,
+
+    Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik)            summed by fold, over all processes
+
+without touching `.grad` or the loop's own reduction. All processes make the same number of passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.folds import FoldGroup
+from rl_training.gradients.loss_weights import LossWeights
+from rl_training.parallel.ranks import Ranks
+from rl_training.parallel.vectors import Layout, Vector
+from rl_training.policy.policy import Policy
+from rl_training.policy.rollout import Rollout
+from rl_training.step.batch import Batch
+from rl_training.step.score_check import ScoreCheck
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The live objects that calculate at a step, on all processes together. What they calculate with is StepData."""
+
+    policy: Policy  # scores sequences, with the parameters as they are now
+    ranks: Ranks  # sums over the processes
+    reduction: FoldReduction  # sums the gradients of a backward by fold
+
+    @property
+    def layout(self) -> Layout:
+        """How the entries of this process lie in vectors."""
+        return self.reduction.shard.layout
+
+
+def passes_in_lockstep(batch: Batch, ranks: Ranks, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
+    """Yield each group of folds with the chosen rows in its folds, in equally many parts on every process.
+
+    Parts may be empty. Rows belong to the group that has their fold, wherever they lie. One collective, at the start.
+
+    Args:
+        batch: of the step.
+        ranks: the processes.
+        chosen: (B,) bool.
+    """
+    chunk_size = max(len(rows) for rows in batch.microbatch_rows)
+    rows = chosen.nonzero().squeeze(1)
+    group_of_row = batch.fold[rows] // len(batch.folds[0].folds)  # all groups have as many folds
+    sizes = group_of_row.bincount(minlength=len(batch.folds)).tolist()
+    of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
+    parts = [torch.split(group_rows, chunk_size) if len(group_rows) else () for group_rows in of_groups]
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
+    for group, part, count in zip(batch.folds, parts, ranks.max(counts).tolist(), strict=True):
+        yield group, [*part, *[rows[:0]] * (int(count) - len(part))]
+
+
+def shares_of_folds(batch: Batch, num_ranks: int) -> Tensor:
+    """Return the factors, (B, 1), that turn the loss's weights into those of the mean gradient of a sequence's fold.
+
+    The loss's weights are those of a mean over a process's sequences, and the loss is the mean over processes.
+    """
+    share_of_fold = batch.num_sequences / num_ranks / batch.fold_sizes
+    return share_of_fold.to(batch.fold.device)[batch.fold].unsqueeze(1)
+
+
+def add_gradients(
+    rollout: Rollout,
+    runtime: Runtime,
+    targets: Sequence[Vector],
+    rows: Tensor,
+    weights: Sequence[LossWeights],
+    shares: Tensor,
+    check: ScoreCheck | None = None,
+) -> None:
+    """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target. A collective.
+
+    Args:
+        rollout: the rows' rollout.
+        runtime: what calculates.
+        targets: (folds, n) per bucket each.
+        rows: of this process. Without any it runs the same passes as other processes, with weight 0.
+        weights: c and d of all sequences, one for each target.
+        shares: (B, 1).
+        check: receives the scores, where the rollout is the step's.
+    """
+    fresh = None
+    last = len(weights) - 1
+    num_rows = len(rows)
+    if not len(rows):
+        rows = torch.zeros(1, dtype=torch.long, device=rows.device)
+        shares = torch.zeros_like(shares)
+    for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
+        keep_graph = number < last and runtime.reduction.shard.supports_retain_graph
+        if fresh is None:
+            fresh = runtime.policy.score(rollout, rows)
+        if check is not None and num_rows and number == 0:
+            check.add(rows, fresh)
+        share = shares[rows].to(fresh.logps.dtype)
+        row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
+        runtime.reduction.add(target, fresh, row_weights, keep_graph)
+        fresh = fresh if keep_graph else None
+
+
+def gradients_of_processes(
+    rollout: Rollout, runtime: Runtime, parts: Sequence[Tensor], weights: Sequence[LossWeights], shares: Tensor
+) -> Iterator[list[Vector]]:
+    """Yield the gradients of one part of each process's rows at a time, (processes, n) per bucket. A collective.
+
+    Args:
+        rollout: the rows' rollout.
+        runtime: what calculates.
+        parts: rows of this process. The rows of a process with fewer parts than others are then zero.
+        weights: one for each vector that is yielded.
+        shares: (B, 1), a factor on each sequence.
+    """
+    none = torch.zeros(0, dtype=torch.long, device=shares.device)
+    for rows in runtime.ranks.pad_to_equal_count(list(parts), none):
+        sums = [runtime.layout.zeros(runtime.ranks.count) for _ in weights]
+        add_gradients(rollout, runtime, sums, rows, weights, shares)
+        yield sums
