@@ -18,7 +18,7 @@ from rl_training.job.configuration.nested import load_plain
 from rl_training.job.configuration.overrides import key_of, overrides_of_the_run, parsed, with_all_loggers
 from rl_training.job.configuration.run_settings import branched
 from rl_training.job.configuration.shipped import CONF
-from rl_training.records.masking import mask_words
+from rl_training.records.files.masking import mask_words
 
 
 def train() -> None:

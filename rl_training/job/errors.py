@@ -28,8 +28,8 @@ import rl_training.job.silence  # noqa: F401
 
 from rl_training.errors import UserError
 from rl_training.extras import require_extra
-from rl_training.records.masking import mask_line, secrets_in
-from rl_training.records.printable import printable
+from rl_training.records.files.masking import mask_line, secrets_in
+from rl_training.records.files.printable import printable
 
 PACKAGE = Path(__file__).parents[1]
 DEBUG_VARIABLE = "RL_TRAINING_DEBUG"

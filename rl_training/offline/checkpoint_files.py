@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rl_training.errors import UserError
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.records.checkpoints import deepspeed_folder
-from rl_training.records.pickles import load_tensors
+from rl_training.records.files.pickles import load_tensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")

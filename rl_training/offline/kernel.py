@@ -53,7 +53,7 @@ from rl_training.offline.structure import KERNEL_FILE
 from rl_training.optim.updates import CAUSES
 from rl_training.parallel.vectors import dot
 from rl_training.policy.rollout import Rollout
-from rl_training.records.atomic_write import write_atomically
+from rl_training.records.files.atomic_write import write_atomically
 from rl_training.statistics.sketches import CountSketches
 
 BLOCK_FILE = "block-{:05d}.safetensors"

@@ -28,7 +28,7 @@ from rl_training.offline.settings import KernelSettings
 from rl_training.offline.structure import EVALUATION, SEQUENCES_FILE, UPDATE, Structure, headline
 from rl_training.offline.truth import by_name
 from rl_training.policy.rollout import Rollout, as_rollout
-from rl_training.records.atomic_write import write_atomically
+from rl_training.records.files.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
 
 TEXTS_FILE = "kernel_texts.json"

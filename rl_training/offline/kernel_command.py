@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rl_training.records.links import refuse_links_out
+from rl_training.records.files.links import refuse_links_out
 
 
 def main() -> None:

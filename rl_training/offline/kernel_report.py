@@ -31,12 +31,12 @@ from rl_training.offline.structure import (
     sketched_cosines,
     top_pairs,
 )
-from rl_training.records.atomic_write import write_atomically
+from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.jsonl import to_json
 from rl_training.records.report.charts import BLUE, Chart, Series, diagonal, draw, heatmap
 from rl_training.records.report.page import pictures as draw_pictures
 from rl_training.records.report.page import write_page
-from rl_training.records.spreadsheet import as_csv
 from rl_training.statistics.clusters import average_linkage
 
 PAGE = "kernel.html"

@@ -31,7 +31,7 @@ from rl_training.offline.checkpoint_files import format_sample, load_shards, ref
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.policy.rollout import Rollout
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
-from rl_training.records.pickles import UnpicklingError, load_tensors
+from rl_training.records.files.pickles import UnpicklingError, load_tensors
 
 T = TypeVar("T")
 # Losses that are sums over sequences, beside Dr-GRPO's: means over the tokens of each, or over all tokens of U.

@@ -1,12 +1,12 @@
-"""A run's output and its readers.
+"""What a run leaves in its folder, and its readers. Read in this order.
 
-jsonl.py         what a training writes: metrics.jsonl, probes.jsonl; config.py, provenance.py, masking.py
-frames.py        what was written, as pandas DataFrames: the names that this package exports
-checkpoints.py   which checkpoints there are and whether they are whole; checkpoint_states.py, what probes keep in them
-evaluated.py     what evaluations left; workspace.py, the panels of dashboards
-report/          the page of a run     compare/   the page of several
-folder.py, lock.py, atomic_write.py, links.py, pickles.py, unpack.py, stored_yaml.py, printable.py
-                 files that are whole or absent, of one process at a time, and read without running anything
+folder.py        what lies where, by name
+Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), config.py, provenance.py, failure.py,
+                 checkpoint_states.py (what probes keep in the trainer's checkpoints), evaluated.py
+Read:            frames.py (all of it as pandas DataFrames: the names that this package exports), checkpoints.py
+                 (which there are, and whether they are whole)
+Shown:           report/ (the page of a run), compare/ (of several), workspace.py (the panels of a dashboard)
+files/           how each file is written and read: whole or absent, by one process, without secrets, and never run
 """
 
 from __future__ import annotations

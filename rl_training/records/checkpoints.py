@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 
 from rl_training.errors import UserError
 from rl_training.records.checkpoint_states import NOT_WEIGHTS, about, changed_files
+from rl_training.records.files.links import leads_out_of_its_run
+from rl_training.records.files.pickles import load_tensors
+from rl_training.records.files.printable import printable
+from rl_training.records.files.stored_yaml import read_text
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE, checkpoints_in, checkpoints_of, step_of
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.links import leads_out_of_its_run
-from rl_training.records.pickles import load_tensors
-from rl_training.records.printable import printable
-from rl_training.records.stored_yaml import read_text
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from rl_training.records.atomic_write import write_atomically
+from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.masking import without_secrets
 from rl_training.records.folder import CONFIG_FILE
 from rl_training.records.jsonl import MAKE_ROOM, to_json
-from rl_training.records.masking import without_secrets
 
 FIRST_LINE = "# Settings of a training that rl_training.attach has measured: the trainer was made by a script.\n"
 

@@ -20,9 +20,9 @@ from typing import Any
 import pandas as pd
 
 from rl_training.errors import UserError
-from rl_training.records.atomic_write import write_atomically
+from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.jsonl import MOST, checked_count, checked_text, parse_json, to_json
-from rl_training.records.spreadsheet import as_csv
 from rl_training.statistics.estimate import Estimate
 
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy

@@ -8,10 +8,10 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from rl_training.records.atomic_write import write_atomically
+from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.masking import mask_line
+from rl_training.records.files.stored_yaml import read_text
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.masking import mask_line
-from rl_training.records.stored_yaml import read_text
 
 FAILURE_FILE = "probe_error.txt"
 

@@ -17,10 +17,10 @@ from scipy.special import stdtrit
 from rl_training.errors import UserError
 from rl_training.records import jsonl
 from rl_training.records.evaluated import COLUMNS, IN_TRAINING, read_table
+from rl_training.records.files.printable import in_whole_characters
+from rl_training.records.files.unpack import whole_content
 from rl_training.records.folder import EVALUATIONS, LOGS_FOLDER, OFFLINE
 from rl_training.records.jsonl import METRICS_FILE, logs_of
-from rl_training.records.printable import in_whole_characters
-from rl_training.records.unpack import whole_content
 
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",

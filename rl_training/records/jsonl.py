@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.errors import UserError
-from rl_training.records.atomic_write import cannot_write, write_atomically
+from rl_training.records.files.atomic_write import cannot_write, write_atomically
+from rl_training.records.files.masking import without_secrets
+from rl_training.records.files.printable import in_whole_characters
+from rl_training.records.files.unpack import whole_lines
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
-from rl_training.records.masking import without_secrets
-from rl_training.records.printable import in_whole_characters
-from rl_training.records.unpack import whole_lines
 from rl_training.statistics.estimate import Estimate
 
 logger = logging.getLogger(__name__)

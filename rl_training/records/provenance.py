@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
-from rl_training.records.masking import mask_words
+from rl_training.records.files.masking import mask_words
 from rl_training.version import VERSION
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "vllm")

@@ -37,9 +37,9 @@ from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.errors import Interrupted, as_user_errors, format_error
 from rl_training.job.run.folder import find_run_folder, save_config
 from rl_training.records.checkpoints import find_flaw
+from rl_training.records.files.lock import locked
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
-from rl_training.records.lock import locked
 
 ROOT = Path(__file__).parents[2]
 PRINTS = "transformers.integrations.integration_utils"

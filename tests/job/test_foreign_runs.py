@@ -247,12 +247,12 @@ def test_settings_become_objects_in_one_place_only() -> None:
             "job/configuration/nested.py",
             "job/configuration/composition.py",
         },
-        "yaml.parse": {"records/stored_yaml.py"},
+        "yaml.parse": {"records/files/stored_yaml.py"},
         # Of an error's name; and what a guarded process is sent.
-        "pickle": {"records/pickles.py", "tasks/gym_score.py"},
+        "pickle": {"records/files/pickles.py", "tasks/gym_score.py"},
         "pickle.dumps": {"tasks/gym_score.py"},
         "pickle.loads": {"tasks/gym_score.py"},
-        "torch.load": {"records/pickles.py", "offline/restored.py"},  # both with weights_only=True
+        "torch.load": {"records/files/pickles.py", "offline/restored.py"},  # both with weights_only=True
         "yaml.safe_load": {"records/report/series.py", "records/workspace.py"},  # behind plain_yaml; its own file
         "yaml.load": {"records/report/charts.py"},  # of the package's templates
     }

@@ -16,7 +16,7 @@ from trl import GRPOConfig
 
 from rl_training.job.configuration.nested import flat, load_plain
 from rl_training.job.configuration.shipped import CONF, LAUNCH, PROBE_CONFIGS
-from rl_training.records.masking import (
+from rl_training.records.files.masking import (
     MASK,
     is_secret,
     mask_line,

@@ -27,6 +27,8 @@ from rl_training.job.errors import run_command
 from rl_training.records.compare import command
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.evaluated import consolidate, read_step, write_step
+from rl_training.records.files.printable import printable
+from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.frames import NUMBERS, read_analysis
 from rl_training.records.jsonl import (
     SETTINGS_FILE,
@@ -36,9 +38,7 @@ from rl_training.records.jsonl import (
     read_evaluations,
     read_metrics,
 )
-from rl_training.records.printable import printable
 from rl_training.records.report import write_report
-from rl_training.records.spreadsheet import as_csv
 from rl_training.statistics.estimate import Estimate
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")

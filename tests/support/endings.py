@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from rl_training.evaluation.workers import Send
-from rl_training.records.lock import locked
+from rl_training.records.files.lock import locked
 
 
 def kill_itself(send: Send) -> None:

@@ -18,10 +18,10 @@ from rl_training.errors import UserError
 from rl_training.extras import require_extra
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.config import is_of_attached_run, write_config
+from rl_training.records.files.links import refuse_links_out
+from rl_training.records.files.lock import FolderInUse, locked
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, refuse_a_file
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records
-from rl_training.records.links import refuse_links_out
-from rl_training.records.lock import FolderInUse, locked
 
 logger = logging.get_logger(__name__)
 

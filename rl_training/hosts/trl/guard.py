@@ -14,7 +14,7 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.parallel.ranks import all_ranks
 from rl_training.records.failure import FAILURE_FILE, write_failure
-from rl_training.records.masking import mask_line
+from rl_training.records.files.masking import mask_line
 
 logger = logging.get_logger(__name__)
 

@@ -33,8 +33,8 @@ from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buf
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import interventions_to_train
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
+from rl_training.records.files.masking import MASK, without_secrets
 from rl_training.records.jsonl import Records
-from rl_training.records.masking import MASK, without_secrets
 
 logger = logging.get_logger(__name__)
 

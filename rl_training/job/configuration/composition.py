@@ -27,7 +27,7 @@ from rl_training.job.configuration.custom_code import add_custom_code_to_path
 from rl_training.job.configuration.hydra_errors import explain
 from rl_training.job.configuration.overrides import settable
 from rl_training.job.configuration.shipped import CONF, conf_folders
-from rl_training.records.masking import mask_line, mask_words, secrets_in, without_secrets
+from rl_training.records.files.masking import mask_line, mask_words, secrets_in, without_secrets
 
 
 class _UsersFirst(SearchPathPlugin):

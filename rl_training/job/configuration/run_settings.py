@@ -15,8 +15,8 @@ from rl_training.job.configuration.nested import differences, flat
 from rl_training.job.configuration.overrides import key_of, settable, with_overrides
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.stored import as_written, load_settings, refuse_marked
+from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
-from rl_training.records.masking import without_masks, without_secrets
 
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
 MADE = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # into a trainer

@@ -27,10 +27,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_training.errors import UserError
 from rl_training.job.configuration.nested import Keys, dotted, leaves, load_plain, with_texts
 from rl_training.job.configuration.shipped import conf_folders
+from rl_training.records.files.links import refuse_links_out
+from rl_training.records.files.masking import without_masks
+from rl_training.records.files.stored_yaml import plain_yaml
 from rl_training.records.folder import CONFIG_FILE
-from rl_training.records.links import refuse_links_out
-from rl_training.records.masking import without_masks
-from rl_training.records.stored_yaml import plain_yaml
 
 MARK = "not named on this command line: "
 PROVENANCE = "provenance"  # nothing is made of it: the command line there may hold any text

@@ -23,11 +23,11 @@ from rl_training.offline.settings import Settings
 from rl_training.records.checkpoint_states import PROBE_STATES, about
 from rl_training.records.checkpoints import checkpoints_named
 from rl_training.records.config import is_of_attached_run
+from rl_training.records.files.links import refuse_links_out
+from rl_training.records.files.masking import without_secrets
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, OFFLINE
 from rl_training.records.frames import RESULT_FILE, read_analysis
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.links import refuse_links_out
-from rl_training.records.masking import without_secrets
 from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_analyses_page
 from rl_training.records.report.series import read_run

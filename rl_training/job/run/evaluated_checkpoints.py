@@ -9,8 +9,8 @@ from pathlib import Path
 from rl_training.errors import UserError
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.config import is_of_attached_run
+from rl_training.records.files.links import leads_out_of_its_run
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE, checkpoints_of
-from rl_training.records.links import leads_out_of_its_run
 
 
 def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Path | None, dict[int, Path]]:

@@ -32,11 +32,11 @@ from rl_training.job.configuration.stored import as_written
 from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
 from rl_training.job.run.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
 from rl_training.records.evaluated import TABLE_FILE, consolidate, estimates_in, largest_pass_at, read_table, write_step
+from rl_training.records.files.lock import locked
+from rl_training.records.files.masking import mask_line
+from rl_training.records.files.printable import printable
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.lock import locked
-from rl_training.records.masking import mask_line
-from rl_training.records.printable import printable
 from rl_training.records.report import write_report
 from rl_training.records.report.writing import in_words
 from rl_training.statistics.estimate import Estimate

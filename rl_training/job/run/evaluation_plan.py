@@ -30,9 +30,9 @@ from rl_training.job.configuration.stored import MARK, as_written, load_settings
 from rl_training.job.objects.make import make
 from rl_training.job.run.evaluated_checkpoints import find_checkpoints
 from rl_training.records.evaluated import SETTINGS, read_step, write_settings
+from rl_training.records.files.links import refuse_links_out
+from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, EVALUATIONS
-from rl_training.records.links import refuse_links_out
-from rl_training.records.masking import without_masks, without_secrets
 from rl_training.tasks.task import Task, as_task
 
 GROUPS = ("model", "adapter", "data")

@@ -20,7 +20,6 @@ from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.stored import literal
 from rl_training.job.objects.trainer_checks import check_number_of_processes
 from rl_training.job.run.waiting import watch_for_waiting
-from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import (
     SHARDED_BY,
     find_checkpoint,
@@ -29,10 +28,11 @@ from rl_training.records.checkpoints import (
     steps_taken,
     written_by,
 )
+from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.links import refuse_links_out
+from rl_training.records.files.lock import locked
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, TRAINING_STATE, refuse_a_file
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.links import refuse_links_out
-from rl_training.records.lock import locked
 
 logger = logging.get_logger(__name__)
 

@@ -26,8 +26,8 @@ from rl_training.job.configuration.overrides import overrides_of_the_run
 from rl_training.job.configuration.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.configuration.stored import load_settings, refuse_code_in
 from rl_training.job.configuration.values import as_text, check_kind, did_you_mean
+from rl_training.records.files.stored_yaml import read_text
 from rl_training.records.folder import CONFIG_FILE
-from rl_training.records.stored_yaml import read_text
 
 # A configuration's keys, and what they are called on offline.py's command line.
 SETTINGS = {

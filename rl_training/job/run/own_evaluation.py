@@ -47,9 +47,9 @@ from rl_training.job.run.evaluation_plan import (
 from rl_training.offline.checkpoint_files import refuse_other_weights
 from rl_training.records.checkpoints import what_is_wrong_with_weights
 from rl_training.records.evaluated import read_table
+from rl_training.records.files.links import refuse_links_out
+from rl_training.records.files.lock import locked
 from rl_training.records.folder import EVALUATIONS
-from rl_training.records.links import refuse_links_out
-from rl_training.records.lock import locked
 from rl_training.tasks.task import Task
 
 

@@ -27,9 +27,9 @@ from rl_training.job.run.progress import StepProgress
 from rl_training.job.run.stopping import StopAtStepEnd
 from rl_training.job.run.waiting import timeouts_explained
 from rl_training.records.checkpoints import steps_taken
+from rl_training.records.files.masking import without_secrets
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, Records
-from rl_training.records.masking import without_secrets
 from rl_training.records.provenance import provenance
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.workspace import CORE

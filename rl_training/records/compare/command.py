@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_training.errors import UserError
+from rl_training.records.files.printable import printable
 from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.printable import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

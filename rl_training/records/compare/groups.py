@@ -16,10 +16,10 @@ from typing import Any
 import pandas as pd
 
 from rl_training.errors import UserError
+from rl_training.records.files.printable import in_whole_characters
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE, read_settings
-from rl_training.records.printable import in_whole_characters
 from rl_training.records.report.series import Run, read_run, settings_in
 
 SEEDS = ("seed", "data_seed")  # last segments of a setting's name

@@ -21,8 +21,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rl_training.records.files.printable import printable
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
-from rl_training.records.printable import printable
 from rl_training.records.report import findings
 from rl_training.records.report.branches import branch_commands
 from rl_training.records.report.checkpoint_analyses import analyses_of

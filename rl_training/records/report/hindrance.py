@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_training.records.failure import read_failure
-from rl_training.records.printable import in_whole_characters
+from rl_training.records.files.printable import in_whole_characters
 from rl_training.records.report.series import Run, finite
 
 FORWARD = "delta_h/forward"

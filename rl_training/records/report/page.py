@@ -23,8 +23,8 @@ from typing import Any
 from markupsafe import Markup
 
 from rl_training.errors import UserError
-from rl_training.records.atomic_write import write_atomically
-from rl_training.records.printable import all_printable, printable
+from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.files.printable import all_printable, printable
 from rl_training.records.report.charts import Chart, template
 from rl_training.records.report.environment import ENVIRONMENT
 from rl_training.version import VERSION

@@ -16,13 +16,13 @@ from scipy.special import stdtrit
 
 from rl_training.errors import UserError
 from rl_training.records.evaluated import IN_TRAINING
+from rl_training.records.files.links import refuse_links_out
+from rl_training.records.files.masking import without_secrets
+from rl_training.records.files.printable import in_whole_characters
+from rl_training.records.files.stored_yaml import plain_yaml, read_text
 from rl_training.records.folder import CONFIG_FILE, checkpoints_of
 from rl_training.records.frames import evaluations, metrics, probes
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
-from rl_training.records.links import refuse_links_out
-from rl_training.records.masking import without_secrets
-from rl_training.records.printable import in_whole_characters
-from rl_training.records.stored_yaml import plain_yaml, read_text
 from rl_training.statistics.estimate import Estimate
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"

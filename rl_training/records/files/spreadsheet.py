@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from rl_training.records.printable import printable
+from rl_training.records.files.printable import printable
 
 # A text that begins so is a formula to Excel, LibreOffice or Google Sheets, in some locales in full width. An
 # apostrophe before it makes it a text; numbers are not touched. See OWASP, "CSV Injection".

@@ -16,7 +16,7 @@ from foreign_runs import Canary, foreign_run
 from safetensors.torch import save_file
 
 from rl_training.records.checkpoints import find_flaw
-from rl_training.records.pickles import OF_DEEPSPEED, STAGE, load_tensors
+from rl_training.records.files.pickles import OF_DEEPSPEED, STAGE, load_tensors
 
 
 def test_tensors_numbers_and_what_deepspeed_writes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from endings import hold
 
 from rl_training.errors import UserError
 from rl_training.evaluation.workers import run_in_process
-from rl_training.records.lock import LOCK, locked
+from rl_training.records.files.lock import LOCK, locked
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_training.records.files.unpack import MOST_LINE_BYTES, whole_lines
 from rl_training.records.frames import read_probe_log
 from rl_training.records.jsonl import METRICS_FILE, ROLLOUTS_FILE, Records, iterate_rollouts, read_metrics
-from rl_training.records.unpack import MOST_LINE_BYTES, whole_lines
 
 NUM_STEPS = 6
 
@@ -132,7 +132,7 @@ def test_a_log_that_unpacks_without_end_or_is_cut_is_refused(tmp_path: Path) -> 
 
 
 def test_a_log_of_more_than_its_bound_says_how_to_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_training.records.unpack.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("rl_training.records.files.unpack.MOST_BYTES", 1 << 20)
     log = tmp_path / "entropy_probe_step_1.json.gz"
     log.write_bytes(gzip.compress(b" " * (1 << 21)))
     with pytest.raises(ValueError, match="unpacks to over 1 MiB: gunzip it, if you trust it"):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl_training.errors import UserError
-from rl_training.records.atomic_write import cannot_write
+from rl_training.records.files.atomic_write import cannot_write
 
 logger = logging.getLogger(__name__)
 

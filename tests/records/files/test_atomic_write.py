@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from rl_training.records.atomic_write import write_atomically
+from rl_training.records.files.atomic_write import write_atomically
 
 
 def test_no_link_under_a_guessed_name_leads_a_write_elsewhere(tmp_path: Path) -> None:
