@@ -40,7 +40,7 @@ from transformers import TrainerCallback
 from workload import Workload, make_trainer
 
 from rl_training import DrGRPOTrainer, Probe
-from rl_training.offline.kernel_blocks import row_products
+from rl_training.offline.kernel.blocks import row_products
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.provenance import provenance
 
@@ -199,7 +199,7 @@ def precisions(scale: Scale, deadline: float) -> Iterator[str]:
 
 
 def products(scale: Scale, deadline: float) -> Iterator[str]:
-    """Products of the sequence kernel (`rl_training/offline/kernel_blocks.py`)"""
+    """Products of the sequence kernel (`rl_training/offline/kernel/blocks.py`)"""
     held_rows, streamed_rows, columns = scale.product
     device = torch.device("cuda" if GPU else "cpu")
     generator = torch.Generator(device).manual_seed(0)

@@ -9,5 +9,6 @@ Read in this order:
     truth.py         what it really does, measured on E
     probe.py         these five as one analysis; sweep.py varies its settings
     results.py       what it leaves; analysis.py analyzes and writes
-    kernel.py        which sequence of U moves which of E: kernel_blocks.py multiplies, kernel_report.py draws
+    kernel/          which sequence of U moves which of E
+    own_trainer.py   the same of the user's own trainer; settings.py has the settings, phases.py shows progress
 """

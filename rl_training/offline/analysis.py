@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.offline import probe
-from rl_training.offline.kernel_at_checkpoint import add_kernel
+from rl_training.offline.kernel.at_checkpoint import add_kernel
 from rl_training.offline.phases import explain_out_of_memory
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import print_table, write_log, write_result

@@ -1,4 +1,16 @@
-"""The running trainer: the only package that uses internals of TRL, transformers, accelerate and DeepSpeed."""
+"""TRL's trainer: the only package that uses internals of TRL, transformers, accelerate and DeepSpeed.
+
+Read in this order:
+
+    attachment.py    what `attach` puts on a trainer and takes off again; compatibility.py says what it refuses
+    step_hooks.py    the moments of a step, each a call of the engine's driver; loop.py is what the engine sees
+    rollouts.py      what the trainer knows of a batch, until its step; batches.py and generated.py read its rows
+    policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores that training made
+    sharding.py      which entries of weights, gradients and states a process has under DDP, FSDP2 and ZeRO
+    trainer_log.py, attached_run.py, checkpoint_hooks.py     what is logged, written and saved
+    guard.py, termination.py, spoken.py                      how measuring ends, and what is said of it
+    trainer.py       DrGRPOTrainer, with buffer.py, trained_loss.py and reward_functions.py: a trainer of our own
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 With g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update sequences U and δθ = −M ⊙ c g the part of the
 optimizer's step that is this step's gradient, M = κP: for AdamW κ = lr (1−β1)/(1−β1^t), P = 1/(√v̂ + ε) of THIS step;
-for SGD M = lr. What is multiplied, and why: kernel.py.
+for SGD M = lr. What is multiplied, and why: calculate.py.
 
 √M goes into both sides, which leaves plain matrix products. E's rows are held, n_b at a time, U's stream by. On F
 operations per second that takes about
@@ -27,7 +27,7 @@ from rl_training.errors import UserError
 from rl_training.gradients.loss_weights import gradient_of
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
-from rl_training.offline.sequence_gradients import SequenceGradients
+from rl_training.offline.kernel.sequence_gradients import SequenceGradients
 from rl_training.offline.update import Update
 from rl_training.policy.precision import ieee_fp32, without_dropout
 from rl_training.policy.rollout import Rollout

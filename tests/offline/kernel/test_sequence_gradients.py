@@ -24,8 +24,8 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
+from rl_training.offline.kernel.sequence_gradients import Recording, SequenceGradients
 from rl_training.offline.phases import explain_out_of_memory
-from rl_training.offline.sequence_gradients import Recording, SequenceGradients
 from rl_training.parallel.vectors import Layout
 
 BATCH, LENGTH, VOCABULARY, PADDING = 4, 9, 23, 0

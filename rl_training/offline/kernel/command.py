@@ -31,8 +31,8 @@ def run(folders: list[Path], out: Path | None, pictures: str = "") -> None:
     # Here, because --help waits for no slow import.
     import pandas as pd
 
-    from rl_training.offline.kernel_report import write_evolution, write_report
-    from rl_training.offline.structure import Structure, headline
+    from rl_training.offline.kernel.report import write_evolution, write_report
+    from rl_training.offline.kernel.structure import Structure, headline
 
     for folder in folders if out is None else [*folders, out]:
         refuse_links_out(folder.resolve(), ".")

@@ -5,7 +5,7 @@
 
 P contains the square of this step's gradient, so there are two passes over U: the batch gradient first, which gives M,
 c and δθ; then U sequence by sequence, multiplied with a block of E's rows held in memory. With P of the previous step
-the sum would be off by percents, and without bound while v is young. Formulas, scales and costs: kernel_blocks.py.
+the sum would be off by percents, and without bound while v is young. Formulas, scales and costs: blocks.py.
 
 The pairs add up to the gradient part of δH₁ only. Momentum and decay, with the same M, are in `products`: each row
 times δθ by cause.
@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from rl_training.errors import UserError
 from rl_training.offline.buffers import tokens_of
-from rl_training.offline.kernel_blocks import (
+from rl_training.offline.kernel.blocks import (
     COLUMNS,
     KernelInputs,
     KernelRows,
@@ -48,8 +48,8 @@ from rl_training.offline.kernel_blocks import (
     row_products,
     weighted_sum,
 )
+from rl_training.offline.kernel.structure import KERNEL_FILE
 from rl_training.offline.settings import KernelSettings
-from rl_training.offline.structure import KERNEL_FILE
 from rl_training.optim.updates import CAUSES
 from rl_training.parallel.vectors import dot
 from rl_training.policy.rollout import Rollout

@@ -29,13 +29,13 @@ from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
-from rl_training.offline.kernel import calculate_kernel, save_tensors
-from rl_training.offline.kernel_at_checkpoint import add_kernel
-from rl_training.offline.kernel_blocks import KernelInputs, KernelRows, prove_identity
+from rl_training.offline.kernel.at_checkpoint import add_kernel
+from rl_training.offline.kernel.blocks import KernelInputs, KernelRows, prove_identity
+from rl_training.offline.kernel.calculate import calculate_kernel, save_tensors
+from rl_training.offline.kernel.structure import Structure, headline, load_kernel
 from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
-from rl_training.offline.structure import Structure, headline, load_kernel
 from rl_training.offline.update import make_update
 from rl_training.optim.adamw import AdamWState
 from rl_training.optim.state import OptimizerView, view_optimizer

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_training.offline.kernel_command import run
-from rl_training.offline.kernel_report import PAGE, write_evolution
-from rl_training.offline.structure import (
+from rl_training.offline.kernel.command import run
+from rl_training.offline.kernel.report import PAGE, write_evolution
+from rl_training.offline.kernel.structure import (
     CLASSES,
     KERNEL_FILE,
     SEQUENCES_FILE,

@@ -19,13 +19,13 @@ from rl_training.entropy.importance import LOGP, sequence_totals
 from rl_training.entropy.weights import surrogate_weights
 from rl_training.offline.buffers import gather_rollout, rewards_of, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
-from rl_training.offline.kernel import calculate_kernel, token_hash
-from rl_training.offline.kernel_blocks import KernelInputs, KernelRows
-from rl_training.offline.kernel_report import write_report
+from rl_training.offline.kernel.blocks import KernelInputs, KernelRows
+from rl_training.offline.kernel.calculate import calculate_kernel, token_hash
+from rl_training.offline.kernel.report import write_report
+from rl_training.offline.kernel.structure import EVALUATION, SEQUENCES_FILE, UPDATE, Structure, headline
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import KernelSettings
-from rl_training.offline.structure import EVALUATION, SEQUENCES_FILE, UPDATE, Structure, headline
 from rl_training.offline.truth import by_name
 from rl_training.policy.rollout import Rollout, as_rollout
 from rl_training.records.files.atomic_write import write_atomically

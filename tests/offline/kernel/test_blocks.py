@@ -10,7 +10,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from rl_training.offline.kernel_blocks import plan_blocks, row_products, weighted_sum
+from rl_training.offline.kernel.blocks import plan_blocks, row_products, weighted_sum
 from rl_training.statistics.sketches import COLUMNS, CountSketches, cosines, inner_products
 
 

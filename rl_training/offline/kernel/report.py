@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from rl_training.offline.structure import (
+from rl_training.offline.kernel.structure import (
     CLASSES,
     OTHER_PROMPT,
     Distinct,
