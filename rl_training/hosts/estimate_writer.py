@@ -35,7 +35,7 @@ class EstimateWriter:
         self, driver: StepDriver, records: Records | str | Path | None, decode: Callable[[Tensor], str]
     ) -> None:
         self._driver, self._decode = driver, decode
-        records = _as_records(records)
+        records = as_records(records)
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self.names: dict[str, list[str]] = {}  # of the estimates, by probe
@@ -145,7 +145,7 @@ class EstimateWriter:
                 logger.warning(f"not measured: {', '.join(names[:NAMED])}{more}: {reason}")
 
 
-def _as_records(given: Any) -> Records | None:
+def as_records(given: Any) -> Records | None:
     """Return the records that were given, or those of the folder that was. UserError for anything else."""
     if given is None or isinstance(given, Records):
         return given

@@ -1,4 +1,7 @@
-"""config.yaml of a run whose trainer is the user's own: settings to read and compare, of which nothing can be made."""
+"""config.yaml: the settings of a run, written here and nowhere else.
+
+Of a run whose trainer is the user's own it has settings to read and compare, of which nothing can be made.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,17 @@ class _Plain(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Quote also a text that only OmegaConf, which reads the file, takes for a number: 1e-3."""
+        try:
+            float(data)
+        except ValueError:
+            return super().represent_str(data)
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="'")
+
+
+_Plain.add_representer(str, _Plain.represent_str)
+
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with secrets masked, in which values of kinds that JSON does not have are text."""
@@ -30,14 +44,20 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(plain, default=str)))
 
 
-def write_config(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of an attached training into its folder, secrets masked, whole or not at all."""
-    text = yaml.dump(plain_settings(settings), Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
-    write_atomically({folder / CONFIG_FILE: (FIRST_LINE + text).encode()}, MAKE_ROOM)
+def write_config(folder: Path, settings: Mapping[str, Any], first_line: str = "", fix: str = MAKE_ROOM) -> None:
+    """Write the settings of a run into its folder, whole or not at all.
+
+    Args:
+        settings: Values that YAML has, secrets masked.
+        first_line: A comment, with FIRST_LINE that of an attached run.
+        fix: What to do where the file cannot be written.
+    """
+    text = yaml.dump(settings, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
+    write_atomically({folder / CONFIG_FILE: (first_line + text).encode()}, fix)
 
 
 def is_of_attached_run(folder: Path) -> bool:
-    """Return whether the config.yaml in a folder is one that `write_config` has written."""
+    """Return whether the config.yaml in a folder is one of an attached run."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return False

@@ -24,9 +24,9 @@ from pathlib import Path
 import forks
 import pytest
 import transformers.integrations
+import yaml
 from configs import QUICK, composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import rl_training.__main__ as package
@@ -134,7 +134,10 @@ def train_with_own(tmp_path: Path, *arguments: str) -> Command:
             ["trainer.learning_rate=1e10"],
             "training has diverged. Most likely trainer.learning_rate=1e+10 is too large: lower",
         ),
-        (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
+        (
+            ["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"],
+            "lower it; training has failed after 1 step (UserError); the report: ",
+        ),
     ],
 )
 def test_a_mistake_is_reported_in_one_line_with_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -143,6 +146,8 @@ def test_a_mistake_is_reported_in_one_line_with_exit_code_2(tmp_path: Path, argu
     assert ended.lines[-1].startswith("error: ")
     assert message in ended.lines[-1]
     assert "Traceback" not in "\n".join(ended.lines)
+    page = tmp_path / "run" / "report" / "report.html"  # of a training that has taken steps
+    assert (f"; training has failed after 1 step (UserError); the report: {page}" in ended.lines[-1]) == page.exists()
 
 
 @pytest.mark.parametrize("how", [{"arguments": ["--debug"]}, {"env": {"RL_TRAINING_DEBUG": "1"}}], ids=str)
@@ -321,11 +326,11 @@ def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: 
     assert read_metrics(tmp_path / "run" / "logs")[0]["mine/five"] == 5
 
 
-@pytest.mark.parametrize("moment", [(OmegaConf, "to_yaml"), (os, "fsync")], ids=["before", "in the middle"])
+@pytest.mark.parametrize("moment", [(yaml, "dump"), (os, "fsync")], ids=["before", "in the middle"])
 def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_again(
     tmp_path, monkeypatch, moment: tuple[object, str]
 ) -> None:
-    def interrupted(*arguments: object) -> str:
+    def interrupted(*arguments: object, **options: object) -> str:
         raise Interrupted(signal.SIGINT)
 
     monkeypatch.setattr(*moment, interrupted)

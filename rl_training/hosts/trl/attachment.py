@@ -209,7 +209,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         assert self.run is not None
         self._log.flush()
         how = self._outcome(how_it_ended(self._trainer, "was told to end (SIGTERM)"))
-        logger.warning(self.run.write_report(how))
+        logger.warning(self.run.closing_line(how))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trained and state.global_step == 0 and (self.probes or self._records is not None):

@@ -26,6 +26,7 @@ from trl import GRPOTrainer as GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.errors import UserError
+from rl_training.hosts.estimate_writer import as_records
 from rl_training.hosts.loop_refusals import probes_in
 from rl_training.hosts.trl.attachment import Attachment, Options
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout, total_rewards
@@ -162,13 +163,8 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.interventions = tuple(interventions)
-        place = records if isinstance(records, Records | None) else Records(records)
-        self.attachment = Attachment(
-            self,
-            probes_in(probes),
-            place,
-            Options(True, "all", self.args.target_kl_share, trained_with, stays=True),
-        )
+        options = Options(True, "all", self.args.target_kl_share, trained_with, stays=True)
+        self.attachment = Attachment(self, probes_in(probes), as_records(records), options)
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))

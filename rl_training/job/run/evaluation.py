@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -28,6 +28,7 @@ from rl_training.errors import UserError
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
+from rl_training.hosts.trl.run_folder import on_main_process
 from rl_training.job.configuration.stored import as_written
 from rl_training.job.objects.dashboards import MetricsLogger, loggers_of
 from rl_training.job.run.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
@@ -63,21 +64,19 @@ def evaluate(cfg: DictConfig) -> int:
     state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
     if plan.options.jobs > 1 and state.num_processes > 1:
         raise UserError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
-    evaluation, refusal = None, ""
+    evaluation: Evaluation | None = None
     with contextlib.ExitStack() as lock:
-        if state.is_main_process:
-            try:
-                lock.enter_context(locked(plan.folder.parent, ELSEWHERE))
-                plan.start()
-                evaluation = Evaluation(plan, state.num_processes)
-            except UserError as error:
-                refusal = str(error)
-        pending, refusal = broadcast_object_list([evaluation and evaluation.pending, refusal])
-        if refusal:
-            raise UserError(refusal)
-        _evaluate_all(plan, pending, evaluation)
+
+        def start() -> dict[int, Path]:
+            nonlocal evaluation
+            lock.enter_context(locked(plan.folder.parent, ELSEWHERE))
+            plan.start()
+            evaluation = Evaluation(plan, state.num_processes)
+            return evaluation.pending
+
+        _evaluate_all(plan, on_main_process(start), evaluation)
         code = evaluation.close() if evaluation else 0
-    return int(broadcast_object_list([code])[0])
+    return on_main_process(lambda: code)
 
 
 def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: Evaluation | None) -> None:

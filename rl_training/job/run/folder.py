@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, parse_flag_from_env
+from accelerate.utils import parse_flag_from_env
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from transformers.utils import logging
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.run_folder import RunFolder, on_main_process
 from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.stored import literal
@@ -28,9 +28,8 @@ from rl_training.records.checkpoints import (
     steps_taken,
     written_by,
 )
-from rl_training.records.files.atomic_write import write_atomically
+from rl_training.records.config import write_config
 from rl_training.records.files.links import refuse_links_out
-from rl_training.records.files.lock import locked
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, TRAINING_STATE, refuse_a_file
 from rl_training.records.jsonl import METRICS_FILE
 
@@ -40,13 +39,12 @@ ELSEWHERE = "choose another with run_dir=PATH"
 ANOTHERS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
 # Folders that a run and its dashboards make.
 MADE = (LOGS_FOLDER, f"{LOGS_FOLDER}/wandb", f"{LOGS_FOLDER}/tensorboard", REPORT_FOLDER, TRAINING_STATE)
-_locks: dict[Path, contextlib.ExitStack] = {}  # of the folders of this process's runs
 
 
-def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
+def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
     """Return the run folder, made and the same on every process, and the checkpoint to go on from, if there is one.
 
-    Last, whether the folder holds this run's config.yaml already. The folder is locked until `release_run_folder`.
+    Last, whether the folder holds this run's config.yaml already. The folder is locked.
     `additional_steps` are added to those that were taken, and then spent: config.yaml says how far the run goes.
     """
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
@@ -56,10 +54,13 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     check_number_of_processes(state.num_processes)
     watch_for_waiting()
     # Each process has its own clock, hence its own default run folder: the main one's counts.
-    run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
-    if cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir()):
-        _lock(run_dir)  # before its checkpoints are read: another process may write one meanwhile
+    run_dir = Path(on_main_process(lambda: str(cfg.run_dir)))
+    folder = RunFolder(run_dir)
+    is_known = cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir())
+    if is_known:  # it is locked before its checkpoints are read: another process may write one meanwhile
+        on_main_process(lambda: folder.lock(ELSEWHERE))
     run, checkpoint = _resumed(str(cfg.resume), run_dir)
+    folder.folder = run
     refuse_links_out(run)
     goes_on = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists())
     if checkpoint is None and cfg.get("branch") is not None:
@@ -68,7 +69,8 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
     written = state.num_processes if checkpoint is None else written_by(checkpoint)
     if not goes_on and ((run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists()):
         raise UserError(ANOTHERS.format(run))
-    _lock(run)
+    if not is_known:
+        on_main_process(lambda: folder.lock(ELSEWHERE))
     for name in MADE:
         refuse_a_file(run / name)
     if goes_on:
@@ -97,32 +99,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
             f"branch={checkpoint} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a "
             "larger one, or additional_steps=20"
         )
-    return run, checkpoint, goes_on
-
-
-def _lock(run: Path) -> None:
-    """Lock a run folder for this launch. A collective: the main process holds the lock.
-
-    Raises:
-        UserError: on every process, where another launch has locked it.
-    """
-    refusal = ""
-    if PartialState().is_main_process and run.resolve() not in _locks:
-        lock = contextlib.ExitStack()
-        try:
-            lock.enter_context(locked(run, ELSEWHERE))
-            _locks[run.resolve()] = lock
-        except UserError as error:
-            refusal = str(error)
-    refusal = broadcast_object_list([refusal])[0]
-    if refusal:
-        raise UserError(refusal)
-
-
-def release_run_folder(run: Path) -> None:
-    """Free the lock of a run's folder; without it the lock is freed when this process ends."""
-    if run.resolve() in _locks:
-        _locks.pop(run.resolve()).close()
+    return folder, checkpoint, goes_on
 
 
 def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
@@ -145,21 +122,15 @@ def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
 
 
 def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:
-    """Write config.yaml, which makes the folder this run's own. A collective: the main process writes it, whole or not.
+    """Write config.yaml, which makes the folder this run's own. A collective.
 
     Raises:
         UserError: on every process, when another run has written it meanwhile.
     """
-    refusal, path = "", run_dir / CONFIG_FILE
-    if PartialState().is_main_process:
-        text = OmegaConf.to_yaml(OmegaConf.create(literal(config)))
-        if path.exists() and not is_its_own:  # nobody writes it after this: the folder is locked
-            refusal = ANOTHERS.format(run_dir)
-        else:
-            try:
-                write_atomically({path: text.encode()}, "make room, or choose another run_dir")
-            except UserError as error:
-                refusal = str(error)
-    refusal = broadcast_object_list([refusal])[0]
-    if refusal:
-        raise UserError(refusal)
+
+    def save() -> None:
+        if (run_dir / CONFIG_FILE).exists() and not is_its_own:  # nobody writes it after this: the folder is locked
+            raise UserError(ANOTHERS.format(run_dir))
+        write_config(run_dir, literal(config), fix="make room, or choose another run_dir")
+
+    on_main_process(save)

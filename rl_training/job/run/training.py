@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
 from rl_training.errors import UserError
+from rl_training.hosts.trl.run_folder import RunFolder
+from rl_training.hosts.trl.spoken import how_it_ended
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.configuration.checks import check_run
 from rl_training.job.configuration.run_settings import prompt_order_changes
@@ -22,16 +24,14 @@ from rl_training.job.objects.dashboards import MetricsLogger, put_loggers
 from rl_training.job.objects.make import make
 from rl_training.job.objects.trainer import make_trainer
 from rl_training.job.objects.trainer_checks import check_fields
-from rl_training.job.run.folder import find_run_folder, release_run_folder, save_config
+from rl_training.job.run.folder import find_run_folder, save_config
 from rl_training.job.run.progress import StepProgress
 from rl_training.job.run.stopping import StopAtStepEnd
 from rl_training.job.run.waiting import timeouts_explained
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.files.masking import without_secrets
-from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.provenance import provenance
-from rl_training.records.report import print_summary, write_report
+from rl_training.records.report import print_summary
 from rl_training.records.workspace import CORE
 
 logger = logging.get_logger(__name__)
@@ -42,10 +42,15 @@ class TrainingRun:
     """A run, ready to start."""
 
     trainer: DrGRPOTrainer
-    run_dir: Path
+    folder: RunFolder
     checkpoint: Path | None  # to resume from
     loggers: list[MetricsLogger]  # dashboards; on the main process only
     stop: StopAtStepEnd
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return self.folder.folder
 
     def train(self) -> None:
         """Train, from the checkpoint if there is one; not if that is the last step's, where it would add a step.
@@ -63,20 +68,27 @@ class TrainingRun:
             return
         named = timeouts_explained(self.trainer.args.ddp_timeout)
         with self.stop.listening(), as_user_errors(unless=lambda: self.trainer.state.global_step > taken), named:
-            self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+            try:
+                self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+            except BaseException as error:
+                if self.trainer.state.global_step > taken and self.trainer.accelerator.is_main_process:
+                    error.add_note(self.folder.closing_line(how_it_ended(self.trainer, error)))
+                raise
         if self.trainer.state.global_step <= taken:
             raise UserError("nothing was trained, not one step: is the training set too small for a step?")
 
     def report(self) -> None:
         """Write report/report.html, print the summary and close the dashboards, on the main process."""
-        if self.trainer.accelerator.is_main_process:
-            if not (self.run_dir / LOGS_FOLDER / METRICS_FILE).is_file():
-                logger.warning("no report: no step was logged (trainer.logging_steps, trainer.logging_strategy)")
-                return
-            page = write_report(self.run_dir, pictures="png" if self.loggers else "")
-            for dashboard in self.loggers:
-                dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
-            print_summary(self.run_dir)
+        if not self.trainer.accelerator.is_main_process:
+            return
+        try:
+            page = self.folder.write_report(pictures="png" if self.loggers else "")
+        except UserError as error:
+            logger.warning(str(error))
+            return
+        for dashboard in self.loggers:
+            dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
+        print_summary(self.run_dir)
 
     def end(self) -> None:
         """Free the run's folder.
@@ -84,7 +96,7 @@ class TrainingRun:
         Raises:
             Interrupted: with the line that resumes, when a signal has stopped the run.
         """
-        release_run_folder(self.run_dir)
+        self.folder.release()
         if not self.stop.signum:
             return
         self.trainer.accelerator.wait_for_everyone()  # a launcher ends the others as soon as one is gone
@@ -121,9 +133,10 @@ def build_run(cfg: DictConfig) -> TrainingRun:
 def _build(cfg: DictConfig) -> TrainingRun:
     check_fields(cfg.trainer)
     accumulation = check_run(cfg)
-    run_dir, checkpoint, is_its_own = find_run_folder(cfg)
+    folder, checkpoint, is_its_own = find_run_folder(cfg)
+    run_dir = folder.folder
     cfg.run_dir = str(run_dir)
-    records = Records(run_dir / LOGS_FOLDER, cfg.rollouts.every) if PartialState().is_main_process else None
+    records = folder.records(cfg.rollouts.every) if PartialState().is_main_process else None
     evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
     args = make(
         "trainer", cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once
@@ -148,4 +161,4 @@ def _build(cfg: DictConfig) -> TrainingRun:
         )
     save_config(config, run_dir, is_its_own)
     loggers = put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
-    return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
+    return TrainingRun(trainer, folder, checkpoint, loggers, stop)

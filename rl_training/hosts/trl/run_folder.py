@@ -1,0 +1,97 @@
+"""The folder of a run: its lock, config.yaml, records and report, for `attach` and for `rl-training train`.
+
+The main process locks and writes it. All processes learn why it cannot be written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from rl_training.errors import UserError
+from rl_training.extras import require_extra
+from rl_training.records.files.lock import locked
+from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.jsonl import METRICS_FILE, Records
+
+Result = TypeVar("Result")
+
+
+def on_main_process(work: Callable[[], Result]) -> Result:
+    """Call a function on the main process, and return on all processes what it has returned there. A collective.
+
+    Raises:
+        UserError: on all processes, where the function has raised one.
+    """
+    result, refusal = None, ""
+    if PartialState().is_main_process:
+        try:
+            result = work()
+        except UserError as error:
+            refusal = str(error)
+    result, refusal = broadcast_object_list([result, refusal])
+    if refusal:
+        raise UserError(refusal)
+    return result
+
+
+class RunFolder:
+    """A folder that one training writes to at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = contextlib.ExitStack()
+
+    def lock(self, fix: str) -> None:
+        """Lock the folder, until `release` or the end of this process. For the main process.
+
+        Args:
+            fix: What to do where it cannot be written to.
+
+        Raises:
+            UserError: another process has locked it, or it cannot be written to.
+        """
+        self._lock.enter_context(locked(self.folder, fix))
+
+    def release(self) -> None:
+        """Free the folder."""
+        self._lock.close()
+
+    def records(self, rollouts_every: int = 0) -> Records:
+        """Return the records in the folder; see there."""
+        return Records(self.folder / LOGS_FOLDER, rollouts_every)
+
+    def write_report(self, pictures: str = "") -> Path:
+        """Write the report, and return where its page lies. For the main process.
+
+        Args:
+            pictures: As write_report takes them.
+
+        Raises:
+            UserError: saying why there is none, and where the records are.
+        """
+        logs = self.folder / LOGS_FOLDER
+        if not (logs / METRICS_FILE).is_file():
+            raise UserError(f"no step was finished, so there is no report in {self.folder}")
+        try:
+            with require_extra():
+                from rl_training.records.report import write_report  # here: attach alone needs no extra
+
+                return write_report(self.folder, pictures)
+        except Exception as error:  # whatever it is, it must not hide how training has ended
+            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"the records are in {logs}; the report could not be written ({why}): rl-training report {self.folder}"
+            ) from error
+
+    def closing_line(self, how: str) -> str:
+        """Write the report, and return how training has ended and where the report lies, or why there is none."""
+        try:
+            return f"{how}; the report: {self.write_report()}"
+        except UserError as error:
+            return f"{how}; {error}"
