@@ -183,6 +183,7 @@ def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(run_di
     for max_steps in (3, 5):
         run = run_of(run_dir, "resume=latest", f"trainer.max_steps={max_steps}")
         run.train()
+        run.end()
         assert [row["step"] for row in read_metrics(run_dir / "logs")] == [*range(1, max_steps + 1)]
         forward = [row["step"] for row in read_estimates(run_dir / "logs") if row["name"] == "delta_h/forward"]
         assert forward == [*range(1, max_steps + 1)]
@@ -203,6 +204,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
         run = run_of(folder, "resume=auto")
         starts.append(steps_taken(run.checkpoint) if run.checkpoint else 0)
         run.train()
+        run.end()
         a, b = (p / TRAINING_STATE / "checkpoint-3" / "model.safetensors" for p in (folder, trained))
         assert a.read_bytes() == b.read_bytes()
         assert [row["step"] for row in read_metrics(folder / "logs")] == [1, 2, 3]
@@ -270,6 +272,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint_is_named_and_the_run_goes_on_from_
         run = run_of(run_dir, "resume=latest", "trainer.max_steps=4")
         with files_of_at_most(size), pytest.raises(UserError, match=way_out):
             run.train()
+        run.end()
         assert find_checkpoint("latest", run_dir).name == "checkpoint-3"
     run_of(run_dir, "resume=latest", "trainer.max_steps=4").train()
     assert [row["step"] for row in read_metrics(run_dir / "logs")] == [1, 2, 3, 4]
