@@ -82,6 +82,16 @@ def test_runs_that_differ_by_their_seed_only_are_one_group_and_only_what_differs
     assert [group.name for group in groups] == ["A: r=16, learning_rate=0.2", "B: learning_rate=0.1"]
 
 
+def test_a_single_run_is_told_by_its_name_with_what_is_set_otherwise_and_unset_is_no_setting(tmp_path: Path) -> None:
+    runs = [record(tmp_path / "plain", intervention=None), record(tmp_path / "kept", intervention="psr")]
+    assert [group.name for group in read_groups(runs)] == ["A: plain (no intervention)", "B: kept (intervention=psr)"]
+    page = write_comparison(runs, tmp_path / "page.html")[0].read_text()
+    assert "<td><code>intervention</code></td><td>none</td><td>psr</td>" in page
+    assert "vertical line" not in page  # no run has branched off
+    long = [record(tmp_path / "one", adapter={"name": "a" * 40}), record(tmp_path / "two")]
+    assert [group.label for group in read_groups(long)] == ["one", "two"]
+
+
 def branches_of(run: Path, step: int, *rates: float) -> list[Path]:
     checkpoint = f"{run}/training_state/checkpoint-{step}"
     seed = int(run.name[-1])
@@ -272,6 +282,8 @@ def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> No
         ([Estimate(12.0, 0.4, 100), Estimate(12.01, 0.4, 100)], False, 0.0, (11.206, 12.804)),
         # What differs by far more than its error: a tenth of the range
         ([Estimate(12.0, 0.1, 100), Estimate(20.0, 0.1, 100)], False, 0.0, (11.2, 20.8)),
+        # A share of 1 at every step, without an error but with an interval down to .87: not down to 0
+        ([Estimate(1.0, 0.0, 20, interval=(0.87, 1.0))] * 2, True, 0.0, (0.87, 1.02)),
         # Lengths that differ by less than a tenth: a tenth of their height on either side
         ([Estimate(12.0, 0.01, 100), Estimate(12.1, 0.01, 100)], False, 0.1, (10.795, 13.305)),
     ],

@@ -24,7 +24,7 @@ from rl_training.records.compare.command import main
 from rl_training.records.evaluated import write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
-from rl_training.records.report.charts import heatmap
+from rl_training.records.report.charts import BLUE, Series, draw, heatmap
 from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
 from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_of
 from rl_training.records.report.opening import opening
@@ -160,6 +160,18 @@ def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Pat
     top = 1.5 * max(*scale.y, *batch.y)
     assert list(scale.high)[-1] == min(high, 2 * top)
     assert pictures([drawn], "png")["noise_scale.png"].startswith(b"\x89PNG")
+
+
+def test_no_axis_goes_to_a_negative_entropy_or_number_of_sequences() -> None:
+    """Entropy of .225 at first; the naive sum goes to −.5, where none would be left. Sizes fall from 100 to 20."""
+    falls, sizes = (Series("one", BLUE, [1, 2, 3], values) for values in ([0.0, -0.2, -0.5], [100.0, 20.0, 30.0]))
+    drawn = pictures([draw("entropy", [falls], start=0.225), draw("ess", [sizes])], "svg")
+    _, right = drawn["entropy.svg"].decode().split("Y-axis titled 'token entropy (nats)'")
+    ticks, labels = right.split("role-axis-tick")[1].split("role-axis-label")
+    assert ticks.count('opacity="1"') == 3
+    assert re.findall(r">([^<]+)</text>", labels.split("role-axis-title")[0]) == ["0.025", "0.125", "0.225"]
+    numbers = re.findall(r">(−?\d+)</text>", drawn["ess.svg"].decode())
+    assert numbers == ["1", "2", "3", "0", "20", "40", "60", "80", "100"]
 
 
 def record_noise_scale(folder: Path, low: float, high: float) -> Path:

@@ -5,6 +5,7 @@ The runs are curves with known noise: entropy's deviation from step to step is .
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from rl_training.records.report.trends import line_through
 from rl_training.records.report.verdict import (
     LOST,
     RISES,
+    SAID,
     SPENT,
     STEADY,
     UNKNOWN,
@@ -171,6 +173,24 @@ def test_what_stands_out_comes_before_a_change_of_the_loss(tmp_path: Path) -> No
     first = opening(read_run(log_run(tmp_path, estimates=told, **LOSING)))
     assert first.headline == "Entropy is being lost"
     assert first.advice == "To change first: GRPOConfig(gradient_accumulation_steps=40), or a lower learning_rate."
+
+
+def test_where_entropy_needs_nothing_the_advice_is_the_setting_of_what_stands_out(tmp_path: Path) -> None:
+    """Whether entropy falls or not: responses are sampled with top-p, and after seven steps nothing is known yet."""
+    for steps, nothing in ((40, "nothing to do."), (7, "nothing to do yet.")):
+        folder = log_run(tmp_path / str(steps), steps, entropy=noisy(lambda step: 0.5, 0.01, 1),
+                         reward=noisy(rising, 0.03, 2), settings={"top_p": 0.7})  # fmt: skip
+        told = f"About entropy there is {nothing} To change because of what stands out: GRPOConfig(top_p=1)."
+        assert opening(read_run(folder)).advice == told
+
+
+def test_the_page_on_falling_entropy_has_a_row_for_each_verdict_with_nothing_to_do_but_for_lost_entropy() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "entropy_is_falling.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \|.*\| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == len(SAID)
+    for kind, said in SAID.items():
+        do = next(what for words, what in rows if said.endswith(words))
+        assert do.startswith("nothing") == (kind != LOST)
 
 
 def test_a_run_that_spends_its_entropy_has_nothing_to_do(tmp_path: Path) -> None:

@@ -194,8 +194,17 @@ def _said(name: str, value: str) -> str:
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
-    """Return a short label that distinguishes each group: its settings, or the names of their first runs."""
-    differing, known = differences(groups), [group.members[0].settings or {} for group in groups]
-    labels = [", ".join(_said(name, settings[name]) for name in differing if name in settings) for settings in known]
-    fits = len(set(labels)) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
-    return labels if fits else [group.members[0].name for group in groups]
+    """Return a short label that distinguishes each group: the name of its only run, and its settings where they fit.
+
+    A group of several runs is told by its settings alone; where one's do not fit, each is told by its first run's name.
+    """
+    differing, names = differences(groups), [group.members[0].name for group in groups]
+    labels, told = [], set()
+    for group, name in zip(groups, names, strict=True):
+        settings = group.members[0].settings or {}
+        said = ", ".join(_said(setting, settings[setting]) for setting in differing if setting in settings)
+        told.add(said)
+        is_single = len(group.members) + len(group.repeats) == 1
+        labels.append(f"{name} ({said})" if is_single and said else said)
+    fits = len(told) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
+    return labels if fits else names

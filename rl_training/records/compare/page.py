@@ -152,8 +152,8 @@ def _overlay(
             series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
     known = finite(pd.concat(shown))
-    ends, rules = framed(known, is_share, floor) if len(known) else None, {"x": branching_steps(groups)}
-    return draw(f"overlay_{key}", series, missing, ends, rules=rules, **words)
+    ends, branched = framed(known, is_share, floor) if len(known) else None, branching_steps(groups)
+    return draw(f"overlay_{key}", series, missing, ends, rules={"x": branched}, branched=bool(branched), **words)
 
 
 def _curves(

@@ -12,6 +12,7 @@ from rl_training.records.report.verdict import LOST, RISES, SPENT, STEADY, Verdi
 
 # Lines by name whose setting comes before a change of the loss, where entropy is lost, in this order.
 FIRST = ("jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference")
+SETTING = "Setting: "  # how a line's setting begins, where it is one
 # Fields of GRPOConfig by the intervention that does the same; a number is its strength.
 FIELDS: Mapping[str, tuple[str, str]] = {
     "bonus": ("entropy_coef", ""), "max_grad_norm": ("max_grad_norm", ""), "top_entropy": ("top_entropy_quantile", ""),
@@ -30,9 +31,11 @@ def advice(run: Run, verdict: Verdict, lines: Sequence[Line]) -> str:
         return _against_the_loss(run, by_name, set_up)
     if verdict.kind == RISES and "bonus" in by_name:
         return f"To change: {_setting(by_name['bonus'])}"
-    if lines:
-        return f"About entropy there is nothing to do; what stands out: {_setting(lines[0])}"
-    return "There is nothing to do." if verdict.kind in (SPENT, STEADY, RISES) else "There is nothing to do yet."
+    nothing = f"here is nothing to do{'' if verdict.kind in (SPENT, STEADY, RISES) else ' yet'}."
+    if not lines:
+        return f"T{nothing}"
+    is_setting = lines[0].setting.startswith(SETTING)
+    return f"About entropy t{nothing} {'To change because of what stands out: ' * is_setting}{_setting(lines[0])}"
 
 
 def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> str:
@@ -49,7 +52,7 @@ def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> s
 
 
 def _setting(line: Line) -> str:
-    return line.setting.removeprefix("Setting: ")
+    return line.setting.removeprefix(SETTING)
 
 
 def _as_setting(effect: Effect, set_up: SetUp) -> str:

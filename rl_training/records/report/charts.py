@@ -276,7 +276,8 @@ def framed(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) -> tu
     rooms = []
     for reach in (values - rows["low"], rows["high"] - values):
         typical = reach[np.isfinite(reach)].median() if np.isfinite(reach).any() else 0.0
-        rooms.append(max(min(typical, most), 0.1 * span, floor * values.abs().median()) or abs(values.iloc[0]) or 1.0)
+        room = max(min(typical, most or typical), 0.1 * span, floor * values.abs().median())
+        rooms.append(room or abs(values.iloc[0]) or 1.0)
     low, high = values.min() - rooms[0], values.max() + rooms[1]
     if is_share:
         return max(low, min(0.0, values.min()) - MARGIN), min(high, max(1.0, values.max()) + MARGIN)

@@ -115,7 +115,7 @@ def verdict(step: int, results: Mapping[str, float]) -> str:
 
 
 def _holds(analysis: Mapping[str, Any]) -> str:
-    """Return the sentence for a step at which the first order does not fail: it holds, or that is not known."""
+    """Return the sentence for a step at which the prediction does not fail: it holds, or that is not known."""
     step, results = analysis["step"] + 1, analysis["results"]
     known = all(math.isfinite(results.get(f"{key}{se}", math.nan)) for key in KEYS for se in ("", "_se"))
     if not known:
@@ -123,13 +123,13 @@ def _holds(analysis: Mapping[str, Any]) -> str:
         why = next(
             (reasons[key] for key in reversed(KEYS) if reasons.get(key)), "prediction or truth was not asked for"
         )
-        return f"Step {step}: whether the first order holds is not known: {why}."
+        return f"Step {step}: whether the prediction holds is not known: {why}."
     said, measured, off = (normal_milli(results[key], results[f"{key}_se"]) for key in KEYS)
     within = abs(results["paired_error"]) <= Z_95 * results["paired_error_se"]
     how = "no larger than its error" if within else "less than half of the prediction"
     return (
-        f"Step {step}: the first order holds. Predicted {said}, measured {measured} (1e-3 nats per token, 95 %); their "
-        f"difference, {off}, is {how}."
+        f"Step {step}: entropy changes by {measured} thousandths of a nat per token, and the prediction of {said} "
+        f"holds: their difference, {off}, is {how} (95 %)."
     )
 
 

@@ -8,19 +8,31 @@ PHONE, LETTER, LINE_HEIGHT = 250.0, 7.0, 14.0  # pixels: a chart's width on a ph
 
 
 def drops(points: Mapping[str, tuple[float, float]], height: float) -> dict[str, float]:
-    """Return by how many pixels each label has to stand lower than its place, so that no two overlap.
+    """Return by how many pixels each label has to stand lower than its place (higher below 0), so that no two overlap.
 
-    points  the places of the labels, by their texts, as shares of the chart's width and height from its top left corner
-    height  of the chart, in pixels; its width is taken as that on a phone
+    A label takes the free place that is nearest, within the chart as long as there is one.
+
+    Args:
+        points: the places of the labels, by their texts, as shares of the chart's width and height from its top left
+            corner.
+        height: of the chart, in pixels. Its width is taken as that on a phone: on a wider screen labels are further
+            apart.
     """
     placed: list[tuple[float, float, float]] = []  # left, right and middle of each label, in pixels
     lower = {}
     for text, (across, down) in sorted(points.items(), key=lambda item: item[1][1]):
         left, middle = PHONE * across, height * down
-        right, drop = left + LETTER * len(text), 0.0
-        for other_left, other_right, other in sorted(placed, key=lambda place: place[2]):
-            if left < other_right and other_left < right and abs(middle + drop - other) < LINE_HEIGHT:
-                drop = other + LINE_HEIGHT - middle
-        placed.append((left, right, middle + drop))
-        lower[text] = drop
+        right = left + LETTER * len(text)
+        taken = [other for start, end, other in placed if left < end and start < right]
+        free = _nearest(middle, taken, height)
+        placed.append((left, right, free))
+        lower[text] = free - middle
     return lower
+
+
+def _nearest(middle: float, taken: list[float], height: float) -> float:
+    """Return the height nearest to `middle` that is a line's height from all of `taken`, in the chart if one is."""
+    places = [middle, *(other + side * LINE_HEIGHT for other in taken for side in (-1, 1))]
+    free = [place for place in places if all(abs(place - other) >= LINE_HEIGHT - 1e-9 for other in taken)]
+    within = [place for place in free if 0.5 * LINE_HEIGHT <= place <= height - 0.5 * LINE_HEIGHT or place == middle]
+    return min(within or free, key=lambda place: abs(place - middle))

@@ -1,0 +1,40 @@
+"""Labels of a chart's points: no two overlap, on a phone or a wide screen, and none leaves the chart for that."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rl_training.records.report.labels import LETTER, LINE_HEIGHT, PHONE, drops
+
+HEIGHT = 360.0
+
+
+def boxes(points: dict[str, tuple[float, float]], width: float) -> list[tuple[float, float, float]]:
+    """Return left end, right end and middle of each label on a chart of this width, in pixels."""
+    lower = drops(points, HEIGHT)
+    return [
+        (width * across, width * across + LETTER * len(text), HEIGHT * down + lower[text])
+        for text, (across, down) in points.items()
+    ]
+
+
+@pytest.mark.parametrize("width", [PHONE, 440.0])
+@pytest.mark.parametrize("spread", [0.0, 0.02, 1.0])
+def test_no_two_labels_overlap_and_none_leaves_the_chart(width: float, spread: float) -> None:
+    """Ten points at the foot of the chart, where small effects lie beside a large one: at one place, close, or not."""
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        places = np.array([0.5, 0.97]) + spread * (generator.random((10, 2)) - [0.5, 0.97])
+        points = {f"{'name' * (1 + n % 3)}{n}": (float(x), float(y)) for n, (x, y) in enumerate(places)}
+        found = boxes(points, width)
+        for (left, right, middle), (other_left, other_right, other) in itertools.combinations(found, 2):
+            apart = right <= other_left or other_right <= left or abs(middle - other) >= LINE_HEIGHT - 1e-6
+            assert apart
+        assert all(0.0 <= middle <= HEIGHT for _, _, middle in found)
+
+
+def test_a_label_that_is_alone_stays_beside_its_point() -> None:
+    assert drops({"psr": (0.2, 0.1), "lr": (0.8, 0.9)}, HEIGHT) == {"psr": 0.0, "lr": 0.0}
