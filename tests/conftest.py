@@ -47,7 +47,7 @@ LONG = [
     "test_report", "test_verifier", "test_interventions_probe",
     "test_offline_probe", "test_real_scale", "test_evaluate", "test_sequence_kernel", "test_offline",
     "test_several_turns", "test_buffer", "test_offline_real", "test_train", "test_token_classes", "test_attach",
-    "test_branch", "test_gpu_benchmark", "test_restored", "test_cuda", "test_offline_sweep", "test_gns",
+    "test_branch", "test_gpu_benchmark", "test_restored", "test_cuda", "test_sweep", "test_gns",
     "test_offline_ends", "test_measured_probe", "test_values", "test_bias", "test_gns_in_training",
     "test_compare", "test_floors", "test_trl_features", "test_kernel_structure",
     "test_report_interventions", "test_scorer", "test_sync", "test_tiny",

@@ -1,4 +1,4 @@
-"""Claims on the steps of AdamW and SGD: they are those that PyTorch takes, and their parts are what they say."""
+"""Claims on AdamW's step: it is the one that PyTorch takes, and its parts are what they say."""
 
 import itertools
 import math
@@ -185,28 +185,3 @@ def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -
     (got,) = square_norms(layout, rows, sqrt_preconditioner(layout, gradients, states)).tolist()
     assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
     assert square_norms(layout, rows, None)[..., 1].isnan().all()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
-        {"momentum": 0.9, "dampening": 0.0, "nesterov": False},
-        {"momentum": 0.9, "dampening": 0.5, "nesterov": False},
-        {"momentum": 0.9, "dampening": 0.0, "nesterov": True},
-    ],
-)
-def test_the_first_steps_of_sgd_are_those_of_torch(settings: dict[str, Any]) -> None:
-    """The first one takes the gradient whole, dampened or not: the momentum that torch then keeps is the gradient."""
-    generator = torch.Generator().manual_seed(0)
-    param = torch.nn.Parameter(torch.randn(5, generator=generator, dtype=torch.float64))
-    optimizer = torch.optim.SGD([param], lr=0.1, weight_decay=0.3, **settings)
-    for _ in range(3):
-        buffer = optimizer.state[param].get("momentum_buffer")
-        before, grad = param.detach().clone(), torch.randn(5, generator=generator, dtype=torch.float64)
-        state = SGDState(None if buffer is None else buffer.clone(), lr=0.1, weight_decay=0.3, **settings)
-        parts = state.delta(before, grad)
-        param.grad = grad.clone()
-        optimizer.step()
-        torch.testing.assert_close(parts.total, param.detach() - before, rtol=1e-12, atol=1e-15)
-        torch.testing.assert_close(parts.momentum + parts.gradient + parts.decay, parts.total, rtol=1e-12, atol=1e-15)

@@ -149,6 +149,14 @@ def test_probes_make_gradients_and_predictions_through_their_context_alone() -> 
             assert layer != "entropy" or not module or module[0] in formulas, f"{path.name} imports {name}"
 
 
+def test_folders_of_tests_are_folders_of_the_package() -> None:
+    """Beside the tests of the repository itself, and what tests share."""
+    tests = ROOT / "tests"
+    folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"repository"}
+    assert len(folders) > 20
+    assert {folder for folder in folders if not (PACKAGE / folder).is_dir()} == set()
+
+
 def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
     """By hosts/trl, and by the commands that build a trainer or count processes."""
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}

@@ -31,7 +31,7 @@ from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny
 from rl_training.tasks.tiny import TINY_PATH
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # What an option needs beside its name.
 NEEDS = {"model=hub": ["model.name=somewhere"]}
 OPTIONS = [

@@ -23,7 +23,7 @@ from rl_training.interventions.named import INTERVENTIONS
 from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.stored import MARK, literal, load_settings, names_code
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PICKLE, OWN = "{run}/canary.pkl", "{run}/own.py"
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 SHELL = {"_target_": "os.system", "command": "touch {canary}"}

@@ -1,59 +1,13 @@
-"""pass@k, majority vote, errors over prompts and exact divergences, against slow plain twins and enumeration."""
+"""Means, ratios and shares over prompts, and their errors, by hand and against their definitions."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
-import reference
 import torch
 
-from rl_training.evaluation.next_token import CHUNK, divergences
-from rl_training.statistics.pass_at_k import majority_vote, pass_at_k
 from rl_training.statistics.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
-
-# --- pass@k -----------------------------------------------------------------------------------------------------------
-
-
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response() -> None:
-    for n in range(1, 7):
-        for right in range(n + 1):
-            outcomes = [True] * right + [False] * (n - right)
-            for k in range(1, n + 1):
-                subsets = list(itertools.combinations(outcomes, k))
-                share = sum(any(subset) for subset in subsets) / len(subsets)
-                assert pass_at_k(torch.tensor([right]), n, k).item() == pytest.approx(share, abs=1e-14)
-
-
-def test_pass_at_k_of_many_responses_neither_over_nor_underflows() -> None:
-    twin = 1 - math.comb(990, 500) / math.comb(1000, 500)
-    assert pass_at_k(torch.tensor([10]), 1000, 500).item() == pytest.approx(twin, rel=1e-12)
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_k_beyond_the_responses_is_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=f"pass@{k} needs k between 1 and the number of responses per prompt, 4"):
-        pass_at_k(torch.tensor([1]), 4, k)
-
-
-# --- majority ---------------------------------------------------------------------------------------------------------
-
-
-def drawn_majority(answers: list[str | None], right: set[str]) -> float:
-    """The vote by drawing: every voter's answer that nobody outnumbers is a possible winner."""
-    voters = [answer for answer in answers if answer is not None]
-    winners = {a for a in voters if voters.count(a) == max(map(voters.count, voters))}
-    return sum(winner in right for winner in winners) / len(winners) if winners else 0.0
-
-
-def test_majority_is_that_of_the_plain_twin_for_all_votes_of_five() -> None:
-    for votes in itertools.product(["3", "7", "9", None], repeat=5):
-        answers = list(votes)
-        assert majority_vote(answers, [a == "7" for a in answers]) == drawn_majority(answers, {"7"})
-
-
-# --- errors over prompts ----------------------------------------------------------------------------------------------
 
 
 def test_standard_error_of_a_mean_by_hand() -> None:
@@ -138,40 +92,3 @@ def test_the_intervals_of_shares_near_1_hold_the_truth_in_at_least_93_of_100_cas
     plain = sum(abs(share.value - 0.95) <= share.half_width() for share in shares)
     assert held / 2000 > 0.93
     assert plain / 2000 < 0.70
-
-
-# --- entropies and divergences ----------------------------------------------------------------------------------------
-
-
-def test_divergences_are_those_of_the_definition() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, other = (3 * torch.randn(20, 7, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = divergences(logits, other)
-    for row in range(20):
-        p, q = (reference.log_softmax(table[row].tolist()) for table in (logits, other))
-        assert found[row].item() == pytest.approx(
-            sum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True)), abs=1e-12
-        )
-
-
-@pytest.mark.parametrize("scale", [1.0, 5.0, 20.0])
-def test_divergences_of_fp32_logits_over_a_whole_vocabulary_are_those_in_fp64_to_1e_7_nats(scale: float) -> None:
-    """From a near-uniform distribution to one that is all but certain; the twin has every term in fp64."""
-    generator = torch.Generator().manual_seed(0)
-    logits = scale * torch.randn(8, 151_936, generator=generator)
-    other = logits + 0.05 * torch.randn(logits.shape, generator=generator)
-    p, q = (table.double().log_softmax(dim=-1) for table in (logits, other))
-    torch.testing.assert_close(divergences(logits, other), (p.exp() * (p - q)).sum(dim=-1), rtol=0, atol=1e-7)
-
-
-def test_a_policy_has_no_divergence_from_itself_also_where_it_rules_tokens_out() -> None:
-    logits = torch.tensor([[0.0, -math.inf, 1.0], [2.0, 0.5, -math.inf]])
-    assert divergences(logits, logits).tolist() == [0, 0]
-
-
-def test_divergences_do_not_depend_on_how_positions_are_split() -> None:
-    width = CHUNK // 2
-    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).repeat(1, width // 5 + 1)[:, :width]
-    together = divergences(logits, logits.flip(0))
-    for row in range(3):
-        assert divergences(logits[row : row + 1], logits.flip(0)[row : row + 1]).item() == together[row].item()
