@@ -122,6 +122,11 @@ def bare_run(folder: Path) -> Path:
     return folder
 
 
+def bare_runs(folder: Path, count: int) -> list[Path]:
+    """Return so many of them, none of whose names begins with another's."""
+    return [bare_run(folder / f"run_{number:02}") for number in range(count)]
+
+
 def said_by(*arguments: str) -> tuple[int, str]:
     """Return the exit code of rl-training report, and what it printed."""
     printed = io.StringIO()
@@ -136,22 +141,35 @@ def said_by(*arguments: str) -> tuple[int, str]:
     return 0, printed.getvalue()
 
 
-def assert_shown_or_refused(run: Path, other: Path) -> None:
-    """Assert that report and comparison are written, or end in one line that names a file of the run."""
-    comparison = run.parent / "comparison.html"
-    for arguments, page in (([str(run)], run / "report" / "report.html"),
-                            ([str(run), str(other), "--out", str(comparison)], comparison)):  # fmt: skip
-        code, said = said_by(*arguments)
-        assert not CONTROL.search(said), said
-        if code:
-            assert code == 2, said
-            (line,) = said.splitlines()
-            assert line.startswith("error: ")
-            assert str(run) in line
-        else:
-            text = page.read_text(encoding="utf-8")
-            assert not CONTROL.search(text)
-            assert not [script for script in re.findall(r'json">(.*?)</script>', text, re.S) if IN_JSON.search(script)]
+def refused(runs: list[Path], page: Path, *options: str) -> list[Path]:
+    """Return the runs that one line names instead of a page; nothing where the page is written."""
+    code, said = said_by(*map(str, runs), *options)
+    assert not CONTROL.search(said), said
+    if code:
+        assert code == 2, said
+        (line,) = said.splitlines()
+        assert line.startswith("error: ")
+        named = [run for run in runs if re.search(rf"{re.escape(str(run))}(?!\w)", line)]
+        assert named, line
+        return named
+    text = page.read_text(encoding="utf-8")
+    assert not CONTROL.search(text)
+    assert not [script for script in re.findall(r'json">(.*?)</script>', text, re.S) if IN_JSON.search(script)]
+    return []
+
+
+def assert_shown_or_refused(runs: list[Path], other: Path) -> None:
+    """Assert that the report of each run and a comparison are written, or end in one line that names a file of a run.
+
+    A run that is refused leaves the comparison, until it is written or the other one, which is whole, is alone.
+    """
+    page = other.parent / "comparison.html"
+    compared = [run for run in runs if not refused([run], run / "report" / "report.html")] + [other]
+    for run in set(runs) - set(compared):
+        refused([run, other], page, "--out", str(page))
+    while len(compared) > 1 and (named := refused(compared, page, "--out", str(page))):
+        assert other not in named
+        compared = [run for run in compared if run not in named]
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -176,7 +194,7 @@ def test_a_line_with_any_odd_fact_is_refused_by_its_number_or_shown(tmp_path: Pa
     assert len(accepted) > 30
     with opened(file, "wt", encoding="utf-8") as all_of_them:
         all_of_them.write("\n".join([good.strip(), *accepted, ""]))
-    assert_shown_or_refused(run, other)
+    assert_shown_or_refused([run], other)
 
 
 def odd_contents(good: dict[str, Any], depth: int) -> Iterator[str]:
@@ -225,26 +243,25 @@ def test_an_evaluation_with_any_odd_fact_is_refused_by_its_file_or_shown(tmp_pat
         (folder / name).mkdir()
         (folder / name / "metrics.json").write_text(json.dumps(good), encoding="utf-8")
     (run / "evaluations" / "\x1b[2J").symlink_to("e")
-    assert_shown_or_refused(run, other)
+    assert_shown_or_refused([run], other)
     assert not CONTROL.search(consolidate(folder).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_settings_of_any_kind_are_refused_by_their_file_or_shown(tmp_path: Path, config: str) -> None:
+def test_settings_of_any_kind_are_refused_by_their_file_or_shown(tmp_path: Path) -> None:
     """The last one is of a run that has branched off itself."""
-    run, other = bare_run(tmp_path / "run"), bare_run(tmp_path / "other")
-    (run / "config.yaml").write_text(config.replace("RUN", str(run)), encoding="utf-8")
-    assert_shown_or_refused(run, other)
+    runs = bare_runs(tmp_path, len(CONFIGS))
+    for run, config in zip(runs, CONFIGS, strict=True):
+        (run / "config.yaml").write_text(config.replace("RUN", str(run)), encoding="utf-8")
+    assert_shown_or_refused(runs, bare_run(tmp_path / "other"))
 
 
-@pytest.mark.parametrize(
-    "settings", ["x", "[]", DEEP, '{"branch": 5}', r'{"a": "\ud800\u001b[2J"}', '{"a": {"b": [1]}}']
-)
-def test_settings_that_records_hold_instead_are_refused_by_their_file_or_shown(tmp_path: Path, settings: str) -> None:
-    run, other = bare_run(tmp_path / "run"), bare_run(tmp_path / "other")
-    (run / "config.yaml").unlink()
-    (run / "logs" / SETTINGS_FILE).write_text(settings, encoding="utf-8")
-    assert_shown_or_refused(run, other)
+def test_settings_that_records_hold_instead_are_refused_by_their_file_or_shown(tmp_path: Path) -> None:
+    odd = ["x", "[]", DEEP, '{"branch": 5}', r'{"a": "\ud800\u001b[2J"}', '{"a": {"b": [1]}}']
+    runs = bare_runs(tmp_path, len(odd))
+    for run, settings in zip(runs, odd, strict=True):
+        (run / "config.yaml").unlink()
+        (run / "logs" / SETTINGS_FILE).write_text(settings, encoding="utf-8")
+    assert_shown_or_refused(runs, bare_run(tmp_path / "other"))
 
 
 RESULT: dict[str, Any] = {
@@ -274,25 +291,23 @@ def test_an_analysis_with_any_odd_fact_is_refused_by_its_file_or_shown(tmp_path:
     assert not wrong
     file.unlink()
     assert accepted > 30
-    assert_shown_or_refused(run, other)
+    assert_shown_or_refused([run], other)
 
 
-@pytest.mark.parametrize(
-    "name", ["logs", "logs/metrics.jsonl", "logs/probes.jsonl", "logs/rollouts.jsonl.gz", "report",
-             "report/report.html", "evaluations", "evaluations/e", "offline", "training_state", "config.yaml"],
-)  # fmt: skip
 @pytest.mark.parametrize("kind", ["a file", "a folder"])
-def test_a_file_in_the_place_of_a_folder_is_named_and_a_folder_in_that_of_a_file(
-    tmp_path: Path, name: str, kind: str
-) -> None:
-    run, other = bare_run(tmp_path / "run"), bare_run(tmp_path / "other")
-    path = run / name
-    path.parent.mkdir(exist_ok=True)
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    path.mkdir(parents=True) if kind == "a folder" else path.write_bytes(b"\xff\x00")
-    assert_shown_or_refused(run, other)
+def test_a_file_in_the_place_of_a_folder_is_named_and_a_folder_in_that_of_a_file(tmp_path: Path, kind: str) -> None:
+    names = ["logs", "logs/metrics.jsonl", "logs/probes.jsonl", "logs/rollouts.jsonl.gz", "report",
+             "report/report.html", "evaluations", "evaluations/e", "offline", "training_state",
+             "config.yaml"]  # fmt: skip
+    runs = bare_runs(tmp_path, len(names))
+    for run, name in zip(runs, names, strict=True):
+        path = run / name
+        path.parent.mkdir(exist_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        path.mkdir(parents=True) if kind == "a folder" else path.write_bytes(b"\xff\x00")
+    assert_shown_or_refused(runs, bare_run(tmp_path / "other"))
 
 
 def test_a_table_for_a_spreadsheet_has_no_formula_and_its_numbers_are_numbers() -> None:

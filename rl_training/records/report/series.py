@@ -73,13 +73,24 @@ class Run:
         sources = dict.fromkeys(source for source, _ in self.places)
         return [source for source in sources if source not in (METRICS_FILE, PROBES_FILE, IN_TRAINING)]
 
+    @cached_property
+    def _rows(self) -> dict[tuple[str, str, bool], pd.DataFrame]:
+        """The tables that were asked for: a report asks for most of them many times."""
+        return {}
+
     def measured(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
-        """Return this metric's rows by step; none where it was not recorded."""
-        return self.table.iloc[self.places.get((source, name), [])].set_index("step")
+        """Return this metric's rows by step, not to be changed; none where it was not recorded."""
+        key = source, name, False
+        if key not in self._rows:
+            self._rows[key] = self.table.iloc[self.places.get((source, name), [])].set_index("step")
+        return self._rows[key]
 
     def known(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
-        """Return those of this metric's rows whose value is finite."""
-        return finite(self.measured(name, source))
+        """Return those of this metric's rows whose value is finite, not to be changed."""
+        key = source, name, True
+        if key not in self._rows:
+            self._rows[key] = finite(self.measured(name, source))
+        return self._rows[key]
 
     def estimates(self, name: str, source: str = PROBES_FILE) -> dict[int, Estimate]:
         """Return this metric by step as estimates, for statistics."""
@@ -195,10 +206,12 @@ def finite(rows: pd.DataFrame) -> pd.DataFrame:
 
 def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
     """Return the estimates of these rows by step."""
-    columns = rows[["value", "stderr", "num_samples", "reason", "is_interval", "low", "high"]]
+    columns = ["value", "stderr", "num_samples", "reason", "is_interval", "low", "high"]
     return {
         int(step): Estimate(value, stderr, int(num), reason, interval=(low, high) if is_interval else None)
-        for step, value, stderr, num, reason, is_interval, low, high in columns.itertuples(name=None)
+        for step, value, stderr, num, reason, is_interval, low, high in zip(
+            rows.index, *(rows[column].tolist() for column in columns), strict=True
+        )
     }
 
 
