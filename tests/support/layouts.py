@@ -52,6 +52,7 @@ OPTIONS: dict[str, Any] = {
     "sampler": False,  # another policy has sampled
     "shuffled": False,  # the prompts of a process are spread over its microbatches
     "num_folds": None,
+    "few": False,  # no token classes, and no split of the noise scale by prompts
     "numerics": False,  # the only probes score rows again one by one
 }
 
@@ -75,11 +76,11 @@ def probes(case: dict[str, Any]) -> list[Any]:
     return [
         SimpleEntropyProbe(per_sequence=True, num_folds=case["num_folds"]),
         MeasuredStepProbe(responses_per_prompt=2),
-        GradientNoiseScaleProbe(split_prompts=PROMPTS),
+        GradientNoiseScaleProbe(split_prompts=0 if case["few"] else PROMPTS),
         EffectiveSampleSizeProbe(),
         SamplerProbe(),
         InterventionsProbe(["bonus:0.5", "nsr", "lr:0.5"], every=1),
-        TokenClassesProbe(every=1),
+        *([] if case["few"] else [TokenClassesProbe(every=1)]),
     ]
 
 

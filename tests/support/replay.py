@@ -141,9 +141,10 @@ def log_collectives() -> list[int]:
 
 
 def probes_of(run: str) -> list[Probe]:
-    """Return the probes of a run: under FSDP2 those that the host has something of its own for.
+    """Return the probes of a run: those that its launch has something of its own for.
 
-    Interventions and token classes are the engine's: parallel/test_sharding.py has them under FSDP2.
+    Interventions and token classes are the engine's: parallel/test_sharding.py has them under FSDP2, and ZeRO-2 has
+    them as ZeRO-1 would. The truth is sampled by the whole model, unless its weights are cut.
     """
     if run.endswith(("bare", "remedied", "bounded")):
         return []
@@ -151,10 +152,12 @@ def probes_of(run: str) -> list[Probe]:
         return [Recorder()]
     probes: list[Probe] = [SimpleEntropyProbe(per_sequence=True), MeasuredStepProbe()]
     if not run.endswith("bf16"):
-        probes += [GroundTruthProbe(every=2, sequences=16), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
-    if not run.startswith("fsdp2") or "_gpu" in run:
+        probes += [GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
+        if run.startswith(("plain_2", "zero3", "fsdp2")) or "_gpu" in run:  # DDP, and weights that are cut
+            probes.append(GroundTruthProbe(every=STEPS, sequences=16))  # at the first step
+    if not run.startswith(("fsdp2", "zero1")) or "_gpu" in run:
         probes += [
-            InterventionsProbe(["bonus:0.5", "nsr", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
+            InterventionsProbe(["bonus:0.5", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
             TokenClassesProbe(every=2),  # of the third step: the first has no moments
         ]
     return [*probes, Recorder()]
@@ -186,7 +189,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         "gradient_accumulation_steps": PROMPTS * G // (MICROBATCH * world),
         "num_generations": G,
         "max_completion_length": L_MAX,
-        "max_steps": STEPS,
+        "max_steps": 2 if run.endswith(("remedied", "bounded")) else STEPS,
         "adam_epsilon": 1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
         "max_grad_norm": 0.05,  # every step is clipped
         "lr_scheduler_type": "linear",
