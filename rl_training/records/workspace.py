@@ -2,6 +2,7 @@
 
     rl-training dashboard --project rl-training              saves it, and prints its address
     rl-training dashboard --project rl-training --dry-run    prints what it would save; no account needed
+    rl-training dashboard --project mine --attached          for runs of `attach`, whose trainer logs by itself
 
 workspace.yaml defines sections and panels. A metric that a run does not show there leaves its panel empty:
 logger.metrics=all shows all of them.
@@ -24,6 +25,7 @@ CORE = (
     "delta_h/cumulative_measured", "measured/delta_h", "measured/delta_h_se", "gns/batch_ratio",
     "ess/advantage_fraction", "probe_cost/fraction_of_step", "eval_reward",
 )  # fmt: skip
+OF_TRAINER = "reward"  # the section of what the trainer logs beside the probes
 
 
 def sections() -> dict[str, dict[str, dict[str, Any]]]:
@@ -34,19 +36,29 @@ def sections() -> dict[str, dict[str, dict[str, Any]]]:
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-def build_workspace(entity: str, project: str, name: str) -> Any:
-    """Return the wandb_workspaces Workspace of workspace.yaml, not saved. ImportError without that package."""
+def build_workspace(entity: str, project: str, name: str, attached: bool = False) -> Any:
+    """Return the wandb_workspaces Workspace of workspace.yaml, not saved. ImportError without that package.
+
+    Args:
+        attached: For runs whose trainer logs by itself: what is its own has train/ in front of its name, the step too.
+    """
     with require_extra():
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
 
     shown = []
     for section, panels in sections().items():
+        of_trainer = "train/" if attached and section == OF_TRAINER else ""
         plots: list[Any] = [
-            reports.LinePlot(title=title, x="step", y=panel.get("metrics", []), metric_regex=panel.get("pattern"),
-                             title_y=panel.get("unit"))
+            reports.LinePlot(
+                title=title,
+                x="train/global_step" if attached else "step",
+                y=[f"{of_trainer}{metric}" for metric in panel.get("metrics", [])],
+                metric_regex=panel.get("pattern"),
+                title_y=panel.get("unit"),
+            )
             for title, panel in panels.items()
-        ]  # fmt: skip
+        ]
         shown.append(workspaces.Section(name=section, panels=plots, is_open=True))
     return workspaces.Workspace(entity=entity, project=project, name=name, sections=shown)
 
@@ -62,14 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--project", default="rl-training", help="W&B project of the runs (default: %(default)s)")
     parser.add_argument("--entity", help="user or team that the project belongs to (default: that of the account)")
     parser.add_argument("--name", default="Entropy, and why", help="name of the saved view (default: %(default)s)")
+    parser.add_argument("--attached", action="store_true", help="for runs of attach, whose trainer logs to W&B itself")
     parser.add_argument("--dry-run", action="store_true", help="print the view as JSON instead of saving it")
     args = parser.parse_args(arguments)
     if args.dry_run:
-        workspace = build_workspace(args.entity or "your-entity", args.project, args.name)
+        workspace = build_workspace(args.entity or "your-entity", args.project, args.name, args.attached)
         print(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2))
     else:
         with require_extra():
             import wandb
         if not wandb.login(prompt=False):
             raise UserError("this machine has no W&B account: wandb login, or see the view with --dry-run")
-        build_workspace(args.entity or str(wandb.Api().default_entity), args.project, args.name).save()
+        entity = args.entity or str(wandb.Api().default_entity)
+        build_workspace(entity, args.project, args.name, args.attached).save()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.integrations.integration_utils import rewrite_logs
 
 from rl_training.errors import UserError
 from rl_training.records import workspace as dashboard
@@ -43,6 +44,15 @@ def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the
                 assert any(metric.startswith(name[:-1]) or metric.endswith(name[1:]) for metric in drawn), name
             elif "=" not in name:
                 assert {name, f"delta_h/{name}"} & set(drawn), name
+
+
+def test_for_a_trainer_that_logs_by_itself_its_own_numbers_have_the_names_that_transformers_gives_them(capsys) -> None:
+    main(["--dry-run", "--attached"])
+    first, reward, *_ = json.loads(capsys.readouterr().out)["spec"]["section"]["panelBankConfig"]["sections"]
+    assert reward["panels"][0]["config"]["metrics"] == [*rewrite_logs({"reward": 0.0})]
+    change = first["panels"][0]["config"]
+    assert change["metrics"] == ["delta_h/cumulative_measured", "delta_h/cumulative_predicted"]
+    assert change["xAxis"] == "train/global_step"
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch) -> None:

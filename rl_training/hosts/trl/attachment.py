@@ -111,9 +111,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             wrap(trainer, name, method, self._undo)
         self._undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
         trainer.reward_funcs = named_rewards(trainer)
-        for callback in trainer.callback_handler.callbacks:
-            if self.probes and isinstance(callback, PrinterCallback | ProgressCallback):
+        for callback in trainer.callback_handler.callbacks if self.probes else ():
+            if isinstance(callback, PrinterCallback | ProgressCallback):
                 wrap(callback, "on_log", self._log.on_print, self._undo)
+            elif compatibility.is_dashboard(callback):
+                wrap(callback, "on_log", self._log.on_send, self._undo)
         trainer.add_callback(self)
         self._undo.callback(trainer.remove_callback, self)
 

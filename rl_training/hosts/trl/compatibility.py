@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl import __version__ as trl_version
@@ -63,6 +65,7 @@ TRAINER_ATTRIBUTES = (
     "_is_vlm",
 )
 SHUFFLE = "shuffle_sequence_dict"  # of trl.trainer.grpo_trainer: shuffles a generation batch before it is split
+SECTIONS = "rewrite_logs"  # of transformers.integrations.integration_utils: puts train/ in front of all names
 
 READABLE_STAGES = (1, 2, 3)  # of ZeRO
 FP16 = (
@@ -120,6 +123,11 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
         undo.callback(delattr, owner, name)
     else:
         undo.callback(setattr, owner, name, before)
+
+
+def is_dashboard(callback: TrainerCallback) -> bool:
+    """Return whether a callback is one of transformers', which sends the log under the names that SECTIONS returns."""
+    return type(callback).__module__ == integration_utils.__name__ and hasattr(integration_utils, SECTIONS)
 
 
 def _require(holds: bool, what: str) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
+from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
 from rl_training.engine.timing import SHARED
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.trl.compatibility import SECTIONS, wrap
 from rl_training.records.workspace import CORE
 
 NUM_CORE = 15  # numbers that the probes add to the log at most, if not all are asked for
@@ -86,9 +89,24 @@ class TrainerLog:
         first = [name for names in by_probe if not {*names} & {*CORE} for name in names[:1]]
         return [name for name in numbers if name in CORE or name in first][:NUM_CORE]
 
+    def on_send(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Let a dashboard have the probes' numbers in sections of their own, and not in that of the trainer's."""
+        with ExitStack() as undo:
+            wrap(integration_utils, SECTIONS, self._in_sections, undo)
+            original(*args, **kwargs)
+
+    def _in_sections(self, original: Callable[[dict], dict], logs: dict[str, Any]) -> dict[str, Any]:
+        """Return logs under the names that a dashboard gets: a section is what stands before the first slash."""
+        ours = {name: value for name, value in logs.items() if self._is_ours(name)}
+        return ours | original({name: value for name, value in logs.items() if name not in ours})
+
+    def _is_ours(self, name: str) -> bool:
+        """Return whether a number of the log is one of the probes'."""
+        latest = self._writer.latest
+        return name in latest or name.removesuffix("_se") in latest or name.startswith("probe_cost/")
+
     def on_print(self, original: Callable[..., None], *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         """Print what the trainer logs, with only the core numbers of the probes."""
-        ours = {key for name in self._writer.latest for key in (name, f"{name}_se")}
-        hidden = ours - {*self._core(dict.fromkeys(ours, 0.0))}
-        short = {k: v for k, v in logs.items() if k not in hidden and (k in CORE or not k.startswith("probe_cost/"))}
+        core = self._core({name: 0.0 for name in logs if self._is_ours(name)})
+        short = {name: value for name, value in logs.items() if name in core or not self._is_ours(name)}
         original(*args, logs=short, **kwargs)

@@ -12,8 +12,10 @@ from typing import Any
 import forks
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainers import FEW, differing, ending, trainer_maker
 from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
 from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Records, attach
@@ -206,7 +208,7 @@ class Own(Probe):
 
 def test_the_trainers_log_gets_the_core_and_the_records_get_all_at_each_step(make_trainer, tmp_path: Path) -> None:
     """Whatever logging_steps is, which TRL has at 10."""
-    trainer = make_trainer(**EIGHT, max_steps=2, logging_steps=2)
+    trainer = make_trainer(**EIGHT, max_steps=2, logging_steps=2, report_to=["tensorboard"])
     probes = ["simple", "interventions", "measured", "gns", "ess", "sampler", "covariance", Own()]
     with attach(trainer, tmp_path / "run", probes):
         trainer.train()
@@ -224,6 +226,12 @@ def test_the_trainers_log_gets_the_core_and_the_records_get_all_at_each_step(mak
         assert {"reward", "own/second", "delta_h/forward"} <= row.keys()
     assert (rows[0]["reward"] + rows[1]["reward"]) / 2 == pytest.approx(logged["reward"])
     assert {"loss", "learning_rate"} <= rows[1].keys()
+    (file,) = Path(trainer.args.output_dir).glob("runs/*/events*")
+    events = EventAccumulator(str(file)).Reload().Tags()["scalars"]
+    assert {name for name in events if not name.startswith("train/")} == shown
+    sections = sorted({name.partition("/")[0] for name in events} - {"covariance"})
+    assert sections[:2] == ["delta_h", "entropy"]  # which TensorBoard opens
+    assert integration_utils.rewrite_logs({"delta_h/forward": 0.0}) == {"train/delta_h/forward": 0.0}  # as before
 
 
 def test_the_versions_that_are_called_tested_are_those_of_the_constraints() -> None:
