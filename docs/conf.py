@@ -83,13 +83,15 @@ def as_text(text: str) -> str:
 
 
 def without_bars(app: object, doctree: nodes.document) -> None:
-    """Leave progress bars and DeepSpeed's line on loading out of a tutorial's outputs."""
-    for output in doctree.findall(nodes.literal_block):
+    """Leave progress bars and DeepSpeed's line on loading out of a tutorial's outputs, and outputs without any text."""
+    for output in list(doctree.findall(nodes.literal_block)):
         if "output" in output["classes"]:
             lines = output.astext().splitlines()
             text = "\n".join(line for line in lines if not re.search(r"\d+%\||get_accelerator\]", line))
             output.children = [nodes.Text(text)]
             output.rawsource = text
+            if not text.strip():
+                output.parent.remove(output)
 
 
 def setup(app: Any) -> None:
