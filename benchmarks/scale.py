@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rl_training import Rollout, measured_loop
-from rl_training.engine import loss_check, verifier
+from rl_training.engine import gradient_check, verifier
 from rl_training.entropy import length_and_reward
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.loop import MeasuredLoop
@@ -123,8 +123,9 @@ def model_of(name: str) -> Any:
 
 def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str, Counts]]:
     """Yield what each kind of step takes: "" without probes, and with each of these."""
-    verifier.LIMIT = verifier.LIMIT_ROUNDED = loss_check.LIMIT = math.inf  # there are no values that could agree
-    loss_check.SAME_SCORES = loss_check.SAME_SCORES_ROUNDED = math.inf
+    # There are no values that could agree.
+    verifier.LIMIT = gradient_check.LIMIT = gradient_check.SUM_LIMIT = gradient_check.SUM_LIMIT_ROUNDED = math.inf
+    gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
     length_and_reward.ROUNDING = math.inf  # nor that could say that the loss is the reward's: Dr-GRPO's is
     loop_refusals.FARTHEST_ENTROPY = -math.inf  # what stands for entropies is below 0
     simple = SimpleEntropyProbe(num_folds=settings.folds, rows_dtype=settings.rows)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import GradientRows
-from rl_training.engine.loss_check import TermsCheck
-from rl_training.engine.recorder import LoopSpec, StepRecorder
+from rl_training.engine.gradient_check import TermsCheck, mismatch_of
+from rl_training.engine.recorder import JoinedMicrobatches, LoopSpec, StepRecorder
 from rl_training.engine.requirements import needs_of
 from rl_training.optim.state import gradients_and_states, view_optimizer
-from rl_training.policy.rollout import Rollout
+from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
 from rl_training.step.limits import Limits
 from rl_training.step.needs import Need
@@ -19,10 +21,10 @@ from rl_training.step.runtime import Runtime
 
 def build_step(
     step: StepRecorder,
+    joined: JoinedMicrobatches,
+    limits: Limits,
     loop: LoopSpec,
     runtime: Runtime,
-    rollout: Rollout,
-    limits: Limits,
     rows: GradientRows | None,
     terms: TermsCheck,
 ) -> StepData:
@@ -32,31 +34,41 @@ def build_step(
     whose share in a part of a microbatch is not known, or the step's gradient is not what its microbatches gave.
 
     Args:
-        step: The microbatches.
+        step: How it was planned.
+        joined: Its microbatches as one.
+        limits: As far as its sequences and the loop tell.
         loop: The training loop.
         runtime: What calculates.
-        rollout: All microbatches as one.
-        limits: Of the step, as far as its sequences and the loop tell.
         rows: What hooks have caught of the folds' gradients; None where no probe asks for any.
         terms: What is known of the loss from earlier steps.
     """
-    needs = needs_of(step.probes)
+    needs, ranks, other_terms = needs_of(step.probes), runtime.ranks, limits.other_terms
+    rows_limit = limits.mixed_prompts or terms.slicing_limit(step.has_slices, other_terms)
     folds, fold, is_made_anew = choose_folds(
-        loop, rollout, step.folds, step.num_folds, limits, Need.FOLD_GRADIENTS in needs
+        ranks, joined.rollout, step.folds, step.num_folds, limits, Need.FOLD_GRADIENTS in needs
     )
-    batch = step.join(rollout, folds, fold, loop.ranks)
+    ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
+    batch = Batch(
+        rollout=joined.rollout,
+        scores=joined.scores,
+        loss_weights=joined.loss_weights,
+        microbatch_rows=step.microbatch_rows,
+        folds=folds,
+        fold=fold,
+        fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
+        responses_per_prompt=step.responses_per_prompt,
+        loss_settings=step.loss_settings,
+    )
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-    caught, rows_limit, other_terms = None, None, limits.other_terms
-    if not is_made_anew:
-        rows_limit = limits.mixed_prompts or terms.slicing_limit(batch, other_terms)
+    caught = None
+    rows_limit = None if is_made_anew else rows_limit
     if rows is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
         caught = rows.complete(batch, runtime, mean, optimizer)
-        rows_limit = caught.mismatch
-        is_compared = batch.has_slices or Need.LOSS_CHECK in needs
+        rows_limit = mismatch_of(caught, batch, runtime)
+        is_compared = step.has_slices or Need.LOSS_CHECK in needs
         if is_compared and not (rows_limit or other_terms or is_made_anew):
             other_terms = terms.look(batch, runtime, caught.rows, caught.squares)
-            rows_limit = other_terms and terms.slicing_limit(batch, other_terms)
-    one_fold = loop.one_fold_limit(step.probes) if batch.num_folds < 2 else None
+            rows_limit = terms.slicing_limit(step.has_slices, other_terms)
     return StepData(
         number=step.number,
         batch=batch,
@@ -69,5 +81,9 @@ def build_step(
             sq_norms=None if caught is None else caught.sq_norms,
         ),
         optimizer=optimizer,
-        limits=dataclasses.replace(limits, one_fold=one_fold, other_terms=other_terms),
+        limits=dataclasses.replace(
+            limits,
+            one_fold=loop.one_fold_limit(step.probes) if batch.num_folds < 2 else None,
+            other_terms=other_terms,
+        ),
     )

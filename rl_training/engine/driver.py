@@ -8,8 +8,7 @@
     finish()                 returns the probes' estimates
 
 Only the driver calls probes and times them. Hooks are set from `microbatch` to the next call; in between, only the
-loop's own backward runs. The driver only reads: parameters, random streams and rollouts are bitwise the same with
-these probes and with none (what a host does for them, such as whole prompts, is not the driver's).
+loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same without probes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from torch import Tensor
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import GradientRows
-from rl_training.engine.loss_check import MadeLoss, TermsCheck
+from rl_training.engine.gradient_check import TermsCheck
+from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import LoopSpec, SeenPrompts, StepRecorder, StepShape
 from rl_training.engine.requirements import Requirements, announcement, needs_of
@@ -191,8 +191,8 @@ class StepDriver:
     def _prepare(self, step: StepRecorder) -> None:
         with self.measuring():
             assert self._runtime is not None, "call start(loop) first"
-            data, asking, prediction = self._data_of(step, self._runtime), predicting(step.probes), None
-            if self._memory is not None and asking:
+            data, prediction = self._data_of(step, self._runtime), None
+            if self._memory is not None and (asking := predicting(step.probes)):
                 prediction = predict_entropy(data, self._runtime, self._memory, needs_of(asking))
             step.view = view = StepContext(data, self._runtime, prediction)
             if self._guard is not None:
@@ -291,9 +291,10 @@ class StepDriver:
 
     def _data_of(self, step: StepRecorder, runtime: Runtime) -> StepData:
         """Return the data of a step whose gradients are all in. A collective."""
-        loop, rollout = self._loop, step.join_rollouts(self._loop.ranks)
+        loop, joined = self._loop, step.join(self._loop.ranks)
         edited = None if self._guard is None else self._guard.edit_limit()
-        padded = self._padding.limit(rollout, loop.policy, loop.ranks.reduce)
-        mismatch = loop.limits.sampling_mismatch if rollout.sampling_mismatch is None else rollout.sampling_mismatch
-        limits = step.limits(loop, self._learned.numbers, mismatch or edited or padded)
-        return build_step(step, loop, runtime, rollout, limits, self._rows, self._terms)
+        padded = self._padding.limit(joined.rollout, loop.policy, loop.ranks.reduce)
+        told = joined.rollout.sampling_mismatch
+        mismatch = (loop.limits.sampling_mismatch if told is None else told) or edited or padded
+        limits = step.limits(loop, self._learned.numbers, mismatch)
+        return build_step(step, joined, limits, loop, runtime, self._rows, self._terms)

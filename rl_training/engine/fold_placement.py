@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rl_training.gradients.folds import FoldGroup, folds_of_prompts, plan_prompt_folds
+from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 from rl_training.statistics.estimate import MIN_FOLDS_STEP
 from rl_training.step.limits import Limits
 
-if TYPE_CHECKING:
-    from rl_training.engine.recorder import LoopSpec
-
 
 def choose_folds(
-    loop: LoopSpec,
+    ranks: Ranks,
     rollout: Rollout,
     planned: Sequence[FoldGroup],
     num_folds: int | None,
@@ -31,44 +28,25 @@ def choose_folds(
     place. Gradients of these can be made anew where the loss is made of scores alone and no prompt is incomplete.
 
     Args:
+        ranks: The processes.
         rollout: All microbatches of the step.
         planned: The folds of the microbatches.
         num_folds: That a probe asks for.
         wants_gradients: A probe reads them.
     """
+    index = rollout.prompt_index
     is_mixed = bool(limits.mixed_prompts)
-    folds, fold = place_in_folds(loop, rollout, planned, num_folds, is_mixed)
-    is_wanted = wants_gradients and (is_mixed or num_folds is None)
-    if not is_wanted or limits.split_prompts or limits.other_terms:
-        return folds, fold, False
-    if is_mixed:
-        return folds, fold, folds[-1].folds.stop >= MIN_FOLDS_STEP
-    if folds[-1].folds.stop < MIN_FOLDS_STEP:
-        others, place = place_in_folds(loop, rollout, planned, num_folds, mixed=True)
-        if others[-1].folds.stop >= MIN_FOLDS_STEP:
-            return others, place, True
-    return folds, fold, False
-
-
-def place_in_folds(
-    loop: LoopSpec, rollout: Rollout, planned: Sequence[FoldGroup], num_folds: int | None, mixed: bool
-) -> tuple[Sequence[FoldGroup], Tensor]:
-    """Return the folds that a step has, and which of them each sequence is in, (B,). A collective if mixed.
-
-    Args:
-        rollout: All microbatches of the step.
-        planned: The folds of the microbatches.
-        num_folds: That a probe asks for.
-        mixed: The folds of microbatches do not hold whole prompts. Then those of other folds do.
-    """
-    rank, index = loop.ranks.number, rollout.prompt_index
-    if mixed:
+    can_be_made = wants_gradients and not (limits.split_prompts or limits.other_terms)
+    has_too_few = num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP
+    if is_mixed or (can_be_made and has_too_few):
         num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
-        fewest = int(-loop.ranks.max(-num_prompts))
-        folds: Sequence[FoldGroup] = plan_prompt_folds(fewest, loop.ranks.count, num_folds)
-        return folds, folds_of_prompts(index, folds, rank)
+        fewest = int(-ranks.max(-num_prompts))
+        folds = plan_prompt_folds(fewest, ranks.count, num_folds)
+        is_made_anew = can_be_made and folds[-1].folds.stop >= MIN_FOLDS_STEP
+        if is_mixed or is_made_anew:
+            return folds, folds_of_prompts(index, folds, ranks.number), is_made_anew
     fold = torch.empty_like(index)
     for group in planned:
         for rows in group.passes:
-            fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[rank]]
-    return planned, fold
+            fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[ranks.number]]
+    return planned, fold, False

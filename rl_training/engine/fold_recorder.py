@@ -16,27 +16,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.engine.prompt_gradients import fill_rows_by_prompt, weights_mismatch
-from rl_training.engine.verifier import gradient_mismatch
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.state import OptimizerView, view_optimizer
 from rl_training.optim.updates import sqrt_preconditioner
-from rl_training.parallel.vectors import Vector, add, copy, dot, dots, num_bytes, square_norms
-from rl_training.statistics.limit import Limit
+from rl_training.parallel.vectors import Vector, add, copy, dot, dots, num_bytes, rows_of, square_norms
 from rl_training.step.batch import Batch
 from rl_training.step.needs import Need
-from rl_training.step.runtime import Runtime, add_gradients
+from rl_training.step.runtime import Runtime, rows_by_fold, sum_gradients
 
 
 @dataclass(frozen=True)
 class FoldGradients:
-    """The gradients of a step's folds, and whether the step's gradient is their mean."""
+    """The gradients of a step's folds, and what it takes to hold them against the step's own."""
 
     rows: Vector | None  # (F, n) of each bucket, where they are kept
     sq_norms: Tensor | None  # as `Gradients` has them
-    squares: Tensor  # (F,) fp64, |g_k|² over all processes
-    mismatch: Limit | None  # it is not
+    sums: Tensor  # (3 + F,) fp64, as `GradientRows.finish` returns them, over all processes
+
+    @property
+    def squares(self) -> Tensor:
+        """(F,) fp64, |g_k|² over all processes."""
+        return self.sums[3:]
 
 
 class GradientRows:
@@ -99,7 +100,7 @@ class GradientRows:
         self._group = number
         group = self._groups[number]
         if self.rows is not None:
-            target = _folds_of(self.rows, group)
+            target = rows_of(self.rows, group.folds)
         else:
             if self._passing is None:
                 self._passing = self.layout.zeros(len(group.folds))
@@ -129,31 +130,28 @@ class GradientRows:
             self._make_anew(batch, runtime)
         elif batch.has_slices:
             self.split_microbatch_gradients(batch, runtime)
-        ranks = runtime.ranks
-        squares = self.finish(batch.fold_sizes, ranks.count, self.layout.vector(mean.values()))
-        sq_norms = None if self.sq_norms is None else ranks.reduce(self.sq_norms)
+        squares = self.finish(batch.fold_sizes, runtime.ranks.count, self.layout.vector(mean.values()))
+        sq_norms = None if self.sq_norms is None else runtime.ranks.reduce(self.sq_norms)
         if sq_norms is not None and optimizer.states is not None:  # nothing in any metric, cold or warm
             sq_norms[:, [not state.moves for state in optimizer.states.values()], 1] = 0.0
-        tensors = [*self._reduction.shard.leaves.values(), *(self.rows or ())]
-        is_rounded = any(tensor.dtype.itemsize < 4 for tensor in tensors)
-        squares = ranks.reduce(squares)
-        if batch.has_mixed_folds:
-            mismatch = weights_mismatch(runtime.policy, squares)
-        else:
-            mismatch = gradient_mismatch(squares, is_rounded)
-        return FoldGradients(self.rows, sq_norms, squares[3:], mismatch)
+        return FoldGradients(self.rows, sq_norms, runtime.ranks.reduce(squares))
 
     def _make_anew(self, batch: Batch, runtime: Runtime) -> None:
         """Replace what the hooks have caught, of microbatches, by the gradients of folds of whole prompts.
 
-        A collective.
+        The loss's weights on log-probabilities and entropies say what each response adds to the gradient of its fold:
+
+            g_k = 1/n_k Σ_{i in fold k} Σ_t c_it ∂log π(t_it) + d_it ∂h_it
+
+        It costs as much as training's own passes over the responses that have a weight: with an advantage of 0 none
+        has. A collective.
         """
-        num_folds = batch.num_folds
-        self._groups, self._passing, self._group = batch.folds, None, None
-        self.rows = self.layout.zeros(num_folds, device=self._device, dtype=self._dtype)
+        self.rows = self._passing = self._group = None
+        self._groups = batch.folds
+        ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
+        (self.rows,) = rows_by_fold(batch, runtime, [batch.loss_weights], ones, self._device, self._dtype)
         if self.sq_norms is not None:
-            self.sq_norms = self.sq_norms.new_zeros(num_folds + 1, *self.sq_norms.shape[1:])
-        fill_rows_by_prompt(batch, runtime, self.rows)
+            self.sq_norms = self.sq_norms.new_zeros(batch.num_folds + 1, *self.sq_norms.shape[1:])
 
     def split_microbatch_gradients(self, batch: Batch, runtime: Runtime) -> None:
         """Split each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.
@@ -166,14 +164,13 @@ class GradientRows:
         shares = torch.ones(len(numbers), 1, device=numbers.device)
         for microbatch in batch.microbatch_rows:
             slices = [group for group in self._groups if group.passes[0].start in microbatch]
-            rest = [part.clone() for part in _folds_of(self.rows, slices[0])]
+            rest = [part.clone() for part in rows_of(self.rows, slices[0].folds)]
             for group in slices[:-1]:
-                total = self.layout.zeros(len(group.folds))
-                rows = numbers[group.passes[0].start : group.passes[0].stop]
-                add_gradients(batch.rollout, runtime, [total], rows, [batch.loss_weights], shares)
-                copy(_folds_of(self.rows, group), total)
+                passes = [numbers[rows.start : rows.stop] for rows in group.passes]
+                (total,) = sum_gradients(batch.rollout, runtime, len(group.folds), passes, [batch.loss_weights], shares)
+                copy(rows_of(self.rows, group.folds), total)
                 add(rest, total, -1.0)
-            copy(_folds_of(self.rows, slices[-1]), rest)
+            copy(rows_of(self.rows, slices[-1].folds), rest)
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> Tensor:
         """Put rows and square norms on the scale of means: all gradients are in.
@@ -227,8 +224,3 @@ class GradientRows:
             self._count_bytes()
             add(self._sum, [part.sum(dim=0) for part in self._passing])
         self._passing = None
-
-
-def _folds_of(rows: Vector, group: FoldGroup) -> Vector:
-    """Return the rows of a group's folds: views."""
-    return [part[group.folds.start : group.folds.stop] for part in rows]

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
-from rl_training.step.batch import Batch, LossSettings
+from rl_training.step.batch import LossSettings
 from rl_training.step.limits import (
     HOOKED,
     MISMATCHED,
@@ -71,7 +71,8 @@ class LoopSpec:
 
     def one_fold_limit(self, probes: Sequence[Probe]) -> Limit:
         """Return the limit of a step of one fold that these probes measure, with what to type so that it has enough."""
-        return ONE_FOLD.filled(more=self.more_folds(probes))
+        more = self.more_folds(probes)
+        return ONE_FOLD.filled(more=more)
 
     def more_folds(self, probes: Sequence[Probe]) -> str:
         """Return what to type so that a step that these probes measure has enough folds."""
@@ -98,6 +99,14 @@ class SeenPrompts:
         """Take what a step has learned from."""
         if rollouts:
             self.numbers.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
+
+
+class JoinedMicrobatches(NamedTuple):
+    """All microbatches of a step as one, padded to one width."""
+
+    rollout: Rollout
+    scores: Scores  # of training's own forward passes
+    loss_weights: LossWeights
 
 
 @dataclass
@@ -129,6 +138,11 @@ class StepRecorder:
         """The row at which the latest microbatch was planned to begin: on all ranks that of the same fold."""
         starts = [rows.start for rows in ranges_of(self.sizes)]
         return starts[min(len(self.rollouts), len(starts)) - 1]
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether folds were planned as slices of microbatches."""
+        return len(self.folds) > len(self.rollouts)
 
     def watch_loss(self, scores: Scores) -> None:
         """Keep the gradients that the loop's own backward will give these scores."""
@@ -193,6 +207,11 @@ class StepRecorder:
         group = torch.cat(groups).to(place.device)
         return len(group) == len(place) and len((place * len(self.folds) + group).unique()) > num_prompts
 
+    def join(self, ranks: Ranks) -> JoinedMicrobatches:
+        """Return all microbatches as one. A collective."""
+        rollout = self.join_rollouts(ranks)
+        return JoinedMicrobatches(rollout, self.join_scores(rollout), self._join_loss_weights())
+
     def join_rollouts(self, ranks: Ranks) -> Rollout:
         """Return all microbatches as one, in which what is known of one is known of all. A collective.
 
@@ -227,16 +246,8 @@ class StepRecorder:
             mask=rollout.completion_mask,
         )
 
-    def join(self, rollout: Rollout, folds: Sequence[FoldGroup], fold: Tensor, ranks: Ranks) -> Batch:
-        """Return sequences, scores and loss weights of the whole step, padded to one width. A collective.
-
-        Args:
-            rollout: All microbatches of the step.
-            folds: That the step is cut in.
-            fold: That each sequence is in, (B,).
-            ranks: The processes.
-        """
-        scores = self.join_scores(rollout)
+    def _join_loss_weights(self) -> LossWeights:
+        """Return the weights of the loss on all scores of the step, (B, T) each."""
         logp_weights, entropy_weights = (
             pad_and_concat(
                 [
@@ -247,16 +258,4 @@ class StepRecorder:
             for name in ("logps", "entropies")
         )
         has_entropies = any("entropies" in weights for weights in self.loss_weights)
-        ones = torch.ones(rollout.num_sequences, dtype=torch.float64, device=fold.device)
-        sizes = ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)
-        return Batch(
-            rollout=rollout,
-            scores=scores,
-            loss_weights=LossWeights(logp_weights, entropy_weights if has_entropies else None),
-            microbatch_rows=self.microbatch_rows,
-            folds=folds,
-            fold=fold,
-            fold_sizes=ranks.reduce(sizes).cpu(),
-            responses_per_prompt=self.responses_per_prompt,
-            loss_settings=self.loss_settings,
-        )
+        return LossWeights(logp_weights, entropy_weights if has_entropies else None)

@@ -1,4 +1,4 @@
-"""Whether a step was what its predictions are made of: the folds' gradients, and the optimizer's formula.
+"""Whether a step was what its predictions are made of: the optimizer's formula.
 
 A loop may scale, edit or forget gradients, clip otherwise than it said, or step with another optimizer. None of that is
 listed anywhere: what happens is held against what was calculated, and a step that differs has no predictions.
@@ -28,8 +28,6 @@ from rl_training.step.limits import (
     EDITED_AFTER_STEP,
     EDITED_BEFORE_STEP,
     EDITED_WITHIN_STEP,
-    GRADIENT_IN_PARTS,
-    GRADIENT_MISMATCH,
     LEFT_OUT,
     NOT_FINITE,
     NOT_THE_FORMULA,
@@ -38,7 +36,6 @@ from rl_training.step.needs import Need
 
 SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
 LIMIT = 1e-3  # of the norm of what was calculated
-LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
 LIMIT_OF_ROUNDED_WEIGHTS = 0.25  # a sixteenth of those that move may be others
 HALF_PRECISION = 2.0**-5  # of a step: how much that of an optimizer may differ that calculates in half precision
 KEPT = 0.9  # share of a step below which what is lost is worth a remark
@@ -48,23 +45,6 @@ LEAST = f"{SHARE}/least"  # of a layer, which its detail names; outside of layer
 NO_STEP = "the formula moves no weight here"
 NO_BAR = "no error bar: it describes this step"
 LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
-ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
-
-
-def gradient_mismatch(sums: Tensor, rounded: bool) -> Limit | None:
-    """Return the limit of a step whose gradient is not the mean of its folds' gradients, or None.
-
-    Args:
-        sums: As GradientRows.finish returns them, over all processes.
-        rounded: Gradients are summed in half precision.
-    """
-    late, off, norm, *norms = sums.sqrt().tolist()
-    if late:
-        return GRADIENT_IN_PARTS
-    allowed = (LIMIT_ROUNDED if rounded else LIMIT) * norm + ROUNDING * sum(norms)
-    if not math.isfinite(off) or off <= allowed:
-        return None
-    return GRADIENT_MISMATCH.filled(distance=off / norm if norm else math.inf)
 
 
 def refuse_other_parameters(shard: Shard) -> None:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.gradients.loss_weights import LossWeights
+from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
 from rl_training.optim.leave_one_out import EVERY_FOLD, FoldMeans, LeaveOneOutUpdates, fold_means
 from rl_training.optim.updates import Entries, OptimizerPiece, clipping
 from rl_training.parallel.vectors import Vector, dots
 from rl_training.step.batch import Batch
-from rl_training.step.runtime import Runtime, add_gradients, passes_in_lockstep, shares_of_folds
+from rl_training.step.runtime import Runtime, rows_by_fold, shares_of_folds
 
 CHUNK_BYTES = 2**28  # bytes of bases' rows to hold at once
 SHARE_OF_GPU = 1 / 32  # the same on a GPU, as a share of its memory
@@ -126,12 +126,13 @@ def iter_basis_gradients(
     shared_passes = [dense[first : first + chunk_size] for first in range(0, len(dense), chunk_size)]
     single_passes = [[number] for number in range(len(weights)) if number not in dense]
     sizes = batch.fold_sizes
-    shares_of_folds = (sizes / sizes.sum()).to(layout.device, layout.dtype)
+    shares_of_sequences = shares_of_folds(batch, runtime.ranks.count)
+    shares_of_means = (sizes / sizes.sum()).to(layout.device, layout.dtype)
     for numbers in sorted(shared_passes + single_passes):
-        rows_of_weights = _rows_of(batch, runtime, [weights[number] for number in numbers])
+        rows_of_weights = rows_by_fold(batch, runtime, [weights[number] for number in numbers], shares_of_sequences)
         for number in numbers:
             rows = rows_of_weights.pop(0)
-            yield number, fold_means([shares_of_folds @ part for part in rows], rows, sizes)
+            yield number, fold_means([shares_of_means @ part for part in rows], rows, sizes)
             del rows  # before the next are made
 
 
@@ -139,23 +140,6 @@ def _bytes_at_once(device: torch.device) -> int:
     if device.type != "cuda":
         return CHUNK_BYTES
     return max(CHUNK_BYTES, int(torch.cuda.get_device_properties(device).total_memory * SHARE_OF_GPU))
-
-
-def _rows_of(batch: Batch, runtime: Runtime, weights: Sequence[LossWeights]) -> list[Vector]:
-    """Return each fold's mean gradient, (F, n) per bucket, for each weighting. A collective."""
-    rows_of_weights = [runtime.layout.zeros(batch.num_folds) for _ in weights]
-    shares = shares_of_folds(batch, runtime.ranks.count)
-    for group, passes in passes_in_lockstep(batch, runtime.ranks, rows_with_weight(weights)):
-        targets = [[part[group.folds.start : group.folds.stop] for part in rows] for rows in rows_of_weights]
-        for rows in passes:
-            add_gradients(batch.rollout, runtime, targets, rows, weights, shares)
-    return rows_of_weights
-
-
-def rows_with_weight(weights: Sequence[LossWeights]) -> Tensor:
-    """Return which sequences have a weight that is not 0, (B,) bool."""
-    parts = [part for weight in weights for part in (weight.logps, weight.entropies) if part is not None]
-    return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
 
 
 class ChangedSteps:

@@ -20,7 +20,7 @@ from rl_training.parallel.vectors import Vector
 from rl_training.policy.rollout import pad_and_concat, response_index
 from rl_training.step.batch import Batch
 from rl_training.step.data import EntropySettings
-from rl_training.step.runtime import Runtime, add_gradients, passes_in_lockstep
+from rl_training.step.runtime import Runtime, gradients_by_group
 from rl_training.step.score_check import ScoreCheck
 
 
@@ -96,8 +96,4 @@ def fold_gradients(
     sizes = batch.fold_sizes.to(batch.fold.device)
     shares = (batch.responses_per_prompt / taken / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
-    for group, passes in passes_in_lockstep(batch, runtime.ranks, chosen):
-        sums = [runtime.layout.zeros(len(group.folds)) for _ in directions]
-        for rows in passes:
-            add_gradients(batch.rollout, runtime, sums, rows, directions, shares, check)
-        yield group, sums
+    yield from gradients_by_group(batch, runtime, directions, shares, chosen, check.add)

@@ -49,6 +49,12 @@ class LossWeights:
         return cls(table[0], table[1] if table[1].any() else None)
 
 
+def rows_with_weight(weights: Sequence[LossWeights]) -> Tensor:
+    """Return which sequences have a weight that is not 0, (B,) bool."""
+    parts = [part for weight in weights for part in (weight.logps, weight.entropies) if part is not None]
+    return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
+
+
 def outputs_and_weights(fresh: Scores, weights: LossWeights) -> tuple[list[Tensor], list[Tensor]]:
     """Return the outputs and output gradients of one backward that gives Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik."""
     if weights.entropies is None:

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.entropy.changed_steps import rows_with_weight
 from rl_training.gradients.folds import folds_of_prompts, plan_prompt_folds
-from rl_training.gradients.loss_weights import LossWeights, gradient_of
+from rl_training.gradients.loss_weights import LossWeights, gradient_of, rows_with_weight
 from rl_training.hosts.trl.compatibility import FORWARD_PASS, wrap
 from rl_training.hosts.trl.trainer import GRPOTrainer
 from rl_training.offline.buffers import UpdateBuffer

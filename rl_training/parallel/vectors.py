@@ -239,6 +239,11 @@ def copy(target: Vector, vector: Vector) -> None:
         part.copy_(source)
 
 
+def rows_of(rows: Vector, numbers: range) -> Vector:
+    """Return some neighbouring rows of (F, n) per bucket: views."""
+    return [part[numbers.start : numbers.stop] for part in rows]
+
+
 def join(vectors: Sequence[Tensor]) -> Tensor:
     """Concatenate vectors into one, (n,). A single one is not copied."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))

@@ -9,7 +9,7 @@ without touching `.grad` or the loop's own reduction. All processes make the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup
-from rl_training.gradients.loss_weights import LossWeights
+from rl_training.gradients.loss_weights import LossWeights, rows_with_weight
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.vectors import Layout, Vector
+from rl_training.parallel.vectors import Layout, Vector, copy, rows_of
 from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout
+from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch
-from rl_training.step.score_check import ScoreCheck
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,88 @@ def passes_in_lockstep(batch: Batch, ranks: Ranks, chosen: Tensor) -> Iterator[t
         yield group, [*part, *[rows[:0]] * (int(count) - len(part))]
 
 
+def sum_gradients(
+    rollout: Rollout,
+    runtime: Runtime,
+    num_folds: int,
+    passes: Iterable[Tensor],
+    weights: Sequence[LossWeights],
+    shares: Tensor,
+    seen: Callable[[Tensor, Scores], None] | None = None,
+) -> list[Vector]:
+    """Return the gradients of some rows, (folds, n) per bucket for each weighting. A collective.
+
+    Args:
+        rollout: the rows' rollout.
+        runtime: what calculates.
+        num_folds: of these rows, over all processes.
+        passes: the rows of this process in each pass.
+        weights: c and d of all sequences, one for each vector that is returned.
+        shares: (B, 1), a factor on each sequence.
+        seen: is given rows and their scores.
+    """
+    sums = [runtime.layout.zeros(num_folds) for _ in weights]
+    for rows in passes:
+        add_gradients(rollout, runtime, sums, rows, weights, shares, seen)
+    return sums
+
+
+def rows_by_fold(
+    batch: Batch,
+    runtime: Runtime,
+    weights: Sequence[LossWeights],
+    shares: Tensor,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Vector]:
+    """Return the gradients of each fold, (F, n) per bucket for each weighting. A collective.
+
+    Passes take the sequences that have a weight only.
+
+    Args:
+        batch: of the step.
+        runtime: what calculates.
+        weights: one for each vector that is returned.
+        shares: (B, 1), a factor on each sequence.
+        device: where rows are kept; None: where the parameters are.
+        dtype: of the rows; None: that in which gradients are summed.
+    """
+    has_weight = rows_with_weight(weights)
+    vectors = [runtime.layout.zeros(batch.num_folds, device=device, dtype=dtype) for _ in weights]
+    for group, passes in passes_in_lockstep(batch, runtime.ranks, has_weight):
+        targets = [rows_of(vector, group.folds) for vector in vectors]
+        if device is None and dtype is None:
+            for rows in passes:
+                add_gradients(batch.rollout, runtime, targets, rows, weights, shares)
+            continue
+        sums = sum_gradients(batch.rollout, runtime, len(group.folds), passes, weights, shares)
+        for target, total in zip(targets, sums, strict=True):
+            copy(target, total)
+    return vectors
+
+
+def gradients_by_group(
+    batch: Batch,
+    runtime: Runtime,
+    weights: Sequence[LossWeights],
+    shares: Tensor,
+    chosen: Tensor,
+    seen: Callable[[Tensor, Scores], None] | None = None,
+) -> Iterator[tuple[FoldGroup, list[Vector]]]:
+    """Yield each group of folds with the gradients of its chosen rows, (folds, n) per bucket each. A collective.
+
+    Args:
+        batch: of the step.
+        runtime: what calculates.
+        weights: one for each vector that is yielded.
+        shares: (B, 1), a factor on each sequence.
+        chosen: (B,) bool.
+        seen: is given rows and their scores.
+    """
+    for group, passes in passes_in_lockstep(batch, runtime.ranks, chosen):
+        yield group, sum_gradients(batch.rollout, runtime, len(group.folds), passes, weights, shares, seen)
+
+
 def shares_of_folds(batch: Batch, num_ranks: int) -> Tensor:
     """Return the factors, (B, 1), that turn the loss's weights into those of the mean gradient of a sequence's fold.
 
@@ -77,7 +159,7 @@ def add_gradients(
     rows: Tensor,
     weights: Sequence[LossWeights],
     shares: Tensor,
-    check: ScoreCheck | None = None,
+    seen: Callable[[Tensor, Scores], None] | None = None,
 ) -> None:
     """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target. A collective.
 
@@ -88,20 +170,20 @@ def add_gradients(
         rows: of this process. Without any it runs the same passes as other processes, with weight 0.
         weights: c and d of all sequences, one for each target.
         shares: (B, 1).
-        check: receives the scores, where the rollout is the step's.
+        seen: is given the rows and their scores, where there are any.
     """
     fresh = None
     last = len(weights) - 1
-    num_rows = len(rows)
-    if not len(rows):
-        rows = torch.zeros(1, dtype=torch.long, device=rows.device)
+    is_empty = not len(rows)
+    if is_empty:
+        rows = rows.new_zeros(1)
         shares = torch.zeros_like(shares)
     for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
         keep_graph = number < last and runtime.reduction.shard.supports_retain_graph
         if fresh is None:
             fresh = runtime.policy.score(rollout, rows)
-        if check is not None and num_rows and number == 0:
-            check.add(rows, fresh)
+        if seen is not None and number == 0 and not is_empty:
+            seen(rows, fresh)
         share = shares[rows].to(fresh.logps.dtype)
         row_weights = weight.of_rows(rows, fresh.logps.shape[1], share)
         runtime.reduction.add(target, fresh, row_weights, keep_graph)
@@ -120,8 +202,6 @@ def gradients_of_processes(
         weights: one for each vector that is yielded.
         shares: (B, 1), a factor on each sequence.
     """
-    none = torch.zeros(0, dtype=torch.long, device=shares.device)
+    none = torch.empty(0, dtype=torch.long, device=shares.device)
     for rows in runtime.ranks.pad_to_equal_count(list(parts), none):
-        sums = [runtime.layout.zeros(runtime.ranks.count) for _ in weights]
-        add_gradients(rollout, runtime, sums, rows, weights, shares)
-        yield sums
+        yield sum_gradients(rollout, runtime, runtime.ranks.count, [rows], weights, shares)

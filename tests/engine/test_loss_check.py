@@ -16,8 +16,9 @@ from trainers import FEW
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach, measured_loop
-from rl_training.engine import loss_check
-from rl_training.engine.loss_check import EVERY, TermsCheck, has_other_terms
+from rl_training.engine import gradient_check
+from rl_training.engine.gradient_check import EVERY, TermsCheck
+from rl_training.engine.loss_check import has_other_terms
 from rl_training.entropy.changed_steps import changes_by_basis
 from rl_training.hosts.loop import SAYS_DR_GRPO
 from rl_training.policy.scores import Scores
@@ -109,14 +110,14 @@ def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float,
 def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_left(monkeypatch: Any) -> None:
     """A slice before the last of its microbatch is made of its own weights: it would agree with any loss."""
     compared: list[int] = []
-    compare = loss_check._compare
+    compare = gradient_check._compare
 
     def kept(batch: Any, runtime: Any, rows: Any, group: Any, squares: Tensor) -> Any:
         compared.append(group.folds.start)
         return compare(batch, runtime, rows, group, squares)
 
-    monkeypatch.setattr(loss_check, "_compare", kept)
-    monkeypatch.setattr(loss_check, "EVERY", 1)
+    monkeypatch.setattr(gradient_check, "_compare", kept)
+    monkeypatch.setattr(gradient_check, "EVERY", 1)
     loop_with(nothing, steps=3)
     assert len({*compared}) == 3
     compared.clear()

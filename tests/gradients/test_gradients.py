@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from rl_training.engine.fold_recorder import GradientRows
-from rl_training.engine.verifier import gradient_mismatch
+from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.parallel import vectors
@@ -271,7 +271,7 @@ def test_a_gradient_in_several_parts_is_noticed() -> None:
     rows = rows_of(model)
     train_step(model, rows, microbatches(1))
     sums = rows.finish(torch.full((1,), 3.0, dtype=torch.float64), 1, mean_of(model, rows))
-    assert gradient_mismatch(sums, rounded=False).code == "gradient_in_parts"
+    assert gradient_mismatch(sums, is_rounded=False).code == "gradient_in_parts"
 
 
 def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, rows: GradientRows) -> None:
@@ -376,10 +376,11 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
     scores = Scores(ones, ones, ones)
     ctx = step_of(1, rollout, scores, weights, 2, {"w": w}, {"w": torch.zeros(3)}, policy)
     microbatch_rows = (range(10), range(10, 16))
-    batch = dataclasses.replace(ctx.step.batch, microbatch_rows=microbatch_rows)
     folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of a microbatch, and a whole one
     caught = GradientRows(ctx.runtime.reduction)
-    caught.start_step([FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)])
+    groups = [FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)]
+    batch = dataclasses.replace(ctx.step.batch, microbatch_rows=microbatch_rows, folds=groups)
+    caught.start_step(groups)
     for rows in microbatch_rows:
         indices = torch.tensor(rows)
         catch(caught, rows.start, (weights[indices] * policy.score(rollout, indices).logps).sum())

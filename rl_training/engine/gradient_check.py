@@ -1,0 +1,183 @@
+"""Whether the gradient that the optimizer gets is the one that the folds' gradients, and the loss's weights, give.
+
+Three comparisons, each of this step's own gradients:
+
+- The step's gradient and the mean of the microbatches' gradients, where hooks have caught these (`gradient_mismatch`).
+- The step's gradient and the one that its loss's weights give, where passes have made it anew (`weights_mismatch`).
+- Now and then, the gradient of one fold and the one that its weights give, made anew for this (`TermsCheck`). This sees
+  terms of a loss that the loop does not hand over, and hooks that change gradients on their way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.fold_recorder import FoldGradients
+from rl_training.gradients.folds import FoldGroup
+from rl_training.parallel.vectors import Vector, dot, rows_of
+from rl_training.policy.padding_check import LIMIT as SAME_SCORES
+from rl_training.policy.padding_check import LIMIT_ROUNDED as SAME_SCORES_ROUNDED
+from rl_training.policy.policy import Policy
+from rl_training.policy.precision import has_dropout
+from rl_training.policy.scores import Scores
+from rl_training.statistics.limit import Limit
+from rl_training.step.batch import Batch
+from rl_training.step.limits import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_GRADIENT
+from rl_training.step.runtime import Runtime, shares_of_folds, sum_gradients
+
+EVERY = 16  # measured steps from one comparison to the next, after those at steps 1, 2, 4, 8
+LIMIT = 0.01  # of the norm of a fold's gradient: how far it may be from the one that its weights give
+# The same where training's passes are rounded: of a sum that nearly cancels, rounding leaves percents.
+LIMIT_ROUNDED = 0.5
+SUM_LIMIT = 1e-3  # of the norm of the step's gradient: how far it may be from the mean of the microbatches'
+SUM_LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
+ROUNDING = 1e-5  # of the sum of all folds' norms, which may nearly cancel
+
+NO_PARTS = "so the gradient of a part of a microbatch is not known"
+NO_PARTS_FIX = "use 8 or more microbatches of whole prompts"
+
+
+def mismatch_of(caught: FoldGradients, batch: Batch, runtime: Runtime) -> Limit | None:
+    """Return the limit of a step whose gradient is not what its folds' gradients give, or None."""
+    if batch.has_mixed_folds:
+        return weights_mismatch(caught.sums, runtime.policy)
+    tensors = [*runtime.reduction.shard.leaves.values(), *(caught.rows or ())]
+    return gradient_mismatch(caught.sums, any(tensor.dtype.itemsize < 4 for tensor in tensors))
+
+
+def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
+    """Return the limit of a step whose gradient is not the mean of its microbatches' gradients, or None.
+
+    Args:
+        sums: As GradientRows.finish returns them, over all processes.
+        is_rounded: Gradients are summed in half precision.
+    """
+    late, off, norm, *norms = sums.sqrt().tolist()
+    if late:
+        return GRADIENT_IN_PARTS
+    allowed = (SUM_LIMIT_ROUNDED if is_rounded else SUM_LIMIT) * norm + ROUNDING * sum(norms)
+    if not math.isfinite(off) or off <= allowed:
+        return None
+    return GRADIENT_MISMATCH.filled(distance=off / norm if norm else math.inf)
+
+
+def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
+    """Return the limit of a step whose gradient is not the one that its loss's weights give, or None.
+
+    Args:
+        sums: As GradientRows.finish returns them, over all processes.
+        policy: That has made the passes.
+    """
+    if has_dropout(policy.model):  # the passes draw other masks
+        return None
+    _, off, norm, *norms = sums.sqrt().tolist()
+    allowed = (LIMIT_ROUNDED if policy.scorer.training_rounding else LIMIT) * norm + ROUNDING * sum(norms)
+    if not math.isfinite(off) or off <= allowed:
+        return None
+    return OTHER_GRADIENT.filled(distance=off / norm if norm else math.inf)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A fold's gradient as the loop's backward left it, and as its weights give it: norms, over all processes."""
+
+    norm: float  # of the larger one
+    off: float  # of the difference
+    is_same_policy: bool  # the scores are training's own, up to rounding: else nothing is said of the loss
+
+
+class TermsCheck:
+    """Compares one fold's gradient with its weights', at measured steps 1, 2, 4, 8, 16 and every EVERY-th from there.
+
+    The folds take turns. It costs a forward pass and a backward over the fold, and none where its weights are all 0.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.limit: Limit | None = None  # what the latest comparison has said
+        self.allows_parts = True  # no term is known that would hide the gradient of a part of a microbatch
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that is measured now is compared."""
+        count = self._count + 1
+        return count % EVERY == 0 or count & (count - 1) == 0
+
+    def slicing_limit(self, has_slices: bool, other_terms: Limit | None) -> Limit | None:
+        """Return the limit of folds that are slices of microbatches, where the loss has other terms, or None.
+
+        The share of a slice in another term is not known.
+
+        Args:
+            has_slices: Folds are slices.
+            other_terms: What is known of the loss beside what earlier steps have shown.
+        """
+        if not has_slices:
+            return None
+        other_terms = other_terms or (None if self.is_due else self.limit)
+        self.allows_parts &= not other_terms
+        return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_PARTS}", NO_PARTS_FIX)
+
+    def look(self, batch: Batch, runtime: Runtime, rows: Vector | None, squares: Tensor) -> Limit | None:
+        """Return the limit of a loss with other terms, by this step's gradients or an earlier step's, or None.
+
+        A collective.
+
+        Args:
+            batch: The step's.
+            runtime: What makes a fold's gradient anew.
+            rows: The gradients of the folds, where they are kept.
+            squares: (F,), their square norms over all processes.
+        """
+        is_due, self._count = self.is_due, self._count + 1
+        if is_due and not has_dropout(runtime.policy.model):
+            ends = {part.stop for part in batch.microbatch_rows}  # what comes before in a slice is our own
+            groups = [group for group in batch.folds if group.passes[-1].stop in ends]
+            comparison = _compare(batch, runtime, rows, groups[self._count % len(groups)], squares)
+            share = LIMIT_ROUNDED if runtime.policy.scorer.training_rounding else LIMIT
+            allowed = share * comparison.norm + ROUNDING * float(squares.sqrt().sum())
+            if comparison.is_same_policy:
+                off = comparison.off
+                self.limit = None if off <= allowed else OTHER_GRADIENT.filled(distance=off / comparison.norm)
+        return self.limit
+
+
+def _compare(batch: Batch, runtime: Runtime, rows: Vector | None, group: FoldGroup, squares: Tensor) -> _Comparison:
+    """Return the gradient of these folds, made anew, beside the one that was caught, of which norms alone may be kept.
+
+    A collective.
+    """
+    distance, count = torch.zeros_like(squares[0]), torch.zeros_like(squares[0])
+
+    def compare_scores(numbers: Tensor, fresh: Scores) -> None:
+        there = fresh.mask.bool()
+        apart = fresh.logps.detach() - batch.scores.logps[numbers, : there.shape[1]]
+        distance.add_(apart[there].double().abs().sum())
+        count.add_(there.sum())
+
+    weighed = batch.loss_weights.stacked()[:, group.passes[0].start : group.passes[-1].stop].count_nonzero()
+    has_weight = float(runtime.ranks.reduce(weighed.double()))
+    numbers = torch.arange(len(batch.fold), device=batch.fold.device)
+    passes = [numbers[part.start : part.stop] for part in group.passes] if has_weight else []
+    shares = shares_of_folds(batch, runtime.ranks.count)
+    (made,) = sum_gradients(
+        batch.rollout, runtime, len(group.folds), passes, [batch.loss_weights], shares, compare_scores
+    )
+    expected = dot(made, made)
+    off = torch.zeros_like(expected)
+    if rows is not None:
+        rest = [part.to(x) - x for part, x in zip(rows_of(rows, group.folds), made, strict=True)]
+        off = dot(rest, rest)
+    sums = runtime.ranks.reduce(torch.cat([expected, off, torch.stack([distance, count]).to(expected)]))
+    expected, off, (distance, count) = sums[: len(expected)], sums[len(expected) : -2], sums[-2:]
+    caught = squares[group.folds.start : group.folds.stop].to(expected)
+    if rows is None:
+        off = (caught.sqrt() - expected.sqrt()).square()
+    limit = SAME_SCORES_ROUNDED if runtime.policy.scorer.training_rounding else SAME_SCORES
+    is_same = not float(count) or float(distance / count) <= limit
+    norm = math.sqrt(max(float(caught.sum()), float(expected.sum())))
+    return _Comparison(norm, math.sqrt(max(float(off.sum()), 0.0)), is_same)
