@@ -37,8 +37,7 @@ def choose_folds(
     index = rollout.prompt_index
     is_mixed = bool(limits.mixed_prompts)
     can_be_made = wants_gradients and not (limits.split_prompts or limits.other_terms)
-    has_too_few = num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP
-    if is_mixed or (can_be_made and has_too_few):
+    if is_mixed or (can_be_made and num_folds is None and planned[-1].folds.stop < MIN_FOLDS_STEP):
         num_prompts = torch.tensor(float(len(index.unique())), dtype=torch.float64, device=index.device)
         fewest = int(-ranks.max(-num_prompts))
         folds = plan_prompt_folds(fewest, ranks.count, num_folds)

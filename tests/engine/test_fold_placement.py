@@ -21,9 +21,10 @@ from trainers import graded
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Rollout, attach, measured_loop
-from rl_training.engine.fold_placement import place_in_folds
+from rl_training.engine.fold_placement import choose_folds
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import take_rows
+from rl_training.step.limits import MIXED_PROMPTS, Limits
 from rl_training.tasks.models import load_tiny
 
 ROLLOUTS = {1: 1, 2: 3}  # the given one that a step learns from
@@ -153,9 +154,9 @@ def test_processes_with_unlike_numbers_of_spread_prompts_share_folds_of_which_no
     found: list[list[int]] = [[], []]
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        loop: Any = SimpleNamespace(ranks=Ranks(2, reduce, rank))
         rollout: Any = SimpleNamespace(prompt_index=prompts[rank])
-        folds, fold = place_in_folds(loop, rollout, [], num_folds, mixed=True)
+        limits = Limits(mixed_prompts=MIXED_PROMPTS)
+        folds, fold, _ = choose_folds(Ranks(2, reduce, rank), rollout, [], num_folds, limits, wants_gradients=False)
         found[rank] = fold.tolist()
         return torch.tensor(folds[-1].folds.stop)
 
