@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,16 @@ html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", 
 def as_restructured_text(
     app: object, what: str, name: str, obj: object, options: object, lines: list[str], *rest: object
 ) -> None:
-    """Turn a docstring into what Sphinx reads: `name   what it is` becomes a list, what is indented stays as it is."""
+    """Turn a docstring into what Sphinx reads: parameters become a list, what is indented otherwise stays as it is.
+
+    Parameters are the lines `name: what it is` under "Args:", or `name   what it is`.
+    """
     written: list[str] = []
     for block in re.split(r"\n\s*\n", "\n".join(lines).strip()):
         is_list = re.match(r"\w+ {2,}\S", block)
-        if not is_list and re.search(r"^(  |>>>)", block, re.MULTILINE):
+        if re.match(r"(Args|Returns|Yields|Raises):\n", block):
+            written += [*section(block), ""]
+        elif not is_list and re.search(r"^(  |>>>)", block, re.MULTILINE):
             written += [".. code-block:: text", "", *(f"    {line}" for line in block.splitlines()), ""]
         elif is_list:
             for line in block.splitlines():
@@ -73,6 +79,20 @@ def as_restructured_text(
         else:
             written += [*as_text(block).splitlines(), ""]
     lines[:] = written
+
+
+def section(block: str) -> list[str]:
+    """Return a section of a docstring in Google's style: its title, and a list or a paragraph."""
+    title, _, body = block.partition(":\n")
+    written = [f"**{title}**", ""]
+    for line in textwrap.dedent(body).splitlines():
+        item = re.match(r"([*\w]+(?:, [*\w]+)*): ?(.*)", line) if title in ("Args", "Raises") else None
+        if item:
+            names = ", ".join(f"``{name}``" for name in item[1].split(", "))
+            written += [names, f"    {as_text(item[2])}"]
+        else:
+            written.append(f"{'    ' * (title in ('Args', 'Raises'))}{as_text(line.strip())}")
+    return written
 
 
 def as_text(text: str) -> str:

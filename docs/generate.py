@@ -105,22 +105,23 @@ def settings(path: Path, prefix: str = "") -> list[tuple[str, str, str]]:
 
 
 def parameters(target: str) -> dict[str, str]:
-    """Return what the docstring of `module.name` says of each parameter: lines `name   what it is`, and their ends."""
+    """Return what the docstring of `module.name` says of each parameter, in either style: `name   …`, or in "Args:"."""
     module, name = target.rsplit(".", 1)
     try:
         doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
     except ImportError:  # of an extra that is not installed
         return {}
     found: dict[str, str] = {}
-    current = ""
+    current, in_args = "", False
     for line in doc.splitlines():
-        if start := re.match(r"^(\w+) {2,}(\S.*)$", line):
+        in_args = line == "Args:" or (in_args and line.startswith(" "))
+        if start := re.match(r"^ {4}(\w+): (\S.*)$" if in_args else r"^(\w+) {2,}(\S.*)$", line):
             current, found[start[1]] = start[1], start[2]
         elif current and line.startswith("   "):
             found[current] += " " + line.strip()
         else:
             current = ""
-    return found
+    return {name: what.removesuffix(".") for name, what in found.items()}
 
 
 SOURCES = {"lr": "the optimizer's own", "max_grad_norm": "Pascanu et al. 2013, arXiv 1211.5063"}  # of no function
