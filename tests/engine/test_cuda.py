@@ -174,9 +174,9 @@ def test_fsdp2_estimates_what_a_gpu_without_it_does_and_trains_as_it_does_withou
     subprocess.run([sys.executable, str(replay), str(tmp_path), plain, sharded, bare], check=True)
     with_probes, without = (torch.load(tmp_path / run / "0.pt", map_location="cpu") for run in (sharded, bare))
     assert_equal(with_probes["parameters"], without["parameters"])
-    one, several = (read_estimates(tmp_path / run / "logs") for run in (plain, sharded))
-    assert [(row["step"], row["name"]) for row in one] == [(row["step"], row["name"]) for row in several]
-    for a, b in zip(one, several, strict=True):
+    alone, several = (read_estimates(tmp_path / run / "logs") for run in (plain, sharded))
+    assert [(row["step"], row["name"]) for row in alone] == [(row["step"], row["name"]) for row in several]
+    for a, b in zip(alone, several, strict=True):
         if a["name"] in ("delta_h/forward", "delta_h/backward", "gns/trace", "ess/token_weight"):
             scale = a["stderr"] if math.isfinite(a["stderr"]) else 0.0
             assert b["value"] == pytest.approx(a["value"], rel=1e-3, abs=1e-3 * scale, nan_ok=True), a

@@ -151,16 +151,18 @@ def test_processes_with_unlike_numbers_of_spread_prompts_share_folds_of_which_no
 ) -> None:
     """As many as the process with fewer prompts can fill, or twice as many where each is of one process."""
     prompts = (torch.tensor([4, 9, 6, 4]), torch.tensor([7, 1, 8, 1, 3, 5, 7]))  # three and five
-    found: list[list[int]] = [[], []]
+    placed_folds: list[list[int]] = [[], []]
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         rollout: Any = SimpleNamespace(prompt_index=prompts[rank])
         limits = Limits(mixed_prompts=MIXED_PROMPTS)
         folds, fold, _ = choose_folds(Ranks(2, reduce, rank), rollout, [], num_folds, limits, wants_gradients=False)
-        found[rank] = fold.tolist()
+        placed_folds[rank] = fold.tolist()
         return torch.tensor(folds[-1].folds.stop)
 
     first, other = map(int, on_two_ranks(placed))
     assert first == other == {None: 6, 2: 2, 6: 6, 7: 6}[num_folds]
-    each = [*range(first)]
-    assert [sorted({*own}) for own in found] == ([each, each] if first <= 3 else [each[0::2], each[1::2]])
+    numbers = [*range(first)]
+    assert [sorted({*folds_of_rank}) for folds_of_rank in placed_folds] == (
+        [numbers, numbers] if first <= 3 else [numbers[0::2], numbers[1::2]]
+    )

@@ -100,9 +100,9 @@ class OneWeight:
 
     @contextlib.contextmanager
     def with_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        own, self.weight = self.weight, weights["w"]
+        former, self.weight = self.weight, weights["w"]
         yield
-        self.weight = own
+        self.weight = former
 
 
 def test_entropy_and_kl_are_means_over_the_tokens_of_all_processes() -> None:
@@ -120,13 +120,13 @@ def test_entropy_and_kl_are_means_over_the_tokens_of_all_processes() -> None:
         bound.start(shard, policy, Ranks(2, reduce, rank))
         entropies = torch.full((2, 3), 0.5 if rank == 0 else 0.25, dtype=torch.float64)
         bound.before_step(rollout, Scores(policy.score_rollout(rollout).logps, entropies, mask))
-        found = bound.after_step()
-        return torch.tensor([found[f"bound/{name}"].value for name in ("target_kl", "first_kl")])
+        bounds_of_rank = bound.after_step()
+        return torch.tensor([bounds_of_rank[f"bound/{name}"].value for name in ("target_kl", "first_kl")])
 
     log_ratios = 0.005 * torch.cat([ids[:, 0], ids.flatten()]).double()
     kl = float((log_ratios.expm1() - log_ratios).mean())
-    for found in on_two_ranks(bounded):
-        assert found.tolist() == pytest.approx([SHARE * (2 * 0.5 + 6 * 0.25) / 8, kl], rel=1e-6)
+    for bounds_of_rank in on_two_ranks(bounded):
+        assert bounds_of_rank.tolist() == pytest.approx([SHARE * (2 * 0.5 + 6 * 0.25) / 8, kl], rel=1e-6)
 
 
 # --- in training ------------------------------------------------------------------------------------------------------
@@ -173,9 +173,9 @@ def test_the_step_that_is_made_has_the_kl_that_is_reported(make_trainer: Callabl
     after = torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
     (said,) = numbers_of(trainer)
     model = trainer.model.eval()
-    found = kl_by_hand(model, trainer.seen, before, after, responses=2)
-    assert found == pytest.approx(said["bound/kl"], rel=1e-3)
-    assert found <= 2 * said["bound/target_kl"]
+    kl = kl_by_hand(model, trainer.seen, before, after, responses=2)
+    assert kl == pytest.approx(said["bound/kl"], rel=1e-3)
+    assert kl <= 2 * said["bound/target_kl"]
     assert said["bound/first_kl"] > 100 * said["bound/target_kl"]
     assert said["bound/learning_rate"] == pytest.approx(1e-2 * said["bound/kept_share"])
 
@@ -214,8 +214,8 @@ def test_what_is_predicted_is_the_step_that_is_made(make_trainer: Callable[..., 
     plain.train()
     assert torch.equal(trained_weights(plain), trained_weights(bounded))
     for name in ("delta_h/forward", "delta_h/backward", "step/formula_error", "delta_h/cumulative_predicted"):
-        one, other = plain.attachment.latest[name], bounded.attachment.latest[name]
-        assert (one.value, one.stderr) == pytest.approx((other.value, other.stderr), nan_ok=True), name
+        first, other = plain.attachment.latest[name], bounded.attachment.latest[name]
+        assert (first.value, first.stderr) == pytest.approx((other.value, other.stderr), nan_ok=True), name
 
 
 def test_the_schedules_factor_is_squared_on_the_target(make_trainer: Callable[..., Any]) -> None:
@@ -263,8 +263,8 @@ def test_a_step_without_a_formula_goes_back_along_its_line(make_trainer: Callabl
     assert said["bound/learning_rate"] == pytest.approx(1e-2 * said["bound/kept_share"])
     torch.testing.assert_close(moves[1], said["bound/kept_share"] * moves[0], rtol=1e-3, atol=1.2e-7)
     after = trained_weights(trainer).float()
-    found = kl_by_hand(trainer.model.eval(), trainer.seen, after - moves[1].float(), after, responses=2)
-    assert found == pytest.approx(said["bound/kl"], rel=1e-2)
+    kl = kl_by_hand(trainer.model.eval(), trainer.seen, after - moves[1].float(), after, responses=2)
+    assert kl == pytest.approx(said["bound/kl"], rel=1e-2)
 
 
 def test_rounding_that_hides_small_steps_is_said_and_refused(make_trainer: Callable[..., Any]) -> None:

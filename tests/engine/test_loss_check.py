@@ -102,9 +102,9 @@ def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float,
         return 0.02 * factor * model.model.norm.weight.sum() / PROMPTS
 
     for probes in (SimpleEntropyProbe(per_sequence=True), GradientNoiseScaleProbe(split_prompts=2)):
-        (found,) = loop_with(bias, probes=[probes, Terms()])
-        name = "delta_reward/forward" if "delta_reward/forward" in found else "gns/trace_between"
-        assert (found[name].code == "other_gradient") == is_seen, found[name]
+        (answer,) = loop_with(bias, probes=[probes, Terms()])
+        name = "delta_reward/forward" if "delta_reward/forward" in answer else "gns/trace_between"
+        assert (answer[name].code == "other_gradient") == is_seen, answer[name]
 
 
 def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_left(monkeypatch: Any) -> None:
@@ -136,8 +136,8 @@ def test_under_dropout_no_comparison_accuses_the_loss() -> None:
                 module.attention_dropout = 0.3
         return plain_loop.scores_of(model, part)
 
-    (found,) = loop_with(nothing, forward=forward)
-    assert math.isfinite(found["delta_reward/forward"].value)
+    (answer,) = loop_with(nothing, forward=forward)
+    assert math.isfinite(answer["delta_reward/forward"].value)
 
 
 def test_a_loop_that_says_dr_grpo_and_weighs_otherwise_is_contradicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +145,9 @@ def test_a_loop_that_says_dr_grpo_and_weighs_otherwise_is_contradicted(monkeypat
         return loss_of(logps / part.completion_mask.sum(dim=1, keepdim=True), part, microbatches)
 
     monkeypatch.setattr(plain_loop, "loss_of", per_length)
-    (found,) = loop_with(nothing, dr_grpo=True)
-    assert math.isnan(found["delta_reward/forward"].value)
-    assert found["delta_reward/forward"].reason.endswith(SAYS_DR_GRPO)
+    (answer,) = loop_with(nothing, dr_grpo=True)
+    assert math.isnan(answer["delta_reward/forward"].value)
+    assert answer["delta_reward/forward"].reason.endswith(SAYS_DR_GRPO)
 
 
 class Terms(Seen):

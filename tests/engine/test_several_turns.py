@@ -48,8 +48,8 @@ def test_mean_over_all_groups_and_answers_is_the_exact_derivative(target: str) -
 
 
 def test_error_bars_hold_the_truth_and_forward_has_it_as_its_mean() -> None:
-    found = coverage(batches=80)
-    for truth, mean, error, covered in zip(*found, strict=True):
+    coverages = coverage(batches=80)
+    for truth, mean, error, covered in zip(*coverages, strict=True):
         assert abs(mean - truth) < 4 * error
         assert abs(truth) > 10 * error
         assert 0.86 <= covered <= 1.0  # .940 ± .027 are expected

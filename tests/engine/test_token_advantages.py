@@ -67,19 +67,19 @@ def measured(trainer: Any) -> tuple[dict[str, Any], Any]:
 
 
 def test_every_probe_measures_a_step_whose_tokens_have_advantages_of_their_own(make_trainer: Any) -> None:
-    found, step = measured(make_trainer(OfTokens, **STEP))
+    estimates, step = measured(make_trainer(OfTokens, **STEP))
     mask = step.batch.rollout.completion_mask.double()
     sizes = (step.batch.rollout.token_advantages.double().abs() * mask).sum(dim=1)
     for name, weights in {"ess/token_weight": sizes, "ess/advantage": sizes / mask.sum(dim=1)}.items():
-        assert found[name].value == pytest.approx(float(weights.sum() ** 2 / weights.square().sum()), rel=1e-6)
-    assert found["delta_reward/forward"].code == "other_loss"
+        assert estimates[name].value == pytest.approx(float(weights.sum() ** 2 / weights.square().sum()), rel=1e-6)
+    assert estimates["delta_reward/forward"].code == "other_loss"
     for name in ("delta_h/forward", "intervention/psr/delta_h", "intervention/psr/delta_reward", "covariance/token"):
-        assert math.isfinite(found[name].value), name
+        assert math.isfinite(estimates[name].value), name
     # Positive tokens alone and negative ones alone are all of the loss.
-    both = found["intervention/psr/delta_h"].value, found["intervention/nsr/delta_h"].value
+    both = estimates["intervention/psr/delta_h"].value, estimates["intervention/nsr/delta_h"].value
     assert both[0] != 0.0
     assert both[1] != 0.0
-    shares = [found[f"tokens/advantage/{sign}/share_of_tokens"].value for sign in ("positive", "negative", "zero")]
+    shares = [estimates[f"tokens/advantage/{sign}/share_of_tokens"].value for sign in ("positive", "negative", "zero")]
     assert min(shares[:2]) > 0.1
     assert sum(shares) == pytest.approx(1.0)
 
@@ -114,20 +114,20 @@ def rollout(advantages: Tensor) -> Rollout:
 
 
 def loss_inputs() -> LossInputs:
-    found = with_one_advantage_each(rollout(ADVANTAGES))
+    single = with_one_advantage_each(rollout(ADVANTAGES))
     nothing = torch.zeros(2, 3)
     return LossInputs(
         weights=LossWeights(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), None),
-        scores=Scores(nothing, nothing, MASK), advantages=found.advantages, prompt_index=found.prompt_index,
-        token_advantages=found.token_advantages,
+        scores=Scores(nothing, nothing, MASK), advantages=single.advantages, prompt_index=single.prompt_index,
+        token_advantages=single.token_advantages,
     )  # fmt: skip
 
 
 def test_a_response_has_the_mean_of_its_tokens_advantages() -> None:
-    found = with_one_advantage_each(rollout(ADVANTAGES))
-    assert found.advantages.tolist() == [0.5, 1.0]
-    assert found.token_advantages.tolist() == [[2.0, -1.0, 0.0], [-3.0, 0.0, 6.0]]
-    joined = join_rollouts([rollout(torch.tensor([7.0, 8.0])), found])
+    single = with_one_advantage_each(rollout(ADVANTAGES))
+    assert single.advantages.tolist() == [0.5, 1.0]
+    assert single.token_advantages.tolist() == [[2.0, -1.0, 0.0], [-3.0, 0.0, 6.0]]
+    joined = join_rollouts([rollout(torch.tensor([7.0, 8.0])), single])
     assert joined.token_advantages.tolist()[:2] == [[7.0] * 3, [8.0] * 3]
     assert joined.advantages.tolist() == [7.0, 8.0, 0.5, 1.0]
 
@@ -136,9 +136,9 @@ def test_a_response_that_the_loss_hides_has_no_advantage_on_any_token() -> None:
     ids, hidden = torch.ones_like(MASK), torch.tensor([[0, 0, 0], [1, 1, 1]])
     names = ("prompt_ids", "prompt_mask", "completion_ids")
     inputs = {**dict.fromkeys(names, ids), "completion_mask": hidden, "advantages": ADVANTAGES}
-    found = batches.read_rollout(inputs, first_prompt=0, on_policy=True, pad_token_id=0)
-    assert found.completion_mask.tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert found.token_advantages.tolist() == [[0.0, 0.0, 0.0], [-3.0, 0.0, 6.0]]
+    single = batches.read_rollout(inputs, first_prompt=0, on_policy=True, pad_token_id=0)
+    assert single.completion_mask.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert single.token_advantages.tolist() == [[0.0, 0.0, 0.0], [-3.0, 0.0, 6.0]]
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,13 @@ def test_a_response_that_the_loss_hides_has_no_advantage_on_any_token() -> None:
     ],
 )
 def test_an_intervention_asks_for_the_sign_of_each_token_s_advantage(name: str, expected: Any) -> None:
-    found = INTERVENTIONS[name].weights(loss_inputs()).logps
-    torch.testing.assert_close(found, torch.tensor(expected))
+    weights = INTERVENTIONS[name].weights(loss_inputs()).logps
+    torch.testing.assert_close(weights, torch.tensor(expected))
 
 
 def test_a_prompt_is_silent_where_no_token_of_its_responses_has_an_advantage() -> None:
-    each = torch.tensor([[1.0, -1.0], [0.0, 0.0], [0.0, 0.0]])  # the first's mean is 0, and it is not silent
-    assert zero_advantage_share(each, torch.tensor([1, 2, 3]), torch.clone) == pytest.approx(2 / 3)
+    advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0], [0.0, 0.0]])  # the first's mean is 0, and it is not silent
+    assert zero_advantage_share(advantages, torch.tensor([1, 2, 3]), torch.clone) == pytest.approx(2 / 3)
 
 
 def test_a_covariance_takes_each_token_with_its_own_advantage() -> None:
@@ -166,5 +166,5 @@ def test_a_covariance_takes_each_token_with_its_own_advantage() -> None:
     mean = [sum(pair[i] for pair in pairs) / 5 for i in range(2)]
     by_hand = -sum((x - mean[0]) * (y - mean[1]) for x, y in pairs) / 5
     terms = covariance_terms(Scores(logps, torch.zeros(2, 3), MASK), ADVANTAGES)
-    found = minus_covariance(terms.sum(dim=0))
-    assert found.tolist() == pytest.approx([by_hand, 0.25])
+    covariance = minus_covariance(terms.sum(dim=0))
+    assert covariance.tolist() == pytest.approx([by_hand, 0.25])

@@ -107,10 +107,10 @@ def independent_product(name: str, groups: Groups) -> float:
 def test_over_all_batches_leave_fold_out_is_the_exact_entropy_gradient_times_the_mean_step(name: str) -> None:
     groups = all_groups()
     step = sgd if name == "SGD" else adam(name)
-    one, other = torch.cartesian_prod(torch.arange(225), torch.arange(225)).unbind(1)  # every batch of two prompts
-    probability = groups.probability[one] * groups.probability[other]
-    x = torch.stack([groups.entropy_gradient[one], groups.entropy_gradient[other]])
-    g = torch.stack([groups.gradient[one], groups.gradient[other]])
+    first, other = torch.cartesian_prod(torch.arange(225), torch.arange(225)).unbind(1)  # every batch of two prompts
+    probability = groups.probability[first] * groups.probability[other]
+    x = torch.stack([groups.entropy_gradient[first], groups.entropy_gradient[other]])
+    g = torch.stack([groups.gradient[first], groups.gradient[other]])
     left_out = means_without_folds(g, torch.tensor([2.0, 2.0]).double())
     products = (x * step(left_out)).sum(dim=2).mean(dim=0)
     naive = (x.mean(dim=0) * step(g.mean(dim=0))).sum(dim=1)

@@ -167,9 +167,9 @@ def test_the_standard_error_is_the_scatter_of_repeated_samples_around_the_exact_
 
 @every_estimator
 def test_one_sequence_is_refused(estimator: Estimator, plain: Plain) -> None:
-    one = as_scores(OLD, [(2,)])
+    single = as_scores(OLD, [(2,)])
     with pytest.raises(ValueError, match="at least 2"):
-        estimator(one, one)
+        estimator(single, single)
 
 
 # --- whole sequences --------------------------------------------------------------------------------------------------

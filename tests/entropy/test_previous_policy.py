@@ -22,8 +22,8 @@ def plain_terms(response: Response, others: list[Response]) -> list[float]:
     (logps, *_), (h, *h_of_others) = ragged_scores(OLD, [response, *others])
     (logps_before,), (h_before,) = ragged_scores(BEFORE, [response])
     (logps_of_sampler,), _ = ragged_scores(SAMPLER, [response])
-    own, rewards = REWARDS[response], [REWARDS[other] for other in others]
-    return reference.terms_before(logps, h, logps_before, h_before, own, h_of_others, rewards, logps_of_sampler)
+    reward, rewards = REWARDS[response], [REWARDS[other] for other in others]
+    return reference.terms_before(logps, h, logps_before, h_before, reward, h_of_others, rewards, logps_of_sampler)
 
 
 def terms(responses: list[Response], prompts: list[int], rows: list[int], sampler: Table = OLD) -> list[list[float]]:
@@ -47,11 +47,11 @@ def test_over_all_pairs_of_responses_they_are_exact_for_a_step_of_any_size(sampl
     """One of the two is scored again. The mean is weighted with the probability of the pair."""
     pairs = list(itertools.product(reference.RESPONSES, repeat=2))
     chances = torch.tensor([
-        math.exp(reference.sequence_logp(sampler, one) + reference.sequence_logp(sampler, two)) for one, two in pairs
+        math.exp(sum(reference.sequence_logp(sampler, response) for response in pair)) for pair in pairs
     ])  # fmt: skip
     flat = [response for pair in pairs for response in pair]
-    found = terms(flat, [i // 2 for i in range(len(flat))], list(range(0, len(flat), 2)), sampler)
-    mean = (chances.double() @ torch.tensor(found, dtype=torch.float64)).tolist()
+    terms_of_pairs = terms(flat, [i // 2 for i in range(len(flat))], list(range(0, len(flat), 2)), sampler)
+    mean = (chances.double() @ torch.tensor(terms_of_pairs, dtype=torch.float64)).tolist()
     now, before = reference.exact(OLD), reference.exact(BEFORE)
     logps = [[reference.sequence_logp(table, r) for table in (OLD, BEFORE)] for r in reference.RESPONSES]
     reward = sum((math.exp(b) - math.exp(a)) * REWARDS[r] for (a, b), r in zip(logps, reference.RESPONSES, strict=True))
@@ -68,8 +68,8 @@ def test_the_documented_example() -> None:
     before = as_scores(OLD, [(reference.EOS,)])
     before.entropies[0, 0], before.logps[0, 0] = 3.0, scores.logps[0, 0] + math.log(2)
     arguments = torch.tensor([0]), torch.zeros(2).long(), torch.tensor([1.0, 0.0]), torch.zeros(2, 3)
-    (found,) = differences_before(scores, before, *arguments).tolist()
-    assert found == pytest.approx([2.0, 0.0, 1.0, 1.0 - math.log(2), math.log(2)])
+    (terms_of_rows,) = differences_before(scores, before, *arguments).tolist()
+    assert terms_of_rows == pytest.approx([2.0, 0.0, 1.0, 1.0 - math.log(2), math.log(2)])
 
 
 def test_a_response_without_a_reward_is_in_no_mean_of_rewards_and_one_alone_with_it_says_nothing() -> None:
@@ -77,8 +77,10 @@ def test_a_response_without_a_reward_is_in_no_mean_of_rewards_and_one_alone_with
     responses, prompts = draws(5, seed=2), [0, 0, 0, 1, 1]
     rewards = torch.tensor([1.0, math.nan, 3.0, 2.0, math.nan], dtype=torch.float64)
     scores, before, every = as_scores(OLD, responses), as_scores(BEFORE, responses), torch.arange(5)
-    found = differences_before(scores, before, every, torch.tensor(prompts), rewards, torch.zeros_like(scores.logps))
+    terms_of_rows = differences_before(
+        scores, before, every, torch.tensor(prompts), rewards, torch.zeros_like(scores.logps)
+    )
     more_likely = [
         math.exp(reference.sequence_logp(BEFORE, r) - reference.sequence_logp(OLD, r)) - 1 for r in responses
     ]
-    assert found[:, 2].tolist() == pytest.approx([-2.0 * more_likely[0], 0.0, 2.0 * more_likely[2], 0.0, 0.0])
+    assert terms_of_rows[:, 2].tolist() == pytest.approx([-2.0 * more_likely[0], 0.0, 2.0 * more_likely[2], 0.0, 0.0])

@@ -26,10 +26,12 @@ def part_of(rows: slice, width: int) -> Any:
     draw = torch.Generator().manual_seed(2)
     mask = torch.arange(5) < torch.tensor([3, 1, 2, 3, 5, 4, 1, 5]).unsqueeze(1)
     logps, sampled, entropies = (torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(3))
-    own = [values[rows, :width] for values in (logps, entropies, mask)]
-    rollout = SimpleNamespace(sampling_logps=sampled[rows, :width], completion_mask=own[2], on_policy=True)
+    scored_values = [values[rows, :width] for values in (logps, entropies, mask)]
+    rollout = SimpleNamespace(sampling_logps=sampled[rows, :width], completion_mask=scored_values[2], on_policy=True)
     fold = torch.arange(8)[rows] // 4
-    return dataclasses.replace(scored(rollout, Scores(*own)), fold=fold, fold_sizes=torch.tensor([4.0, 4.0]).double())
+    return dataclasses.replace(
+        scored(rollout, Scores(*scored_values)), fold=fold, fold_sizes=torch.tensor([4.0, 4.0]).double()
+    )
 
 
 def levels(rank: int, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:
@@ -41,8 +43,8 @@ def levels(rank: int, reduce: Callable[[Tensor], Tensor], parts: int) -> Tensor:
 
 def test_levels_on_two_processes_of_unlike_widths_are_those_on_one() -> None:
     whole = levels(0, lambda tensor: tensor, 1)
-    for found in on_two_ranks(lambda rank, reduce: levels(rank, reduce, 2)):
-        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+    for levels_of_rank in on_two_ranks(lambda rank, reduce: levels(rank, reduce, 2)):
+        torch.testing.assert_close(levels_of_rank, whole, rtol=1e-12, atol=1e-12)
     assert whole[:, 0].tolist() == [4.0, 4.0]
 
 
@@ -57,18 +59,18 @@ def test_a_fold_has_the_effects_of_its_sequences_on_the_normalisers() -> None:
         means = [weights @ (before * part) / (weights @ before) for part in (exact.entropies, exact.mask)]
         return weights.sum() * torch.stack(means).sum(dim=1)
 
-    found = levels(0, lambda tensor: tensor, 1)
+    levels_of_rank = levels(0, lambda tensor: tensor, 1)
     ones = torch.ones(8, dtype=torch.float64)
     for fold, rows in enumerate((slice(0, 4), slice(4, 8))):
         more = torch.zeros_like(ones)
         more[rows] = 1e-5
         slopes = (whole(ones + more) - whole(ones - more)) / 2e-5
-        torch.testing.assert_close(found[fold, 1:], slopes, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(levels_of_rank[fold, 1:], slopes, rtol=1e-7, atol=1e-7)
 
 
 def test_forward_of_what_another_policy_drew_is_unbiased_and_its_bars_hold() -> None:
     """Truth by enumeration. 400 batches: weighed 1.0 standard errors off the truth, without ratios 10."""
-    found = coverage(60, seed=1, sampler=SAMPLER)
-    for truth, mean, error, covered in zip(*found, strict=True):
+    coverages = coverage(60, seed=1, sampler=SAMPLER)
+    for truth, mean, error, covered in zip(*coverages, strict=True):
         assert abs(mean - truth) < 4 * error
         assert 0.86 <= covered <= 1.0

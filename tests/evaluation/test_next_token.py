@@ -14,10 +14,10 @@ from rl_training.evaluation.next_token import CHUNK, divergences
 def test_divergences_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, other = (3 * torch.randn(20, 7, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = divergences(logits, other)
+    values = divergences(logits, other)
     for row in range(20):
         p, q = (reference.log_softmax(table[row].tolist()) for table in (logits, other))
-        assert found[row].item() == pytest.approx(
+        assert values[row].item() == pytest.approx(
             sum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True)), abs=1e-12
         )
 

@@ -63,11 +63,11 @@ def test_the_numbers_are_those_of_the_command_and_a_damaged_checkpoint_costs_its
         )
     assert torch.equal(trained_weights(trainer), before)
     assert trainer.model.training
-    expected, found = read_table(plan.folder), read_table(tmp_path / "own" / "evaluations" / "default")
-    assert {"kl/token", "majority", "pass_at_4"} <= {*found["metric"]}
-    assert found["metric"].tolist() == expected["metric"].tolist()
-    assert found["value"].tolist() == expected["value"].tolist()
-    assert found["stderr"].fillna(-1.0).tolist() == expected["stderr"].fillna(-1.0).tolist()
+    expected, table = read_table(plan.folder), read_table(tmp_path / "own" / "evaluations" / "default")
+    assert {"kl/token", "majority", "pass_at_4"} <= {*table["metric"]}
+    assert table["metric"].tolist() == expected["metric"].tolist()
+    assert table["value"].tolist() == expected["value"].tolist()
+    assert table["stderr"].fillna(-1.0).tolist() == expected["stderr"].fillna(-1.0).tolist()
 
 
 def test_an_attached_run_is_evaluated_with_its_weighted_rewards_and_its_report_shows_it(

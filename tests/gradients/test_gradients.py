@@ -450,5 +450,5 @@ def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(
         reached = name == "embed.weight"
         second = of_embedding[1] if reached else torch.zeros_like(of_tied[1][name])
         expected = torch.stack([of_tied[0][name] + of_tied[1][name] + (of_embedding[0] if reached else 0.0), second])
-        found = torch.cat([part[name] for part in parts], dim=-1)  # each keeps some of the entries
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        vector = torch.cat([part[name] for part in parts], dim=-1)  # each keeps some of the entries
+        torch.testing.assert_close(vector, expected, rtol=1e-12, atol=1e-14)

@@ -51,7 +51,7 @@ def test_a_step_that_is_left_out_has_no_predictions_and_the_next_one_does_not_lo
     """Its sequences are measured, its running sums are those before it, and it may be said or be noticed."""
     probes = [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1), GradientNoiseScaleProbe()]
     model, optimizer, measured = new_loop(probes, records=Records(tmp_path))
-    found = []
+    answers = []
     with measured:
         for number in (1, 2, 3):
             with measured.step(number):
@@ -63,8 +63,8 @@ def test_a_step_that_is_left_out_has_no_predictions_and_the_next_one_does_not_lo
                 elif said:
                     measured.skip_step()
                 optimizer.zero_grad()
-            found.append(dict(measured.latest))
-    first, out, last = found
+            answers.append(dict(measured.latest))
+    first, out, last = answers
     for name in ("delta_h/forward", "delta_h/reuse", "intervention/lr:0.5/delta_h"):
         assert out[name].code == "left_out", name
     assert math.isfinite(out["delta_h/backward"].value)  # of step 1

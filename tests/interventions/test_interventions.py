@@ -287,7 +287,7 @@ def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
         completion_mask=loss.scores.mask, advantages=loss.advantages, rewards=None, prompt_index=rows // 2,
     )  # fmt: skip
     parts = (range(2), range(2, 6))
-    batch = Batch(rollout, loss.scores, loss.weights, parts, rows, 6, responses_per_prompt=2)
+    batch = Batch(rollout, loss.scores, loss.weights, parts, [], rows, torch.ones(6), responses_per_prompt=2)
     inputs = loss_inputs(batch, lambda mine: mine)
     assert [part.microbatches for part in inputs] == [3.0, 1.5]
     assert torch.equal(inputs[1].weights.logps, loss.weights.logps[2:])
@@ -376,24 +376,24 @@ plain = lr
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def custom_file(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
     return tmp_path / "mine.py"
 
 
-def test_a_custom_function_in_a_file_is_an_intervention(own: Path) -> None:
-    mine, plain_weights = intervention(f"{own}:softer:0.5"), known().weights.logps
+def test_a_custom_function_in_a_file_is_an_intervention(custom_file: Path) -> None:
+    mine, plain_weights = intervention(f"{custom_file}:softer:0.5"), known().weights.logps
     assert mine.name == "softer:0.5"
     assert torch.equal(mine.weights(known()).logps, 0.5 * plain_weights)
     loss = known()
-    assert torch.equal(intervention(f"{own}:in_place:0.5").weights(loss).logps, 0.5 * plain_weights)
+    assert torch.equal(intervention(f"{custom_file}:in_place:0.5").weights(loss).logps, 0.5 * plain_weights)
     assert torch.equal(loss.weights.logps, plain_weights)  # it wrote into a copy
 
 
 @pytest.mark.parametrize(("name", "said"), REFUSED["own_intervention"].items())
-def test_a_custom_function_that_is_wrong_is_named_in_one_line(own: Path, name: str, said: str) -> None:
+def test_a_custom_function_that_is_wrong_is_named_in_one_line(custom_file: Path, name: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        intervention(f"{own}:{name}").weights(known())
+        intervention(f"{custom_file}:{name}").weights(known())
     assert "\n" not in str(error.value)
 
 
@@ -412,8 +412,8 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, lines: 
     assert "\n" not in str(error.value)
 
 
-def test_a_module_without_a_dot_is_one(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(own.parent))
+def test_a_module_without_a_dot_is_one(custom_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(custom_file.parent))
     assert intervention("mine:softer:0.5").name == "softer:0.5"
 
 

@@ -110,8 +110,8 @@ def test_a_run_is_trained_evaluated_reported_and_analyzed_without_a_checkout(env
     ended = subprocess.run(run, cwd=tmp_path, env=_elsewhere(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert_silent(ended.stdout + ended.stderr)  # of imports too
-    found = json.loads((tmp_path / "run/offline/mixed_probe/checkpoint-2/result.json").read_text())["results"]
-    assert abs(found["deltaH1"] - found["deltaH_true"]) < 6 * found["paired_error_se"]
+    results = json.loads((tmp_path / "run/offline/mixed_probe/checkpoint-2/result.json").read_text())["results"]
+    assert abs(results["deltaH1"] - results["deltaH_true"]) < 6 * results["paired_error_se"]
     assert (tmp_path / "run/evaluations/arithmetic/consolidated_metrics.csv").is_file()
     assert "<img" in (tmp_path / "run/report/report.html").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
@@ -171,11 +171,11 @@ def requirements_of(extra: str) -> set[str]:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = setup["options.extras_require"][extra] if extra else setup["options"]["install_requires"]
-    found: set[str] = set()
+    requirements: set[str] = set()
     for line in filter(None, lines.splitlines()):
         name, others = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", line).groups()  # type: ignore[union-attr]
-        found |= set().union(*map(requirements_of, others.split(","))) if name == "rl-training" else {name}
-    return found
+        requirements |= set().union(*map(requirements_of, others.split(","))) if name == "rl-training" else {name}
+    return requirements
 
 
 def test_the_core_is_what_attach_needs() -> None:

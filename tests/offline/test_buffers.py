@@ -41,13 +41,13 @@ def test_the_filter_of_u_knows_what_trainings_buffer_knows_and_draws_with_its_ow
         args=SimpleNamespace(generation_batch_size=8), num_generations=4,
     )  # fmt: skip
     before = known.state_dict()["generator"].clone()
-    own = _filter_of(SimpleNamespace(trainer=trainer), seed=9)  # type: ignore[arg-type]
-    assert (own.max_attempts, own.floor, own.half_life) == (5, 0.3, 7.0)
-    assert torch.equal(own.weights(), known.weights())
-    assert len(own.weights().unique()) == 3  # mixed, all right, never asked
-    own.draw(2, [])
+    buffer_filter = _filter_of(SimpleNamespace(trainer=trainer), seed=9)  # type: ignore[arg-type]
+    assert (buffer_filter.max_attempts, buffer_filter.floor, buffer_filter.half_life) == (5, 0.3, 7.0)
+    assert torch.equal(buffer_filter.weights(), known.weights())
+    assert len(buffer_filter.weights().unique()) == 3  # mixed, all right, never asked
+    buffer_filter.draw(2, [])
     assert torch.equal(known.state_dict()["generator"], before)
-    assert torch.equal(own.state_dict()["generator"], drawn_from(9, 3))
+    assert torch.equal(buffer_filter.state_dict()["generator"], drawn_from(9, 3))
 
 
 def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:

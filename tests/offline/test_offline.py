@@ -73,25 +73,27 @@ def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_
 
 
 def test_the_splits_add_up_and_the_product_of_means_is_that_of_the_entropy_gradient_and_the_step(analysed) -> None:
-    found = analysed.results
+    results = analysed.results
     for split in ("part", "layer", "kind"):
-        keys = [k for k in found if k.startswith(f"deltaH1/{split}/") and not k.endswith(("_se", "_sequence"))]
-        assert sum(found[k] for k in keys) == pytest.approx(found["deltaH1"], rel=1e-4)
+        keys = [k for k in results if k.startswith(f"deltaH1/{split}/") and not k.endswith(("_se", "_sequence"))]
+        assert sum(results[k] for k in keys) == pytest.approx(results["deltaH1"], rel=1e-4)
     assert analysed.first_order is not None
     product = float(analysed.first_order.direction[0].double() @ analysed.update.delta.double())
-    assert found["bars_dot"] == pytest.approx(product / 2e-4, rel=1e-4)  # 3e-4, linear decay over 3 steps, after 1
+    assert results["bars_dot"] == pytest.approx(product / 2e-4, rel=1e-4)  # 3e-4, linear decay over 3 steps, after 1
 
 
 def test_prediction_and_truth_agree_within_the_error_of_their_difference(analysed: Analysis) -> None:
-    found = analysed.results
-    assert abs(found["paired_error_odd"]) < 4 * found["paired_error_odd_se"] + 1e-3 * abs(found["deltaH_odd"])
-    assert found["paired_error_odd_se"] < 0.2 * found["deltaH_true_se"]  # the noise that both share is gone
+    results = analysed.results
+    assert abs(results["paired_error_odd"]) < 4 * results["paired_error_odd_se"] + 1e-3 * abs(results["deltaH_odd"])
+    assert results["paired_error_odd_se"] < 0.2 * results["deltaH_true_se"]  # the noise that both share is gone
     scores = analysed.evaluation.scores
-    assert found["H_orig"] == pytest.approx(float((scores.entropies * scores.mask).sum() / scores.mask.sum()), rel=1e-5)
-    assert found["slope_check"] < 0.1
-    assert abs(found["floor"]) < 1e-6
-    assert 0.9 < found["ESS"] / 24 <= 1
-    assert found["w_min"] < 1 < found["w_max"]
+    assert results["H_orig"] == pytest.approx(
+        float((scores.entropies * scores.mask).sum() / scores.mask.sum()), rel=1e-5
+    )
+    assert results["slope_check"] < 0.1
+    assert abs(results["floor"]) < 1e-6
+    assert 0.9 < results["ESS"] / 24 <= 1
+    assert results["w_min"] < 1 < results["w_max"]
 
 
 def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not(restored, analysed, capsys) -> None:
@@ -115,12 +117,12 @@ def test_numbers_do_not_depend_on_the_microbatch(restored: RestoredTrainer, anal
 
 def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: RestoredTrainer) -> None:
     """Though microbatches cut them. Twin: weights of every token times its slope along the step."""
-    found = analyse(
+    results = analyse(
         restored, dataclasses.replace(SMALL, evaluation=Evaluation(10, 3), memory=Memory(microbatch_size=4))
     )
-    assert found.first_order is not None
-    assert found.truth is not None
-    scores, slopes = found.evaluation.scores, found.truth.slopes
+    assert results.first_order is not None
+    assert results.truth is not None
+    scores, slopes = results.evaluation.scores, results.truth.slopes
     for column, target in enumerate(("token", "sequence")):
         known = (scores.entropies, scores.mask, torch.arange(30))
         w, u = surrogate_weights(*known, target=target, baseline="buffer")
@@ -129,9 +131,9 @@ def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: Resto
         share = lengths / lengths.sum() if target == "token" else 0.1
         left_out = (of_prompt.sum() - of_prompt) / (1 - share)
         stderr = math.sqrt(9) * float(left_out.std(correction=0))
-        assert float(found.first_order.over_evaluation.stderr[0, column]) == pytest.approx(stderr, rel=0.02)
-    assert found.results["deltaH_true_se"] == pytest.approx(float(found.truth.at[0].ahead.true.stderr[0]))
-    assert found.truth.at[0].ahead.true.without.shape == (10, 2)
+        assert float(results.first_order.over_evaluation.stderr[0, column]) == pytest.approx(stderr, rel=0.02)
+    assert results.results["deltaH_true_se"] == pytest.approx(float(results.truth.at[0].ahead.true.stderr[0]))
+    assert results.truth.at[0].ahead.true.without.shape == (10, 2)
 
 
 def test_what_is_not_asked_for_is_nan_with_the_reason(restored: RestoredTrainer) -> None:
@@ -158,11 +160,11 @@ def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_ter
     for shown, at, how in ((afresh, far, "fresh samples"), (analysed, restored, "PDIS")):
         print_table(shown, at, run)
         assert re.findall(r"measured \((?!SNIS)(.*?)\)", capsys.readouterr().out) == [how]
-    found = afresh.results
-    assert found["resampled"] == 1
-    assert found["ESS"] < 12
-    assert math.isfinite(found["deltaH_true"])
-    assert found["deltaH_true_se"] > 0
+    results = afresh.results
+    assert results["resampled"] == 1
+    assert results["ESS"] < 12
+    assert math.isfinite(results["deltaH_true"])
+    assert results["deltaH_true_se"] > 0
 
 
 def test_the_same_buffers_under_other_preconditioners(analysed: Analysis) -> None:
@@ -179,13 +181,13 @@ def test_the_same_buffers_under_other_preconditioners(analysed: Analysis) -> Non
 
 def test_where_no_response_has_an_advantage_the_directions_without_momentum_are_nan_with_the_reason(run: Path) -> None:
     small = dataclasses.replace(SMALL, update=UpdateConfig(prompts=2), truth=TruthSettings(enabled=False))
-    found = analyse(restored_at(run, 1, "trainer.max_completion_length=1"), small)
-    assert not found.update.gradient.any()
-    rows = {row["name"]: row for row in found.tables["conditioning"]}
+    results = analyse(restored_at(run, 1, "trainer.max_completion_length=1"), small)
+    assert not results.update.gradient.any()
+    rows = {row["name"]: row for row in results.tables["conditioning"]}
     nan = {name for name, row in rows.items() if math.isnan(row["delta_h1"])}
     assert nan == {"momentum-free adam", "sgd"} == {name for name, row in rows.items() if math.isnan(row["cosine"])}
-    assert {f"conditioning/{name}" for name in nan} <= found.reasons.keys()
-    assert rows["adam"]["delta_h1"] == pytest.approx(found.results["deltaH1"], rel=1e-4)
+    assert {f"conditioning/{name}" for name in nan} <= results.reasons.keys()
+    assert rows["adam"]["delta_h1"] == pytest.approx(results.results["deltaH1"], rel=1e-4)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -244,20 +246,25 @@ def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, anal
 
 
 def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(run, tmp_path, capsys) -> None:
-    own = [f"checkpoint={checkpoint(run, 1)}", "evaluation.prompts=24", "update.prompts=8", "memory.generation_size=24"]
-    own += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
+    overrides = [
+        f"checkpoint={checkpoint(run, 1)}",
+        "evaluation.prompts=24",
+        "update.prompts=8",
+        "memory.generation_size=24",
+    ]
+    overrides += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
     with composing():
-        (path,) = analyse_checkpoints(compose("offline", [*own, f"output={tmp_path / 'one'}"]))
+        (path,) = analyse_checkpoints(compose("offline", [*overrides, f"output={tmp_path / 'one'}"]))
     assert "predicted, first order" in capsys.readouterr().out
-    forks.run_on_ranks(("offline.py", *own, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")
-    one, two = (read_analysis(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
-    assert (one["world_size"], two["world_size"]) == (1, 2)
-    compared = compare(one["results"], two["results"], 1e-5)
+    forks.run_on_ranks(("offline.py", *overrides, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")
+    first, second = (read_analysis(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
+    assert (first["world_size"], second["world_size"]) == (1, 2)
+    compared = compare(first["results"], second["results"], 1e-5)
     for table in ("sizes", "updates"):  # of fewer sequences, and of another step
-        rows = zip(*(found["tables"][table] for found in (one, two)), strict=True)
+        rows = zip(*(analysis["tables"][table] for analysis in (first, second)), strict=True)
         compared += sum(compare(a, b, 1e-4) for a, b in rows)
     assert compared > 60 + 3 * 20
-    logs = [read_probe_log(found["log"]) for found in (one, two)]
+    logs = [read_probe_log(analysis["log"]) for analysis in (first, second)]
     for name in ("evaluation", "update"):
         texts = [log[name][["prompt", "response", "length"]] for log in logs]
         assert len(texts[0]) == {"evaluation": 24, "update": 32}[name]
@@ -268,12 +275,12 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(run, tmp_path, c
         np.testing.assert_allclose(*(log["tokens"][column].to_numpy() for log in logs), rtol=1e-3, atol=1e-5)
 
 
-def compare(one: dict[str, Any], two: dict[str, Any], tolerance: float) -> int:
+def compare(first: dict[str, Any], second: dict[str, Any], tolerance: float) -> int:
     """Assert that numbers are the same, to so much of themselves or of the prediction; returns how many are known."""
     compared = 0
-    for key, value in one.items():
-        scale = abs(one["deltaH1_sequence" if "sequence" in key else "deltaH1"])
+    for key, value in first.items():
+        scale = abs(first["deltaH1_sequence" if "sequence" in key else "deltaH1"])
         if not key.startswith(("floor", "slope")):
-            assert two[key] == pytest.approx(value, rel=tolerance, abs=tolerance * scale, nan_ok=True), key
+            assert second[key] == pytest.approx(value, rel=tolerance, abs=tolerance * scale, nan_ok=True), key
             compared += not math.isnan(value)
     return compared

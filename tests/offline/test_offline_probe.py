@@ -36,12 +36,12 @@ KEYS_OF_ANSWER = {
 
 def small(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration of a quick analysis, with logs in a folder."""
-    own: dict[str, Any] = {
+    config: dict[str, Any] = {
         "batch_config": {"B_E": 16, "B_U": 8},
         "memory_config": {"microbatch_size": 8},
         "detailed_logging": {"output_directory": str(folder)},
     }
-    return {key: own.get(key, {}) | sections.get(key, {}) for key in {**own, **sections}}
+    return {key: config.get(key, {}) | sections.get(key, {}) for key in {**config, **sections}}
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +55,30 @@ def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 
 def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:
-    own = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
+    overrides = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
     with composing():
         (path,) = analyse_checkpoints(
-            compose("offline", [f"checkpoint={checkpoint(run, 1)}", *own, f"output={tmp_path}"])
+            compose("offline", [f"checkpoint={checkpoint(run, 1)}", *overrides, f"output={tmp_path}"])
         )
-    found = read_analysis(path)["results"]
-    assert probed["diagnostics"] == found
+    results = read_analysis(path)["results"]
+    assert probed["diagnostics"] == results
     assert set(probed) == KEYS_OF_ANSWER
-    assert probed["deltaH1"] == found["deltaH1_sequence"] == pytest.approx(probed["bars_dot"] * found["learning_rate"])
-    assert probed["deltaH_true"] == found["deltaH_snis_sequence"]
-    assert probed["H_upd"] == found["H_orig_sequence"] + found["deltaH_snis_sequence"]
+    assert (
+        probed["deltaH1"] == results["deltaH1_sequence"] == pytest.approx(probed["bars_dot"] * results["learning_rate"])
+    )
+    assert probed["deltaH_true"] == results["deltaH_snis_sequence"]
+    assert probed["H_upd"] == results["H_orig_sequence"] + results["deltaH_snis_sequence"]
     assert (probed["B_E"], probed["B_U"], probed["G"]) == (16, 8, 4)
 
 
 def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -> None:
     config = small(tmp_path, probe_rework={"compute_delta_h1": False}, detailed_logging={"enabled": False})
-    found = OfflineEntropyProbe({**config, "batch_config": {"B_E": 16, "B_U": 4, "G": 2}}).run_mixed_probe(
+    results = OfflineEntropyProbe({**config, "batch_config": {"B_E": 16, "B_U": 4, "G": 2}}).run_mixed_probe(
         checkpoint(run, 2)
     )
-    assert set(found) == KEYS_OF_ANSWER - {"deltaH1", "bars_dot", "learning_rate"}
-    assert "gradient of E" not in found["timing"]
-    assert (found["log"], found["G"]) == ("", 2)
+    assert set(results) == KEYS_OF_ANSWER - {"deltaH1", "bars_dot", "learning_rate"}
+    assert "gradient of E" not in results["timing"]
+    assert (results["log"], results["G"]) == ("", 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,9 +88,11 @@ def test_the_ready_files_run_and_explain_every_option(run: Path) -> None:
     assert flat(probe.config).keys() == {*SETTINGS, *CHOICES} | others
     given, default = composed("offline", *probe.overrides(run)), composed("offline", f"checkpoint={run}")
     assert {key for key in default if given[key] != default[key]} == {"name", "report", "dashboards"}
-    found = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe(checkpoint(run, 2))
-    assert Path(found["log"]).is_relative_to(run / "offline")
-    assert len(probe_logs(Path(found["log"]).parent)) >= 1
+    results = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe(
+        checkpoint(run, 2)
+    )
+    assert Path(results["log"]).is_relative_to(run / "offline")
+    assert len(probe_logs(Path(results["log"]).parent)) >= 1
 
 
 @pytest.mark.parametrize(("config", "says"), REFUSED["offline_probe"])
@@ -122,10 +126,10 @@ def test_a_folder_of_adapter_weights_takes_the_optimizer_of_its_parent(tmp_path:
     with pytest.raises(ValueError, match=r"it lacks .*model/adapter_model\.safetensors"):
         probe.run_mixed_probe(alone / "model")
     (tmp_path / "kept").rename(alone / "model" / "adapter_model.safetensors")
-    found, of_run = probe.run_mixed_probe(alone / "model"), OfflineEntropyProbe(small(tmp_path / "logs"))
-    assert found["learning_rate"] == pytest.approx(1e-4)
-    assert found["deltaH1"] == pytest.approx(of_run.run_mixed_probe(saved)["deltaH1"], rel=1e-6)
-    assert "_step_2.json.gz" in found["log"]
+    results, of_run = probe.run_mixed_probe(alone / "model"), OfflineEntropyProbe(small(tmp_path / "logs"))
+    assert results["learning_rate"] == pytest.approx(1e-4)
+    assert results["deltaH1"] == pytest.approx(of_run.run_mixed_probe(saved)["deltaH1"], rel=1e-6)
+    assert "_step_2.json.gz" in results["log"]
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
@@ -159,8 +163,8 @@ def test_a_quantity_that_is_unknown_of_a_sequence_has_no_statistics() -> None:
         [{"length": length} for length in (1.0, 2.0, 6.0)],
         [{"reward": math.nan, "length": 4.0}, {"reward": 1.0, "length": 2.0}],
     )
-    found = statistics_of(e, u)
-    assert found["generation_length"] == {
+    statistics = statistics_of(e, u)
+    assert statistics["generation_length"] == {
         "mean": 3.0,
         "sd": 7**0.5,
         "min": 1.0,
@@ -169,8 +173,8 @@ def test_a_quantity_that_is_unknown_of_a_sequence_has_no_statistics() -> None:
         "q75": 4.0,
         "max": 6.0,
     }
-    assert found["update_length"]["mean"] == 3.0
-    assert all(map(math.isnan, found["reward"].values()))
+    assert statistics["update_length"]["mean"] == 3.0
+    assert all(map(math.isnan, statistics["reward"].values()))
 
 
 def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ def test_the_analysis_of_an_adapter_on_gsm8k_in_bf16(stand_in: Path, tmp_path: P
         (path,) = analyse_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL]))
     assert restored.parameters.keys() == weights.keys()
     assert all(torch.equal(weights[name], param) for name, param in restored.parameters.items())
-    found = read_analysis(path)["results"]
-    assert found["learning_rate"] == 1e-3
-    assert math.isfinite(found["deltaH1"])
+    results = read_analysis(path)["results"]
+    assert results["learning_rate"] == 1e-3
+    assert math.isfinite(results["deltaH1"])
     if adapter == "lora":
-        assert abs(found["paired_error_odd"]) < 0.1 * abs(found["deltaH_odd"]) + 4 * found["paired_error_odd_se"]
+        assert abs(results["paired_error_odd"]) < 0.1 * abs(results["deltaH_odd"]) + 4 * results["paired_error_odd_se"]
         with pytest.raises(ValueError, match=r"use adapter=lora \(or qlora\)"):
             restored_at(run, 1, "adapter=none")
         with pytest.raises(ValueError, match=r"has the shape .* set adapter.r"):

@@ -46,9 +46,9 @@ def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None
     assert restored.learning_rate == pytest.approx(0.15)
     assert close(update.delta, real["delta"]) < 1e-4
     assert close(update.parts.gradient, -0.15 * update.clip * real["gradient"]) < 1e-5
-    found = analyse(restored, SMALL)
-    assert found.results["slope_check"] < 0.1
-    assert found.tables["conditioning"] == []  # there is none of Adam's
+    results = analyse(restored, SMALL)
+    assert results.results["slope_check"] < 0.1
+    assert results.tables["conditioning"] == []  # there is none of Adam's
 
 
 def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis) -> None:

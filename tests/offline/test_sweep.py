@@ -60,9 +60,9 @@ def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.Da
             scale = abs(whole["deltaH1_sequence" if "sequence" in column else "deltaH1"])
             assert same_u[column] == pytest.approx(whole[column], rel=1e-5)
             assert all_of_e[column] == pytest.approx(whole[column], abs=0.02 * scale)  # slopes by differences
-        found = read_analysis(run / "offline" / "sweep" / f"checkpoint-{step}" / "result.json")["results"]
-        of_update = found["deltaH1_se"] ** 2 - found["deltaH1_se_evaluation"] ** 2
-        assert of_update > 0.1 * found["deltaH1_se"] ** 2
+        results = read_analysis(run / "offline" / "sweep" / f"checkpoint-{step}" / "result.json")["results"]
+        of_update = results["deltaH1_se"] ** 2 - results["deltaH1_se_evaluation"] ** 2
+        assert of_update > 0.1 * results["deltaH1_se"] ** 2
         assert same_u["deltaH1_se"] ** 2 == pytest.approx(all_of_e["deltaH1_se"] ** 2 + of_update, rel=1e-4)
         other = only(at, kind="update", update_seed=5)
         assert other["deltaH1"] != whole["deltaH1"]
@@ -141,8 +141,8 @@ def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, sw
         text = page.read_text()
         assert shown in text
         assert text.count('<figure class="chart"') >= 5
-        own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
-        assert not re.search(r'(src|href)="(?!data:|#)', own)
+        page_text = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+        assert not re.search(r'(src|href)="(?!data:|#)', page_text)
 
 
 def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swept: pd.DataFrame) -> None:

@@ -79,13 +79,20 @@ def measured(line: Line, e: SampledBuffer, eta: float = 1.0) -> truth.Truth:
 @pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "afresh"])
 def test_whatever_is_measured_on_several_responses_is_left_out_prompt_by_prompt(far: float) -> None:
     line = Line(far)
-    found = measured(line, evaluation(line, responses=2))
-    at = found.at[0]
+    measurement = measured(line, evaluation(line, responses=2))
+    at = measurement.at[0]
     assert at.ahead.resampled == (far == 3.0)
     assert at.odd is not None
-    for replicates in (at.ahead.true, at.ahead.snis, at.odd, found.before, found.floor, found.first_order):
+    for replicates in (
+        at.ahead.true,
+        at.ahead.snis,
+        at.odd,
+        measurement.before,
+        measurement.floor,
+        measurement.first_order,
+    ):
         assert replicates.without.shape == (4, 2)
-    lengths, tokens = LENGTHS.view(4, 2).sum(dim=1).double(), found.before.without[:, 0]
+    lengths, tokens = LENGTHS.view(4, 2).sum(dim=1).double(), measurement.before.without[:, 0]
     off = (torch.arange(8) * LENGTHS).view(4, 2).sum(dim=1).double() / 1000
     assert tokens.tolist() == pytest.approx((1 + (off.sum() - off) / (lengths.sum() - lengths)).tolist(), rel=1e-12)
 
@@ -115,12 +122,15 @@ def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same
     line = Line(far)
     e = evaluation(line, responses=2)
     row, whole = over_sizes(measured(line, e), [6, 8])
-    found = measured(line, e)
-    for key, replicates in (("deltaH_true", found.at[0].ahead.true), ("deltaH_snis", found.at[0].ahead.snis)):
+    measurement = measured(line, e)
+    for key, replicates in (
+        ("deltaH_true", measurement.at[0].ahead.true),
+        ("deltaH_snis", measurement.at[0].ahead.snis),
+    ):
         assert row[key] == pytest.approx(float(replicates.without[3, 0]), rel=1e-12)  # all but the last prompt
         assert whole[f"{key}_se"] == pytest.approx(float(replicates.stderr[0]), rel=1e-12)
     assert row["paired_error_odd"] == pytest.approx(
-        float((found.first_order - found.at[0].odd).without[3, 0]), rel=1e-12, abs=1e-15
+        float((measurement.first_order - measurement.at[0].odd).without[3, 0]), rel=1e-12, abs=1e-15
     )
 
 
@@ -130,9 +140,9 @@ def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same
 def test_without_a_block_a_token_mean_is_over_the_tokens_left_and_a_sequence_mean_over_the_sequences_left() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
     sums = torch.tensor([[[1.0, 10.0]], [[2.0, 20.0]]])  # (2 blocks, 1 label, per token and per sequence)
-    found = without_blocks(sums, mask, JackknifeUnits.of_rows(mask).in_blocks(2))
-    assert found.value.tolist() == [[3.0, 30.0]]
-    assert found.without.tolist() == [
+    replicates = without_blocks(sums, mask, JackknifeUnits.of_rows(mask).in_blocks(2))
+    assert replicates.value.tolist() == [[3.0, 30.0]]
+    assert replicates.without.tolist() == [
         [pytest.approx([2 / (1 / 6), 20 / (1 / 3)])],
         [pytest.approx([1 / (5 / 6), 10 / (2 / 3)])],
     ]
@@ -141,8 +151,8 @@ def test_without_a_block_a_token_mean_is_over_the_tokens_left_and_a_sequence_mea
 def test_the_error_of_a_prediction_adds_the_squares_of_both_buffers_errors() -> None:
     left_out = torch.tensor([1.0, -1.0] * 4).view(8, 1, 1).expand(8, 1, 2)  # stderr √(7/8 · 8)
     both = [Replicates(torch.zeros(1, 2), size * left_out) for size in (3.0, 4.0)]
-    found = FirstOrder(("whole",), *both, direction=torch.zeros(2, 1))
-    assert found.stderr.tolist() == [pytest.approx([5 * 7**0.5] * 2)]
+    prediction = FirstOrder(("whole",), *both, direction=torch.zeros(2, 1))
+    assert prediction.stderr.tolist() == [pytest.approx([5 * 7**0.5] * 2)]
 
 
 # --- afresh, and the floor --------------------------------------------------------------------------------------------
@@ -163,9 +173,9 @@ def test_weights_are_trusted_down_to_an_effective_sample_size_of_95_percent(
 
 def test_a_step_back_is_sampled_at_the_weights_that_it_leads_to() -> None:
     line = Line(far=3.0)
-    found = measured(line, evaluation(line), eta=2.0)
+    measurement = measured(line, evaluation(line), eta=2.0)
     assert line.drawn_at == [2.0, -2.0]
-    at, off = found.at[0], float((torch.arange(8) * LENGTHS).sum() / LENGTHS.sum()) / 1000
+    at, off = measurement.at[0], float((torch.arange(8) * LENGTHS).sum() / LENGTHS.sum()) / 1000
     assert at.odd is not None
     assert float(at.ahead.true.value[0]) == pytest.approx(2 * 2 + 3 * 4 - off)
     assert float(at.odd.value[0]) == pytest.approx(2 * 2)
@@ -177,6 +187,6 @@ def test_the_floor_is_between_scorings_whose_batches_hold_other_sequences() -> N
     places[LENGTHS.argsort(stable=True)] = torch.arange(4.0).repeat(2)  # two batches, of short ones and of long ones
     assert places.tolist() == [2, 0, 0, 2, 3, 1, 3, 1]
     off = float(((places - torch.arange(8)) * LENGTHS).sum()) / 1000
-    found = measured(line, evaluation(line))
-    assert found.floor.value.tolist() == pytest.approx([off / float(LENGTHS.sum()), off / 8])
+    measurement = measured(line, evaluation(line))
+    assert measurement.floor.value.tolist() == pytest.approx([off / float(LENGTHS.sum()), off / 8])
     assert off != 0

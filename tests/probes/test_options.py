@@ -67,7 +67,7 @@ MEANINGLESS: dict[str, list[Any]] = {  # by option, for every probe that has it
     "rows_dtype": ["abc", None, 1, ["float32"]],
     "which": [[], None, 1, "bonus", [None]],
 }
-PROBES = [each for name, each in vars(probes).items() if name.endswith("Probe") and name != "Probe"]
+PROBES = [probe for name, probe in vars(probes).items() if name.endswith("Probe") and name != "Probe"]
 
 
 @pytest.mark.parametrize("probe", PROBES)

@@ -38,8 +38,8 @@ def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the
         patterns = [config["metricRegex"] for config in panels if config.get("useMetricRegex")]
         for name in table[section["name"]]:
             if name.startswith(("delta_h/layer/", "intervention/", "tokens/")):
-                one = name.replace("…", "0").replace("NAME", "bonus:0.02").replace("KIND", "text")
-                assert any(re.search(pattern, one) for pattern in patterns), name
+                name_in_run = name.replace("…", "0").replace("NAME", "bonus:0.02").replace("KIND", "text")
+                assert any(re.search(pattern, name_in_run) for pattern in patterns), name
             elif "…" in name:  # the end, or the beginning, of several names
                 assert any(metric.startswith(name[:-1]) or metric.endswith(name[1:]) for metric in drawn), name
             elif "=" not in name:

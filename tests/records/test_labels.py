@@ -29,11 +29,11 @@ def test_no_two_labels_overlap_and_none_leaves_the_chart(width: float, spread: f
     for _ in range(20):
         places = np.array([0.5, 0.97]) + spread * (generator.random((10, 2)) - [0.5, 0.97])
         points = {f"{'name' * (1 + n % 3)}{n}": (float(x), float(y)) for n, (x, y) in enumerate(places)}
-        found = boxes(points, width)
-        for (left, right, middle), (other_left, other_right, other) in itertools.combinations(found, 2):
+        drawn = boxes(points, width)
+        for (left, right, middle), (other_left, other_right, other) in itertools.combinations(drawn, 2):
             apart = right <= other_left or other_right <= left or abs(middle - other) >= LINE_HEIGHT - 1e-6
             assert apart
-        assert all(0.0 <= middle <= HEIGHT for _, _, middle in found)
+        assert all(0.0 <= middle <= HEIGHT for _, _, middle in drawn)
 
 
 def test_a_label_that_is_alone_stays_beside_its_point() -> None:

@@ -42,7 +42,7 @@ def run_notebook(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str
         statements = ast.parse("".join(cell["source"])).body
         last = [statements.pop()] if isinstance(statements[-1], ast.Expr) else []
         exec(compile(ast.Module(statements, []), str(NOTEBOOK), "exec"), names)
-        values += [eval(compile(ast.Expression(each.value), str(NOTEBOOK), "eval"), names) for each in last]
+        values += [eval(compile(ast.Expression(line.value), str(NOTEBOOK), "eval"), names) for line in last]
     figures = len(plt.get_fignums())
     plt.close("all")
     return "\n".join(map(str, values)), figures

@@ -17,7 +17,7 @@ def policy(seed: int, towards: tuple[Tensor, Tensor] | None = None) -> tuple[Ten
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, generator=generator), torch.randn(3, 3, generator=generator)
     if towards is not None:
-        logits = tuple(old.log() + 0.3 * own for old, own in zip(towards, logits, strict=True))
+        logits = tuple(old.log() + 0.3 * logit for old, logit in zip(towards, logits, strict=True))
     return logits[0].softmax(0), logits[1].softmax(1)
 
 

@@ -31,7 +31,7 @@ def test_an_action_has_one_version_in_all_workflows() -> None:
     for path in WORKFLOWS:
         for action, version in re.findall(r"uses: ([\w./-]+)@(.*)", path.read_text(encoding="utf-8")):
             versions.setdefault(action, set()).add(version)
-    assert {action: found for action, found in versions.items() if len(found) > 1} == {}
+    assert {action: numbers for action, numbers in versions.items() if len(numbers) > 1} == {}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

@@ -106,8 +106,8 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
         assert re.search(f"training's {what} are .* nats per token off", odd[name].reason), name
         assert math.isnan(odd[name].value)
     assert "another temperature, another mask" in odd["delta_h/forward"].reason
-    for each in (first, last):
-        assert math.isfinite(each["delta_h/forward"].value)
+    for row in (first, last):
+        assert math.isfinite(row["delta_h/forward"].value)
     assert math.isfinite(last["delta_h/backward"].value)  # the step that was made is known
     assert math.isfinite(odd["entropy/visited_prefixes"].value)
     assert math.isfinite(odd["ess/advantage"].value)
@@ -119,18 +119,18 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
 
 def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_responses() -> None:
     """By hand, in fp64: the weights of the second step are those that one step from the first has made."""
-    found = []
+    outcomes = []
 
     def forward(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             rows = torch.arange(0, MICROBATCH, G)
             pair = [s(model, part)[0][rows].double() for s in (hotter, scores_of)]
-            found.append((pair[0] - pair[1]).abs()[part.completion_mask[rows].bool()])
+            outcomes.append((pair[0] - pair[1]).abs()[part.completion_mask[rows].bool()])
         return hotter(model, part)
 
     odd = estimates(forward=at_odd_steps(forward))[ODD - 1]
     (off,) = re.findall(r"are ([\d.]+) nats per token off .* at temperature=1, ", odd["delta_h/forward"].reason)
-    assert float(off) == pytest.approx(float(torch.cat(found).mean()), rel=0.05)
+    assert float(off) == pytest.approx(float(torch.cat(outcomes).mean()), rel=0.05)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -151,8 +151,8 @@ def test_a_right_loop_scores_no_row_for_it(monkeypatch: pytest.MonkeyPatch, roun
 
 def test_all_processes_say_the_same_where_one_is_off() -> None:
     nothing, mask = torch.zeros(ROWS, 4, dtype=torch.float64), torch.ones(ROWS, 4)
-    own = Scores(nothing, nothing, mask)
-    scorer = SimpleNamespace(training_rounding="", rounding_reason="", temperature=1.0, score=lambda *_, **__: own)
+    unscored = Scores(nothing, nothing, mask)
+    scorer = SimpleNamespace(training_rounding="", rounding_reason="", temperature=1.0, score=lambda *_, **__: unscored)
     policy: Any = SimpleNamespace(
         scorer=scorer, model=torch.nn.Module(), measuring=contextlib.nullcontext, in_batches=lambda rows, size: [rows]
     )
@@ -169,8 +169,8 @@ def test_all_processes_say_the_same_where_one_is_off() -> None:
         return torch.tensor([bool(why), f"are {off / 2:.2g} nats" in (why or "")])
 
     for off in (1.9 * LIMIT, 2.1 * LIMIT):
-        found = [each.tolist() for each in on_two_ranks(lambda rank, reduce, off=off: said(rank, reduce, off))]
-        assert found == [[off > 2 * LIMIT] * 2] * 2
+        values = [tensor.tolist() for tensor in on_two_ranks(lambda rank, reduce, off=off: said(rank, reduce, off))]
+        assert values == [[off > 2 * LIMIT] * 2] * 2
 
 
 def test_a_token_whose_score_is_no_number_says_nothing_of_another_policy() -> None:
@@ -252,7 +252,7 @@ def as_short_as_it_is(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
     whole, width = part.completion_ids.shape[1], int(part.completion_mask.sum(dim=1).max())
     cut = {name: getattr(part, name)[:, :width] for name in ("completion_ids", "completion_mask")}
     scores = scores_of(model, dataclasses.replace(part, **cut))
-    return tuple(torch.nn.functional.pad(each, (0, whole - width)) for each in scores)  # type: ignore[return-value]
+    return tuple(torch.nn.functional.pad(scores_of_rank, (0, whole - width)) for scores_of_rank in scores)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -271,9 +271,9 @@ def test_rotary_tables_that_depend_on_the_longest_row_are_the_reason_where_they_
     kind: str, probe: Any, name: str
 ) -> None:
     for positions in (WITHIN, *BEYOND):
-        *_, found = estimates([probe()], model=with_tables(kind, positions), forward=as_short_as_it_is, steps=2)
-        said = found[name].reason.startswith("the model's rotary tables depend on the longest row")
-        assert (said, math.isnan(found[name].value)) == (positions != WITHIN, positions != WITHIN)
+        *_, answer = estimates([probe()], model=with_tables(kind, positions), forward=as_short_as_it_is, steps=2)
+        said = answer[name].reason.startswith("the model's rotary tables depend on the longest row")
+        assert (said, math.isnan(answer[name].value)) == (positions != WITHIN, positions != WITHIN)
 
 
 def test_probes_leave_rotary_tables_as_training_has_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,4 +296,4 @@ def test_probes_leave_rotary_tables_as_training_has_left_them(monkeypatch: pytes
         model = with_tables("dynamic", BEYOND[0])
         estimates(probes, model=model, forward=as_short_as_it_is, steps=2)
         trained.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
+    assert all(torch.equal(first, other) for first, other in zip(*trained, strict=True))

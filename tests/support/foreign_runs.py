@@ -87,8 +87,8 @@ def evaluate(run: Path, *words: str) -> EvaluationPlan:
 
 
 def branch(run: Path, *words: str) -> DictConfig:
-    own = {"branch": str(run), "run_dir": str(run.parent / "branch")}
-    return branched(OmegaConf.merge(typed("train", *map(settable, words)), own), words)
+    settings = {"branch": str(run), "run_dir": str(run.parent / "branch")}
+    return branched(OmegaConf.merge(typed("train", *map(settable, words)), settings), words)
 
 
 def probe(run: Path, *words: str) -> object:

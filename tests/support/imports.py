@@ -34,7 +34,7 @@ def imported_with(module: str) -> set[str]:
         above = [".".join(parts[:count]) for count in range(1, len(parts))]
         file = ROOT.joinpath(*parts).with_suffix(".py")
         file = file if file.exists() else ROOT.joinpath(*parts, "__init__.py")
-        found = imported_at_once(file) if file.exists() else set()  # else it is a name in the module above
-        libraries |= {other.partition(".")[0] for other in found if not other.startswith("rl_training")}
-        modules += {*above, *(other for other in found if other.startswith("rl_training"))} - {*modules}
+        names_at_once = imported_at_once(file) if file.exists() else set()  # else it is a name in the module above
+        libraries |= {other.partition(".")[0] for other in names_at_once if not other.startswith("rl_training")}
+        modules += {*above, *(other for other in names_at_once if other.startswith("rl_training"))} - {*modules}
     return libraries - set(sys.stdlib_module_names)

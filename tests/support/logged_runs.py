@@ -38,8 +38,8 @@ def log_run(
     records = Records(folder / "logs")
     records.start(0, {**SETTINGS, "trainer": {**SETTINGS["trainer"], **(settings or {})}})
     for step in range(1, steps + 1):
-        own = {name.replace("__", "/"): curve(step) if callable(curve) else curve for name, curve in curves.items()}
-        records.write_metrics(step, {**LOGGED, **own})
+        metrics = {name.replace("__", "/"): curve(step) if callable(curve) else curve for name, curve in curves.items()}
+        records.write_metrics(step, {**LOGGED, **metrics})
         if estimates:
             records.write_estimates(step, 1, "measured", {name: of(step) for name, of in estimates.items()})
     return folder

@@ -56,12 +56,12 @@ def some_rewards(completions: list[str], **kwargs: Any) -> list[float | None]:
 
 def above_the_others(rewards: Tensor, group: int) -> Tensor:
     """Return, one response after another, its reward less the mean of the others'; 0 without any, in float64."""
-    found = []
-    for row, own in enumerate(rewards.tolist()):
+    weights = []
+    for row, reward in enumerate(rewards.tolist()):
         first = row // group * group
         others = [r for j, r in enumerate(rewards.tolist()[first : first + group], first) if j != row and r == r]
-        found.append(own - sum(others) / len(others) if own == own and others else 0.0)
-    return torch.tensor(found, dtype=torch.float64)
+        weights.append(reward - sum(others) / len(others) if reward == reward and others else 0.0)
+    return torch.tensor(weights, dtype=torch.float64)
 
 
 class Replay(GRPOTrainer):
@@ -132,11 +132,11 @@ class DrawsAgain(GRPOTrainer):
         width = max(part["completion_ids"].shape[1] for part in rounds)
         out = dict(second)
         for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"):
-            one, other = (part[name] for part in rounds)
+            before, other = (part[name] for part in rounds)
             if name.startswith("completion"):
-                one, other = (widened(part, torch.Size((len(part), width)), name) for part in (one, other))
-            chosen = alike if one.ndim == 1 else alike.unsqueeze(1)
-            out[name] = torch.where(chosen, other, one)
+                before, other = (widened(part, torch.Size((len(part), width)), name) for part in (before, other))
+            chosen = alike if before.ndim == 1 else alike.unsqueeze(1)
+            out[name] = torch.where(chosen, other, before)
         return out
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -72,7 +72,7 @@ def train(
     late: Action = nothing,  # between the probes and the optimizer
 ) -> list[dict[str, Estimate]]:
     """Return the estimates of each step."""
-    found = []
+    answers = []
     with measured:
         for number in range(1, steps + 1):
             with measured.step(number) as metrics:
@@ -91,5 +91,5 @@ def train(
                 optimizer.step()
                 if zero_grad:
                     optimizer.zero_grad()
-            found.append(dict(measured.latest))
-    return found
+            answers.append(dict(measured.latest))
+    return answers

@@ -17,7 +17,7 @@ def of_records(folder: Path) -> dict[tuple[int, str], tuple[float, float]]:
     return {(row["step"], row["name"]): (row["value"], row["stderr"]) for row in read_estimates(folder)}
 
 
-def differences(expected: Estimates, found: Estimates, fields: int = 2) -> dict[str, float]:
+def differences(expected: Estimates, actual: Estimates, fields: int = 2) -> dict[str, float]:
     """Return the largest difference by name, relative to the value or its error: a value near 0 is no scale.
 
     The addends of forward (delta_h/layer/…, kind, part) may cancel and have no error: theirs is forward's scale. What
@@ -25,7 +25,7 @@ def differences(expected: Estimates, found: Estimates, fields: int = 2) -> dict[
 
     fields  1 leaves out errors
     """
-    assert expected.keys() == found.keys()
+    assert expected.keys() == actual.keys()
     largest: dict[str, float] = {}
     for (step, name), row in expected.items():
         if name == "step/formula_error":
@@ -34,7 +34,7 @@ def differences(expected: Estimates, found: Estimates, fields: int = 2) -> dict[
         whole = expected[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
         scale = max((abs(number) for number in whole if math.isfinite(number)), default=0.0)
         largest.setdefault(name, 0.0)
-        for value, got in zip(row[:fields], found[step, name], strict=False):
+        for value, got in zip(row[:fields], actual[step, name], strict=False):
             assert math.isnan(value) == math.isnan(got), (step, name, value, got)
             if value != got and not math.isnan(value):
                 largest[name] = max(largest[name], abs(got - value) / scale)

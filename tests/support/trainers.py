@@ -166,9 +166,9 @@ def bare_ending(trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool 
         return ending(trainer_maker(Path(folder))(trainer_class, peft_config=peft_config, **settings))
 
 
-def differing(one: Ending, other: Ending) -> list[str]:
+def differing(first: Ending, other: Ending) -> list[str]:
     """Return the names of what is not bitwise the same; empty where probes went unnoticed."""
-    assert one.weights.keys() == other.weights.keys()
-    tensors = [(a.weights | a.random_numbers) for a in (one, other)]
+    assert first.weights.keys() == other.weights.keys()
+    tensors = [(a.weights | a.random_numbers) for a in (first, other)]
     names = [name for name in tensors[0] if not torch.equal(tensors[0][name], tensors[1][name])]
-    return names + ["logs"] * (one.logs != other.logs)
+    return names + ["logs"] * (first.logs != other.logs)

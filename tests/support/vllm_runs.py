@@ -164,7 +164,7 @@ def main() -> None:
     generation.LLM = functools.cache(functools.partial(generation.LLM, enforce_eager=True, **dtype))
     model = save_model(folder / f"model_{rank}")
     bare, probed = (train(folder / f"{kind}_{p}", model, kind, p) for p in (False, True))
-    found = {
+    outcome = {
         "same": same(bare, probed),
         "largest_difference": float(probed["differences"].abs().max()),
         "ratio": [float(probed["differences"].min().exp()), float(probed["differences"].max().exp())],
@@ -173,14 +173,14 @@ def main() -> None:
     if kind == "lora":
         checkpoint = folder / f"{kind}_True" / "checkpoint-1"
         resumed = train(folder / "resumed", model, kind, True, resume=checkpoint)
-        found["resumed"] = same(probed, resumed, last=STEPS - 1)
-        found["forward_resumed"] = resumed["forward"][-1]
+        outcome["resumed"] = same(probed, resumed, last=STEPS - 1)
+        outcome["forward_resumed"] = resumed["forward"][-1]
     if kind == "bf16":
         unweighted = train(folder / "unweighted", model, kind, True, unweighted=True)
-        found["same"] = found["same"] and same(probed, unweighted)
-        found["forward_unweighted"] = unweighted["forward"]
+        outcome["same"] = outcome["same"] and same(probed, unweighted)
+        outcome["forward_unweighted"] = unweighted["forward"]
     if rank == "0":
-        print(json.dumps(found), flush=True)
+        print(json.dumps(outcome), flush=True)
     os._exit(0)  # vLLM's and gloo's teardown wait for each other
 
 

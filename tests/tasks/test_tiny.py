@@ -49,8 +49,8 @@ def test_shipped_tokenizer_reads_and_writes_as_the_built_one(tokenizer: PreTrain
     assert tokenizer.get_vocab() == built.get_vocab()
     assert len(tokenizer) == 103
     text = string.digits + " \n\n  don't <think> 7+2-3=?</think>" + string.punctuation + string.ascii_letters
-    for each in (tokenizer, built):
-        assert each.decode(each(text).input_ids, skip_special_tokens=True) == text
+    for thing in (tokenizer, built):
+        assert thing.decode(thing(text).input_ids, skip_special_tokens=True) == text
     assert tokenizer(text).input_ids == built(text).input_ids
 
 

@@ -164,8 +164,8 @@ def test_options_that_make_no_sense_are_refused(option: dict[str, Any], message:
 
 def test_a_mixed_prompt_takes_the_place_of_a_rejected_one_and_no_other() -> None:
     """By hand, two processes with three slots. Group 4 of the second is a surplus."""
-    one, other = torch.tensor([[0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1]]).bool()
-    filled = [[fill_slots(mixed[:generated], 3) for generated in (3, 5, 6)] for mixed in (one, other)]
+    first, other = torch.tensor([[0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1]]).bool()
+    filled = [[fill_slots(mixed[:generated], 3) for generated in (3, 5, 6)] for mixed in (first, other)]
     assert [[(groups.tolist(), empty) for groups, empty in of_process] for of_process in filled] == [
         [([0, 1, 2], 2), ([4, 1, 2], 1), ([4, 1, 5], 0)],
         [([0, 1, 2], 1), ([0, 1, 3], 0), ([0, 1, 3], 0)],

@@ -61,8 +61,10 @@ def saved(runs: Path, run: str, rank: int = 0) -> dict[str, Any]:
 
 def estimates(runs: Path, run: str, *, fresh: bool = False) -> dict[tuple[int, str], tuple[float, float]]:
     """Return what is estimated from the given rollouts, or from responses that a run samples itself."""
-    found = of_records(runs / run / "logs")
-    return {key: row for key, row in found.items() if key[1].startswith(FRESH) == fresh and "halves_at" not in key[1]}
+    recorded = of_records(runs / run / "logs")
+    return {
+        key: row for key, row in recorded.items() if key[1].startswith(FRESH) == fresh and "halves_at" not in key[1]
+    }
 
 
 def norm_of(tensors: dict[str, torch.Tensor]) -> float:
@@ -97,35 +99,37 @@ def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path)
 def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path, run: str) -> None:
     """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too."""
     saved(runs, run)  # skipped where DeepSpeed is not installed
-    one, two = (
+    first, second = (
         {key: row for key, row in estimates(runs, name).items() if key[1].startswith(BY_FOLDS)}
         for name in ("plain_1", run)
     )
-    off = differences(one, two)
+    off = differences(first, second)
     assert len(off) > 50
     assert too_far(off) == {}
 
 
 def test_two_processes_train_with_interventions_as_one_does(runs: Path) -> None:
     """To 1e-5 of what the interventions change, 3e-8 of the weights."""
-    one, two, plain = (saved(runs, run)["parameters"] for run in ("plain_1_remedied", "plain_2_remedied", "plain_1"))
-    changed, off = ({name: weight - other[name] for name, weight in one.items()} for other in (plain, two))
+    first, second, plain = (
+        saved(runs, run)["parameters"] for run in ("plain_1_remedied", "plain_2_remedied", "plain_1")
+    )
+    changed, off = ({name: weight - other[name] for name, weight in first.items()} for other in (plain, second))
     assert norm_of(off) <= 1e-5 * norm_of(changed)
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
 def test_two_processes_bound_a_step_as_one_does(runs: Path, run: str) -> None:
     """KL and factor, over all processes, and the weights that come of it: to 1e-5 of what the bound changes."""
-    one, two = (saved(runs, f"{name}_bounded")["parameters"] for name in ("plain_1", run))
+    first, second = (saved(runs, f"{name}_bounded")["parameters"] for name in ("plain_1", run))
     unbounded = saved(runs, "plain_1")["parameters"]
-    assert norm_of({name: weight - two[name] for name, weight in one.items()}) <= 1e-5 * norm_of(
-        {name: weight - unbounded[name] for name, weight in one.items()}
+    assert norm_of({name: weight - second[name] for name, weight in first.items()}) <= 1e-5 * norm_of(
+        {name: weight - unbounded[name] for name, weight in first.items()}
     )
-    expected, found = (estimates(runs, f"{name}_bounded") for name in ("plain_1", run))
-    assert found.keys() == expected.keys()
+    expected, estimates_of_run = (estimates(runs, f"{name}_bounded") for name in ("plain_1", run))
+    assert estimates_of_run.keys() == expected.keys()
     assert expected[1, "bound/tries"][0] > 0
     for key, (value, _) in expected.items():
-        assert found[key][0] == pytest.approx(value, rel=1e-3), key
+        assert estimates_of_run[key][0] == pytest.approx(value, rel=1e-3), key
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
@@ -181,11 +185,11 @@ def test_the_mean_of_the_folds_gradients_is_the_gradient(runs: Path, run: str) -
 @pytest.mark.parametrize("run", ALL_SHARDED)
 def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Path, run: str) -> None:
     saved(runs, run)
-    one, other = (
+    first, other = (
         {key: row for key, row in estimates(runs, name).items() if not key[1].startswith(BY_FOLDS)}
         for name in ("plain_2", run)
     )
-    off = differences(one, other)
+    off = differences(first, other)
     assert len(off) > 30
     assert too_far(off) == {}
 

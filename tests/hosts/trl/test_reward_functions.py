@@ -151,5 +151,5 @@ def test_a_trainer_of_ones_own_with_probes_names_it_until_they_are_removed(make_
         trainer._calculate_rewards(*arguments)
     with pytest.raises(TypeError) as bare:
         trainer._calculate_rewards(*arguments)
-    found = [getattr(caught.value, "__notes__", []) for caught in (named_error, bare)]
-    assert [["asks failed" in note for note in notes] for notes in found] == [[True], []]
+    notes_of_errors = [getattr(caught.value, "__notes__", []) for caught in (named_error, bare)]
+    assert [["asks failed" in note for note in notes] for notes in notes_of_errors] == [[True], []]

@@ -120,12 +120,12 @@ def test_prompts_rewards_and_origins_are_those_of_the_rows_that_arrive(
     rows: list[tuple[int, int]], group: int, prompts: list[int], rewards: list[float] | None, why: str
 ) -> None:
     rollouts = rollouts_of(0, generations=2)
-    found = begun(rollouts, ROWS, rows)
-    assert (found.prompt_index - 6).tolist() == prompts
+    rollout_begun = begun(rollouts, ROWS, rows)
+    assert (rollout_begun.prompt_index - 6).tolist() == prompts
     assert rollouts.responses_per_prompt == group
-    assert (None if found.rewards is None else found.rewards.tolist()) == rewards
-    assert (found.origin.sample_limit or "").startswith(why)
-    assert bool(found.origin.sample_limit) == bool(why)
+    assert (None if rollout_begun.rewards is None else rollout_begun.rewards.tolist()) == rewards
+    assert (rollout_begun.origin.sample_limit or "").startswith(why)
+    assert bool(rollout_begun.origin.sample_limit) == bool(why)
 
 
 def test_the_same_prompt_twice_in_a_rollout_is_two_as_long_as_rows_lie_where_they_were_put() -> None:
@@ -142,12 +142,12 @@ def test_a_row_of_an_earlier_rollout_is_reused_where_a_step_has_learned_from_it(
     begun(rollouts, ROWS, ROWS[:4])
     logps = torch.zeros(6, 1)
     more = {batches.OLD_LOGPS: logps}
-    found = begun(
+    rollout_begun = begun(
         rollouts, [(7, 1), (7, 2), (8, 3), (8, 4), (9, 5), (9, 6)], [*again, (7, 2), *[(8, 3), (8, 4)] * 2], **more
     )
-    assert found.origin.learned == learned
-    assert not found.on_policy
-    assert torch.equal(found.sampling_logps, logps)
+    assert rollout_begun.origin.learned == learned
+    assert not rollout_begun.on_policy
+    assert torch.equal(rollout_begun.sampling_logps, logps)
 
 
 def test_what_one_process_has_put_in_is_no_fresh_sample_on_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_what_one_process_has_put_in_is_no_fresh_sample_on_any(monkeypatch: pyte
 
     ranks: dict[int, Ranks] = {}
     reasons: list[str] = []
-    assert [each.tolist() for each in on_two_ranks(found)] == [[False, True]] * 2
+    assert [tensor.tolist() for tensor in on_two_ranks(found)] == [[False, True]] * 2
     assert reasons[0] == reasons[1]
     assert reasons[0].startswith("1 of the 12 responses")
 
@@ -175,7 +175,7 @@ def test_processes_whose_prompts_have_unlike_numbers_of_responses_say_so_togethe
         return torch.tensor([rollouts.responses_per_prompt, read.origin.groups_limit == module.UNEVEN])
 
     ranks: dict[int, Ranks] = {}
-    assert [each.tolist() for each in on_two_ranks(found)] == [[2, True]] * 2
+    assert [tensor.tolist() for tensor in on_two_ranks(found)] == [[2, True]] * 2
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def test_log_probabilities_of_before_are_the_policy_s_own_up_to_rounding(
     now = torch.tensor([[-1.0, 7.0], [9.0, 9.0]])
     before = torch.tensor([[-1.0 - apart, -7.0], [-9.0, -9.0]])
     rollout = Rollout(ids, ids, ids, mask, torch.zeros(2), None, torch.zeros(2), before, True, old_logps=before)
-    found = rollouts.with_ratios(rollout, Scores(now, now, mask), torch.tensor([False, True]))
-    assert found.on_policy == is_own
-    assert (found.old_logps is None) == is_own
-    assert (found.sampling_logps is None) == is_own
+    with_logps = rollouts.with_ratios(rollout, Scores(now, now, mask), torch.tensor([False, True]))
+    assert with_logps.on_policy == is_own
+    assert (with_logps.old_logps is None) == is_own
+    assert (with_logps.sampling_logps is None) == is_own
     of_engine = dataclasses.replace(rollout, sampling_logps=now)
-    found = rollouts.with_ratios(of_engine, Scores(now, now, mask), torch.tensor([False, True]))
-    assert found.sampling_logps is now
+    with_logps = rollouts.with_ratios(of_engine, Scores(now, now, mask), torch.tensor([False, True]))
+    assert with_logps.sampling_logps is now
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def as_made(args: Any, model: Any, **settings: Any) -> Any:
     """Return what TRL's trainer keeps of the settings of sampling."""
     args = SimpleNamespace(**{**vars(args), **settings})
-    own = {key: getattr(args, key) for key in SAMPLING}
-    kept = own | {"do_sample": True} | (args.generation_kwargs or {})
+    sampling = {key: getattr(args, key) for key in SAMPLING}
+    kept = sampling | {"do_sample": True} | (args.generation_kwargs or {})
     regex, further = args.vllm_structured_outputs_regex, args.generation_kwargs or {}
-    engine = SimpleNamespace(**own, structured_outputs_regex=regex, generation_kwargs=further)
+    engine = SimpleNamespace(**sampling, structured_outputs_regex=regex, generation_kwargs=further)
     config = GenerationConfig(**kept)
     return SimpleNamespace(
         args=args, model=model, use_vllm=args.use_vllm, temperature=args.temperature, generation_kwargs=kept,
@@ -106,21 +106,23 @@ class Anneals(TrainerCallback):
 
 def test_a_temperature_that_a_callback_sets_is_that_of_the_rollouts_that_it_samples(make_trainer) -> None:
     """Two steps learn from each rollout: the second of them finds the temperature changed, and samples nothing."""
-    found: list[dict[str, Estimate]] = []
+    answers: list[dict[str, Estimate]] = []
     trainer = make_trainer(**FEW | {"max_steps": 5, "steps_per_generation": 4})
     trainer.attachment.remove()
     trainer.add_callback(Anneals(trainer, [1.0, 1.5, 1.5, 1.0, 1.0]))
     with attach(
         trainer, probes=[SimpleEntropyProbe(), EffectiveSampleSizeProbe(), SamplerProbe()], whole_prompts=True
-    ) as own:
-        trainer.add_callback(Said(own, found))
+    ) as attachment:
+        trainer.add_callback(Said(attachment, answers))
         trainer.train()
     for name in ("entropy/token", "ess/importance"):
-        assert [math.isfinite(each[name].value) for each in found] == [True, True, False, False, True], name
-    assert found[2]["delta_h/forward"].reason.startswith("temperature=1.5 in trainer.generation_config makes the sampl")
-    assert found[2]["sampler/ess"].reason == found[2]["delta_h/forward"].reason  # nobody knows their ratios
-    assert math.isfinite(found[4]["delta_h/forward"].value)
-    assert found[4]["delta_h/backward"].reason.startswith("step 4: temperature=1.5 in trainer.generation_config")
+        assert [math.isfinite(answer[name].value) for answer in answers] == [True, True, False, False, True], name
+    assert answers[2]["delta_h/forward"].reason.startswith(
+        "temperature=1.5 in trainer.generation_config makes the sampl"
+    )
+    assert answers[2]["sampler/ess"].reason == answers[2]["delta_h/forward"].reason  # nobody knows their ratios
+    assert math.isfinite(answers[4]["delta_h/forward"].value)
+    assert answers[4]["delta_h/backward"].reason.startswith("step 4: temperature=1.5 in trainer.generation_config")
 
 
 class Heats(GRPOTrainer):
@@ -141,8 +143,8 @@ def test_a_temperature_that_is_set_while_responses_are_sampled_is_theirs(make_tr
 class Said(TrainerCallback):
     """Keeps the latest estimates of each step."""
 
-    def __init__(self, attachment: Any, found: list[dict[str, Estimate]]) -> None:
-        self.attachment, self.found = attachment, found
+    def __init__(self, attachment: Any, answers: list[dict[str, Estimate]]) -> None:
+        self.attachment, self.found = attachment, answers
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.found.append(dict(self.attachment.latest))

@@ -146,9 +146,9 @@ def test_whether_entropies_were_asked_for_is_read_from_where_the_argument_stands
     ids, ones = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 1, requires_grad=True)
     calls, scores = ScoringCalls({"prompt_ids": ids[:, :2], "completion_ids": ids[:, 2:]}), 2.0 * ones
     calls.keep(lambda *args: (scores, scores if asked else None, None), None, ids, ids, 1, 2, asked)
-    found = calls.of(scores.sum())
-    assert found is not None
-    assert (found[0] is scores, found[1] is not None) == (True, asked)
+    call = calls.of(scores.sum())
+    assert call is not None
+    assert (call[0] is scores, call[1] is not None) == (True, asked)
 
 
 class NoGraph(GRPOTrainer):

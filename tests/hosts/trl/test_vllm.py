@@ -34,18 +34,18 @@ def run(kind: str, processes: int = 1) -> dict[str, Any]:
             [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), folder, kind],
             cwd=ROOT, capture_output=True, text=True, timeout=1800,
         )  # fmt: skip
-    found = [line for line in ended.stdout.splitlines() if line.startswith('{"same"')]
-    assert found, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return json.loads(found[-1])
+    lines = [line for line in ended.stdout.splitlines() if line.startswith('{"same"')]
+    assert lines, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return json.loads(lines[-1])
 
 
 @pytest.mark.parametrize(("kind", "processes"), [("lora", 1), ("plain", 2), ("filtered", 1), ("bf16", 1)])
 def test_training_with_probes_is_bitwise_the_training_without(kind: str, processes: int) -> None:
     """Trained parameters and what vLLM has sampled, on every process."""
-    found = run(kind, processes)
-    assert found["same"]
-    assert found["processes"] == processes
-    assert all(value is not None for value in found["forward"])
+    outcome = run(kind, processes)
+    assert outcome["same"]
+    assert outcome["processes"] == processes
+    assert all(value is not None for value in outcome["forward"])
 
 
 @pytest.mark.parametrize(("kind", "processes"), [("lora", 1), ("plain", 2), ("filtered", 1)])
@@ -61,18 +61,18 @@ def test_left_to_itself_it_samples_in_bf16_and_the_importance_weights_say_so() -
 
 def test_what_that_rounding_does_to_forward_is_far_below_its_error_bar() -> None:
     """Against the same rollouts without the ratios of the trainer's probabilities to vLLM's."""
-    found = run("bf16")
-    pairs = zip(found["forward"], found["forward_unweighted"], found["forward_se"], strict=True)
+    outcome = run("bf16")
+    pairs = zip(outcome["forward"], outcome["forward_unweighted"], outcome["forward_se"], strict=True)
     assert all(abs(weighed - plain) < 0.2 * stderr for weighed, plain, stderr in pairs)
-    assert found["forward"] != found["forward_unweighted"]
+    assert outcome["forward"] != outcome["forward_unweighted"]
 
 
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does() -> None:
-    found = run("lora")
-    assert found["resumed"]
-    assert found["forward_resumed"] == found["forward"][-1]
+    outcome = run("lora")
+    assert outcome["resumed"]
+    assert outcome["forward_resumed"] == outcome["forward"][-1]
 
 
 def test_prompts_that_teach_nothing_are_replaced() -> None:
-    found = run("filtered")
-    assert all(filled > 0 for filled in found["filled"])
+    outcome = run("filtered")
+    assert all(filled > 0 for filled in outcome["filled"])

@@ -96,5 +96,5 @@ def test_what_the_command_imports_of_verl_s_own_extras_comes_with_ours() -> None
 
 def names_of(lines: Iterable[str], extra: str = "") -> set[str]:
     """Return the names of requirements: those without an extra, or of one."""
-    found = [line for line in lines if line and ('extra == "' in line) == bool(extra) and extra in line]
-    return {canonicalize_name(Requirement(line).name) for line in found}
+    names = [line for line in lines if line and ('extra == "' in line) == bool(extra) and extra in line]
+    return {canonicalize_name(Requirement(line).name) for line in names}

@@ -203,9 +203,10 @@ def test_a_resumed_training_goes_on_as_if_never_stopped(ranks: Callable[..., Any
             assert same(estimate, resumed["latest"][name]), name
 
 
-def same(one: Estimate, other: Estimate) -> bool:
-    return one.reason == other.reason and all(
-        a == b or (math.isnan(a) and math.isnan(b)) for a, b in ((one.value, other.value), (one.stderr, other.stderr))
+def same(first: Estimate, other: Estimate) -> bool:
+    return first.reason == other.reason and all(
+        a == b or (math.isnan(a) and math.isnan(b))
+        for a, b in ((first.value, other.value), (first.stderr, other.stderr))
     )
 
 

@@ -196,8 +196,13 @@ def settings_of_loss(**changes: Any) -> Any:
 
 
 def test_dr_grpo_s_loss_is_known_by_its_settings() -> None:
-    found = settings_of_loss()
-    assert (found.max_length, found.epsilon_low, found.epsilon_high, found.hides_truncated) == (12, 0.1, 0.2, False)
+    settings = settings_of_loss()
+    assert (settings.max_length, settings.epsilon_low, settings.epsilon_high, settings.hides_truncated) == (
+        12,
+        0.1,
+        0.2,
+        False,
+    )
 
 
 @pytest.mark.parametrize(

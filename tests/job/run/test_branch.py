@@ -51,16 +51,16 @@ def branch(original: Path, folder: Path, *overrides: str, step: int = 1) -> Trai
     return run
 
 
-def assert_the_same_end(one: Path, other: Path, step: int = 3) -> None:
+def assert_the_same_end(first: Path, other: Path, step: int = 3) -> None:
     for file in ("model.safetensors", "probes.safetensors"):
-        ends = [load_file(checkpoint(run, step) / file) for run in (one, other)]
+        ends = [load_file(checkpoint(run, step) / file) for run in (first, other)]
         assert ends[0].keys() == ends[1].keys()
         for name in ends[0]:  # of two folds, whose errors are not known: nan is nan
             torch.testing.assert_close(ends[0][name], ends[1][name], rtol=0, atol=0, equal_nan=True)
-    optimizers = [torch.load(checkpoint(run, step) / "optimizer.pt") for run in (one, other)]
+    optimizers = [torch.load(checkpoint(run, step) / "optimizer.pt") for run in (first, other)]
     assert str(optimizers[0]["param_groups"]) == str(optimizers[1]["param_groups"])
     for name in ("loss", "reward", "learning_rate", "delta_h/forward"):
-        logged = [{r["step"]: r[name] for r in read_metrics(run / LOGS_FOLDER)}.get(step) for run in (one, other)]
+        logged = [{r["step"]: r[name] for r in read_metrics(run / LOGS_FOLDER)}.get(step) for run in (first, other)]
         assert logged[0] == logged[1]
 
 

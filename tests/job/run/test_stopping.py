@@ -36,7 +36,7 @@ def test_it_ends_at_the_first_step_end_at_which_a_rollout_is_used_up() -> None:
 def test_a_process_that_was_asked_nothing_ends_with_the_one_that_was(
     of_the_others: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "gather", lambda own: torch.cat([own, torch.tensor(of_the_others)]))
+    monkeypatch.setattr(stopping, "gather", lambda flags: torch.cat([flags, torch.tensor(of_the_others)]))
     stop = StopAtStepEnd()
     assert ends_after(stop, 1)
     assert stop.signum == SIGINT

@@ -124,11 +124,11 @@ def test_changes_of_log_probability_stand_beside_what_was_measured(structure: St
 
 
 def test_headline_regresses_measured_on_predicted_changes(structure: Structure) -> None:
-    found = headline(structure)
-    assert found["kernel/logp_slope"] == pytest.approx(0.9)
-    assert found["kernel/logp_correlation"] == pytest.approx(1.0)
-    assert found["kernel/distinct_texts"] == NUM_E + NUM_U - 1
-    assert found["kernel/participation_ratio"] == pytest.approx(81 / 11, abs=0.2)  # 9 texts, two opposite
+    sentence = headline(structure)
+    assert sentence["kernel/logp_slope"] == pytest.approx(0.9)
+    assert sentence["kernel/logp_correlation"] == pytest.approx(1.0)
+    assert sentence["kernel/distinct_texts"] == NUM_E + NUM_U - 1
+    assert sentence["kernel/participation_ratio"] == pytest.approx(81 / 11, abs=0.2)  # 9 texts, two opposite
 
 
 def test_top_pairs_are_those_with_the_largest_contributions(structure: Structure) -> None:

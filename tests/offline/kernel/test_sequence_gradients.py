@@ -169,12 +169,12 @@ def test_a_norm_with_a_bias_and_an_entry_of_0_is_right(ids: Tensor) -> None:
     model = nn.Sequential(embed, norm)
     model.get_input_embeddings = lambda: embed  # type: ignore[assignment]
     parameters = dict(norm.named_parameters())
-    found, weights = room_for(parameters), torch.randn(BATCH, LENGTH, 4, dtype=torch.float64)
+    room, weights = room_for(parameters), torch.randn(BATCH, LENGTH, 4, dtype=torch.float64)
     y, recording = SequenceGradients(model, parameters).record(lambda: model(ids))
-    recording.fill(found, [y], [weights])
+    recording.fill(room, [y], [weights])
     rows = [torch.autograd.grad(model(ids)[i], list(parameters.values()), weights[i]) for i in range(BATCH)]
     expected = torch.stack([torch.cat(row) for row in rows])
-    assert_equal(found, expected, 1e-12)
+    assert_equal(room, expected, 1e-12)
 
 
 def test_checkpointing_calls_modules_again_and_nothing_is_counted_twice(ids: Tensor) -> None:
@@ -191,12 +191,12 @@ def test_several_payloads_are_taken_from_one_forward(ids: Tensor) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     parameters, weights = trained(model), weights_of(ids)
-    found = room_for(parameters)
+    room = room_for(parameters)
     scored, recording = SequenceGradients(model, parameters).record(scorer(model, ids))
     rows = []
     for outputs, payload in (([scored], [weights]), ([scored, scored.exp()], [weights, 2 * weights])):
-        recording.fill(found, outputs, payload, keep_graph=True)
-        rows.append(found.clone())
+        recording.fill(room, outputs, payload, keep_graph=True)
+        rows.append(room.clone())
     twice = weights + 2 * weights * scored.detach().exp()
     assert_equal(rows[0], by_hooks(model, scorer(model, ids), weights), 1e-12)
     assert_equal(rows[1], by_hooks(model, scorer(model, ids), twice), 1e-12)

@@ -184,8 +184,8 @@ def plain_kernels(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     ones = torch.ones_like(q.update.completion_mask, dtype=torch.float32)
 
     def of(rollout: Any, weights: Tensor, entropies: Tensor | None = None) -> Tensor:
-        each = [rows.sum(rollout, torch.tensor([i]), weights, entropies) for i in range(rollout.num_sequences)]
-        return torch.stack(each).double()
+        gradients = [rows.sum(rollout, torch.tensor([i]), weights, entropies) for i in range(rollout.num_sequences)]
+        return torch.stack(gradients).double()
 
     w_u = of(q.update, ones)
     w_e, x_e = of(q.evaluation, torch.ones_like(q.logp_weights)), of(q.evaluation, q.logp_weights, q.entropy_weights)
@@ -206,11 +206,11 @@ def plain_kernels(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", ["full", "adapter"])
 def test_entries_are_those_of_single_backwards_and_adamw_written_out(name: str, cases: Any, finished: Any) -> None:
-    found = load_kernel(finished(name)).tensors
+    tensors = load_kernel(finished(name)).tensors
     kernel, entropy_kernel, moves = plain_kernels(cases(name))
-    for ours, plain in ((found["kernel"], kernel), (found["entropy_kernel"], entropy_kernel)):
+    for ours, plain in ((tensors["kernel"], kernel), (tensors["entropy_kernel"], entropy_kernel)):
         assert float((ours - plain).norm() / plain.norm()) < 1e-5
-    assert torch.allclose(found["products"].sum(dim=1), moves, rtol=1e-4, atol=1e-4 * float(moves.abs().max()))
+    assert torch.allclose(tensors["products"].sum(dim=1), moves, rtol=1e-4, atol=1e-4 * float(moves.abs().max()))
 
 
 def test_blocks_and_microbatches_do_not_matter(cases: Any, finished: Any, tmp_path: Path) -> None:
@@ -231,22 +231,24 @@ def test_rows_held_in_bf16_cost_less_than_a_hundredth(cases: Any, finished: Any,
 
 def test_sketches_answer_for_the_kernels_cosines(cases: Any, tmp_path: Path) -> None:
     """Between E and U, where the kernel knows; the error of a cosine is 1/√4096."""
-    found = calculated(cases("adapter"), tmp_path, KernelSettings())
-    exact = found["kernel"] / (found["sq_norms"][:, None] * found["update_sq_norms"]).sqrt()
-    values, stderr = cosines(found["sketches"], found["update_sketches"], found["sq_norms"], found["update_sq_norms"])
+    tensors = calculated(cases("adapter"), tmp_path, KernelSettings())
+    exact = tensors["kernel"] / (tensors["sq_norms"][:, None] * tensors["update_sq_norms"]).sqrt()
+    values, stderr = cosines(
+        tensors["sketches"], tensors["update_sketches"], tensors["sq_norms"], tensors["update_sq_norms"]
+    )
     assert float((values - exact).square().mean().sqrt()) < 2 / 64
     assert float(((values - exact).abs() <= 2.36 * stderr).double().mean()) > 0.85
 
 
 def test_gradients_are_stored_on_request(cases: Any, tmp_path: Path) -> None:
     case = cases("adapter")
-    found = calculated(case, tmp_path, dataclasses.replace(SETTINGS, store_gradients=True))
+    tensors = calculated(case, tmp_path, dataclasses.replace(SETTINGS, store_gradients=True))
     w_u = torch.cat([load_file(path)["W"] for path in sorted(tmp_path.glob("gradients-update-*"))]).double()
     g = -(case.inputs.update.advantages.double() @ w_u) / (NUM_U * L_MAX)
     assert len(w_u) == NUM_U
     assert float(g.norm()) > 0
     assert len(list(tmp_path.glob("gradients-e*"))) == 6  # W and x of E, three microbatches each
-    assert found["kernel"].shape == (NUM_E, NUM_U)
+    assert tensors["kernel"].shape == (NUM_E, NUM_U)
 
 
 # --- a run that is killed, or shared ----------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ def share(rank: int, port: int, case: Case, folder: Path) -> None:
 
 
 def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_path: Path) -> None:
-    case, one = cases("adapter"), load_kernel(finished("adapter")).tensors
+    case, stored = cases("adapter"), load_kernel(finished("adapter")).tensors
     port = get_free_port()
     both = [FORK.Process(target=share, args=(rank, port, case, tmp_path / "two")) for rank in range(2)]
     for process in both:
@@ -322,7 +324,7 @@ def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_pa
     two = load_kernel(tmp_path / "two")
     assert float(two.about["identity_error"]) < 1e-5
     assert two.about["rows_per_block"] == "4"
-    for key, value in one.items():
+    for key, value in stored.items():
         assert float((two.tensors[key] - value).double().norm()) <= 1e-5 * float(value.double().norm()), key
 
 
@@ -378,17 +380,17 @@ class Forgetful(KernelRows):
     """Loses a part of the gradient, as a hook on a module that is used twice would."""
 
     def log_probability(self, rollout: Any, rows: Tensor) -> Tensor:
-        own = super().log_probability(rollout, rows)
-        own[:, : own.shape[1] // 10] = 0.0
-        return own
+        result = super().log_probability(rollout, rows)
+        result[:, : result.shape[1] // 10] = 0.0
+        return result
 
 
 class Mixing(KernelRows):
     """Puts a batch's gradients into each other's rows: their sum is right."""
 
     def both(self, rollout: Any, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Any:
-        for own in super().both(rollout, rows, logp_weights, entropy_weights):
-            yield own.roll(1, dims=0)
+        for result in super().both(rollout, rows, logp_weights, entropy_weights):
+            yield result.roll(1, dims=0)
 
 
 @pytest.mark.parametrize(("broken", "message"), [(Forgetful, "differs from the batch gradient"), (Mixing, "its own")])
@@ -400,11 +402,11 @@ def test_rows_that_are_wrong_end_the_run(broken: type[KernelRows], message: str,
 
 
 def test_a_kernel_that_lost_a_row_is_refused(cases: Any, finished: Any) -> None:
-    case, found = cases("full"), dict(load_kernel(finished("full")).tensors)
+    case, tensors = cases("full"), dict(load_kernel(finished("full")).tensors)
     value = float(load_kernel(finished("full")).about["pairs_sum"])
     by_rows = torch.tensor([value, 50 * abs(value)], dtype=torch.float64)
-    proof = prove_identity(found, case.inputs, by_rows, value, 1e-4)
+    proof = prove_identity(tensors, case.inputs, by_rows, value, 1e-4)
     assert float(proof["identity_error"]) < 1e-12
-    found["entropy_kernel"][2] = 0.0
+    tensors["entropy_kernel"][2] = 0.0
     with pytest.raises(ValueError, match="rows of the kernel are missing or wrong"):
-        prove_identity(found, case.inputs, by_rows, value, 1e-4)
+        prove_identity(tensors, case.inputs, by_rows, value, 1e-4)

@@ -122,8 +122,8 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
     assert branching_steps(groups) == [5, 8]
     drawn = {chart.name: chart for chart in draw_overlays(groups)}
     assert [*drawn] == ["reward", "entropy", "change"]
-    before = [one for one in drawn["change"].series if one.label == "before they branch off"]
-    assert [list(one.x) for one in before] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    before = [series for series in drawn["change"].series if series.label == "before they branch off"]
+    assert [list(series.x) for series in before] == [[1, 2, 3, 4, 5], [6, 7, 8]]
 
 
 F_6, V_6, V_7 = 1e-4, 10e-4, 2e-4  # variances of ½F of batch 6, of ½(F + B) of all batches up to 6, and of batch 7
@@ -251,8 +251,8 @@ def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_
     """Of 100 and 300: 1/B is 0.01 and 0.00333, mean 0.00667, se 0.00333, t of one degree 12.7062."""
     for seed, value in enumerate((100.0, 300.0)):
         noise_scale_of(record(tmp_path / str(seed), seed), value, 69.0, 1345.0)
-    (one,), (both,) = read_groups([tmp_path / "0"]), read_groups([tmp_path])
-    alone = final_figures(one, 12)["noise scale (prompts)"]
+    (single,), (both,) = read_groups([tmp_path / "0"]), read_groups([tmp_path])
+    alone = final_figures(single, 12)["noise scale (prompts)"]
     assert (alone.value, alone.interval) == (100.0, (69.0, 1345.0))
     assert in_words(alone) == "100 (69 … 1345)"
     pooled = final_figures(both, 12)["noise scale (prompts)"]
@@ -263,11 +263,11 @@ def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_
 
 def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> None:
     """Shares of Newcombe 1998, 56 of 70 and 48 of 80: difference .2, Wilson's .6918 … .8769 and .4902 … .6999."""
-    one = Estimate(56 / 70, 0.048, 70, interval=(0.6918, 0.8769))
+    estimate = Estimate(56 / 70, 0.048, 70, interval=(0.6918, 0.8769))
     other = Estimate(48 / 80, 0.055, 80, interval=(0.4902, 0.6999))
-    found = difference(one, other)
-    assert found.interval == (pytest.approx(0.0529, abs=5e-4), pytest.approx(0.3339, abs=5e-4))
-    assert is_significant(found)
+    gap = difference(estimate, other)
+    assert gap.interval == (pytest.approx(0.0529, abs=5e-4), pytest.approx(0.3339, abs=5e-4))
+    assert is_significant(gap)
     assert not is_significant(difference(Estimate(1.0, 0.0, 20, interval=(0.839, 1.0)), Estimate(0.97, 0.02, 20)))
 
 
@@ -366,8 +366,8 @@ def test_a_groups_error_is_that_between_its_seeds(tmp_path: Path) -> None:
 
 def test_the_difference_of_two_groups_is_welchs(tmp_path: Path) -> None:
     """Se 1 with 2 and 8 with 4 degrees of freedom: √65, with 65²/(1/2 + 64²/4) = 4.1 of them."""
-    found = difference(Estimate(5.0, 1.0, 3), Estimate(2.0, 8.0, 5))
-    assert (found.value, found.stderr, found.num_samples) == (3.0, pytest.approx(math.sqrt(65)), 5)
+    gap = difference(Estimate(5.0, 1.0, 3), Estimate(2.0, 8.0, 5))
+    assert (gap.value, gap.stderr, gap.num_samples) == (3.0, pytest.approx(math.sqrt(65)), 5)
     for seed in range(3):
         record(tmp_path / f"a{seed}", seed, reward=0.5 + 0.01 * seed)
         record(tmp_path / f"b{seed}", seed, rate=0.2, reward=0.8 + 0.01 * seed)
@@ -413,8 +413,8 @@ def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     record(tmp_path / "b", rate=0.2)
     page, _ = write_comparison([tmp_path], tmp_path, pictures="svg")
     html = page.read_text(encoding="utf-8")
-    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # not what draws the charts
-    assert not any(word in own for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>a"))
+    page_text = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # not what draws the charts
+    assert not any(word in page_text for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>a"))
     assert html.count('<figure class="chart"') == 5  # reward, entropy, change, two evaluated metrics
     assert len(drawn := list(tmp_path.glob("comparison_*.svg"))) == 5
     assert all(b"<i>a" not in path.read_bytes() for path in drawn)
@@ -488,7 +488,7 @@ def test_a_run_that_measured_one_step_has_no_change_to_draw_instead_of_a_0(tmp_p
             records.write_estimates(step, 1, "simple", sums)
     groups = read_groups([tmp_path / "whole", tmp_path / "short"])
     drawn = {chart.name: chart for chart in draw_overlays(groups)}["change"]
-    assert {one.label for one in drawn.series} == {"A: whole", "A: whole, predicted"}
+    assert {series.label for series in drawn.series} == {"A: whole", "A: whole, predicted"}
     assert drawn.missing == ["B: short – no run of it has recorded this"]
     page, _ = write_comparison([tmp_path / "whole", tmp_path / "short"], tmp_path / "page.html")
     assert "<th>A: whole</th><th>B: short</th>" in page.read_text(encoding="utf-8")

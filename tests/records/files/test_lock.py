@@ -61,9 +61,9 @@ def test_a_fork_that_leaves_the_context_closes_no_file_of_its_own(tmp_path: Path
         fork = os.fork()
         if fork == 0:
             try:
-                own = os.open(os.devnull, os.O_RDONLY)
+                descriptor = os.open(os.devnull, os.O_RDONLY)
                 stack.close()
-                os.fstat(own)
+                os.fstat(descriptor)
                 os._exit(0)
             finally:
                 os._exit(1)

@@ -59,10 +59,10 @@ def test_wherever_a_kill_cuts_all_members_before_are_read_and_the_cut_is_said(
     for cut in sorted({*range(0, len(whole), 7), *starts, *(start + 1 for start in starts[:-1])}):
         caplog.clear()
         path.write_bytes(whole[:cut])
-        found = rows_of(path)
+        rows_read = rows_of(path)
         num_whole = sum(end <= cut for end in starts[1:])
-        assert found == rows[: len(found)]
-        assert 2 * num_whole <= len(found) <= 2 * num_whole + 2
+        assert rows_read == rows[: len(rows_read)]
+        assert 2 * num_whole <= len(rows_read) <= 2 * num_whole + 2
         assert len(caplog.records) == (cut not in starts), cut
 
 
@@ -74,11 +74,11 @@ def test_no_changed_byte_loses_a_row_without_a_word(path: Path, caplog: pytest.L
         caplog.clear()
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
         try:
-            found = rows_of(path)
+            rows_read = rows_of(path)
         except ValueError:
             num_errors += 1
             continue
-        assert found == rows or (caplog.records and place >= last), place  # a header's time is nobody's
+        assert rows_read == rows or (caplog.records and place >= last), place  # a header's time is nobody's
     assert num_errors > 0.8 * last / 5
 
 

@@ -66,7 +66,9 @@ def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(t
     for step in (21, 22, 23):
         change = Estimate(1.0 - step, 0.2, 8, about_step=step - 1)
         estimates = {"reuse": Estimate(-1.0), "cumulative_predicted": change, "cumulative_measured": change}
-        records.write_estimates(step, 1, "simple", {f"delta_h/{name}": found for name, found in estimates.items()})
+        records.write_estimates(
+            step, 1, "simple", {f"delta_h/{name}": estimate for name, estimate in estimates.items()}
+        )
         records.write_metrics(step, {"reward": 0.5})
     told = summary(tmp_path)
     assert told["naive product"] == ("–", BEGAN_ELSEWHERE)
@@ -95,7 +97,7 @@ def test_band_is_the_student_t_half_width_of_the_recorded_error(tmp_path: Path) 
 
 def test_backward_stands_at_the_step_it_speaks_about(tmp_path: Path) -> None:
     (drawn,) = (chart for chart in draw_figures(read_run(record_run(tmp_path, range(1, 4)))) if chart.name == "delta_h")
-    assert [[round(step) for step in one.x] for one in drawn.series] == [[1, 2, 3], [1, 2]]  # forward, backward
+    assert [[round(step) for step in series.x] for series in drawn.series] == [[1, 2, 3], [1, 2]]  # forward, backward
 
 
 def test_first_and_last_are_means_over_the_steps_that_the_note_names(tmp_path: Path) -> None:
@@ -268,8 +270,8 @@ def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:
     headings = re.findall(r'<(?:h2|summary) id="(.*?)">(.*?)</', html)
     assert links == headings
     assert len(links) >= 5
-    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
-    assert own.count("<h2") + own.count("<summary") == len(links)
+    page_text = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
+    assert page_text.count("<h2") + page_text.count("<summary") == len(links)
 
 
 def test_cells_fill_their_frame() -> None:
@@ -279,7 +281,7 @@ def test_cells_fill_their_frame() -> None:
 
 def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_band(page: Path) -> None:
     run = read_run(page.parents[1])
-    (drawn,) = [one for one in draw_figures(run) if one.name == "delta_h"]
+    (drawn,) = [series for series in draw_figures(run) if series.name == "delta_h"]
     forward = run.estimates("delta_h/forward")[2]
     (row,) = [
         r for r in drawn.standalone()["datasets"]["rows"] if r["series"].startswith("forward") and round(r["x"]) == 2
@@ -435,8 +437,8 @@ def test_watching_draws_the_page_again_as_the_run_goes_on_and_leaves_one_that_st
     monkeypatch.setattr("time.sleep", trains_on)
     main([str(folder), "--watch", "5"])
     assert seen == [(True, False), (True, True)]
-    own = re.sub(r"<script>.*?</script>", "", (folder / "report" / "report.html").read_text(), flags=re.DOTALL)
-    assert 'http-equiv="refresh"' not in own
+    page_text = re.sub(r"<script>.*?</script>", "", (folder / "report" / "report.html").read_text(), flags=re.DOTALL)
+    assert 'http-equiv="refresh"' not in page_text
 
 
 def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_evaluated(tmp_path: Path) -> None:
@@ -445,8 +447,8 @@ def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_eval
     without = _reward(read_run(folder))
     for step in (2, 4):
         Records(folder / "logs").write_evaluation(step, {"eval_loss": 0.1, "eval_reward": 0.2 * step})
-    found = {"reward": Estimate(0.75, 0.0625, 16), "pass_at_1": Estimate(0.75, 0.0625, 16)}
-    write_step(folder / "evaluations" / "new", 4, {}, found, [])
+    estimates = {"reward": Estimate(0.75, 0.0625, 16), "pass_at_1": Estimate(0.75, 0.0625, 16)}
+    write_step(folder / "evaluations" / "new", 4, {}, estimates, [])
     rows = [row for row in summarize(read_run(folder)) if row.label == "held-out reward"]
     assert [(row.value, row.note) for row in rows] == [
         ("0.4 → 0.8", "evaluation in training, steps 2 and 4"),
@@ -510,10 +512,10 @@ def test_a_change_of_entropy_over_a_gap_is_not_that_of_one_step(tmp_path: Path) 
     records = Records(tmp_path / "logs")
     for step in (1, 2, 3, 4, 8):
         records.write_metrics(step, {"reward": 0.5})
-        found = {"entropy/token": Estimate(1 / step, 0.1, 8), "delta_h/forward": Estimate(-0.1 * step, 0.1, 8)}
-        records.write_estimates(step, 1, "simple", found | {"covariance/token": Estimate(0.2)})
+        estimates = {"entropy/token": Estimate(1 / step, 0.1, 8), "delta_h/forward": Estimate(-0.1 * step, 0.1, 8)}
+        records.write_estimates(step, 1, "simple", estimates | {"covariance/token": Estimate(0.2)})
     drawn = _predictors(read_run(tmp_path))
-    assert [len(one.x) for one in drawn.series if one.label.startswith("forward")] == [3]
+    assert [len(series.x) for series in drawn.series if series.label.startswith("forward")] == [3]
 
 
 def test_the_report_warns_where_prediction_and_measurement_are_further_apart_than_their_errors(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def record(
     **config: object,
 ) -> Path:
     records = Records(folder / "logs")
-    measured = {f"intervention/{name}/{q}": e for name, found in which.items() for q, e in found.items()}
+    measured = {f"intervention/{name}/{q}": e for name, quantities in which.items() for q, e in quantities.items()}
     falls = Estimate.missing("fewer than 8 folds") if fall is None else Estimate(fall, 1e-4, 8)
     plain = {"mean_delta_h": falls, "mean_delta_reward": Estimate(3e-3, 1e-4, 8), "delta_h": Estimate(-5e-5, 1e-4, 8)}
     measured |= {f"intervention/plain_{name}": estimate for name, estimate in plain.items()}
@@ -72,9 +72,9 @@ def record(
 
 def told(folder: Path) -> Section:
     run = read_run(folder)
-    found = interventions_of_run(run, branch_commands(run))
-    assert found is not None
-    return found
+    section = interventions_of_run(run, branch_commands(run))
+    assert section is not None
+    return section
 
 
 def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_more_steps(tmp_path: Path) -> None:
@@ -142,19 +142,19 @@ def test_what_spends_entropy_does_not_lead_however_cheap_it_is(tmp_path: Path) -
 def test_where_entropy_does_not_fall_now_nothing_halves_and_nothing_is_advised(
     tmp_path: Path, fall: float, now: Estimate | None
 ) -> None:
-    found = told(record(tmp_path / "run", fall=fall, now=now))
-    assert "there is nothing to halve" in found.sentences[0]
-    assert not any("would halve" in sentence for sentence in found.sentences)
-    assert not found.commands
-    row = {row[0]: row for row in found.table}["lr"]
+    section = told(record(tmp_path / "run", fall=fall, now=now))
+    assert "there is nothing to halve" in section.sentences[0]
+    assert not any("would halve" in sentence for sentence in section.sentences)
+    assert not section.commands
+    row = {row[0]: row for row in section.table}["lr"]
     assert (row[1], row[7]) == ("–", "entropy does not fall significantly now")
 
 
 def test_strengths_of_one_intervention_that_come_to_the_same_are_one_command(tmp_path: Path) -> None:
     first, second = (estimates(1e-4, 1e-5, price, Estimate(at)) for price, at in ((5.0, 0.11), (6.0, 0.112)))
-    found = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
-    assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in found.sentences[1]
-    assert [settings_of(line).get("intervention") for line in found.commands[:-1]] == [None, ["bonus:0.11"]]
+    section = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
+    assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in section.sentences[1]
+    assert [settings_of(line).get("intervention") for line in section.commands[:-1]] == [None, ["bonus:0.11"]]
 
 
 def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
 def test_each_interval_in_the_plane_lies_along_its_own_axis(tmp_path: Path) -> None:
     reward, entropy = Estimate(2e-3, 1e-3, 8), Estimate(1e-3, 1e-4, 8)
     drawn = plane([Effect("psr", entropy, reward, NONE, NONE, NONE, NONE, 1)])
-    (cross,) = (one for one in drawn.series if one.label == "psr")
+    (cross,) = (series for series in drawn.series if series.label == "psr")
     ends = [*cross.left, *cross.right, *cross.low, *cross.high]
     assert ends == pytest.approx([2 - T_7, 2 + T_7, 1 - 0.1 * T_7, 1 + 0.1 * T_7])
 
@@ -183,11 +183,11 @@ def test_an_interval_without_an_end_does_not_widen_the_plane_without_end() -> No
 
 def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:
     missing = {name: Estimate.missing("fewer than 8 folds") for name in MEASURED["lr"]}
-    found = told(record(tmp_path / "run", fall=None, which={"lr": missing}))
-    assert found.sentences[0] == "How fast entropy falls is not known here."
-    assert len(found.sentences) == 2
-    assert not found.commands
-    assert found.table[1][-1] == "fewer than 8 folds"
+    section = told(record(tmp_path / "run", fall=None, which={"lr": missing}))
+    assert section.sentences[0] == "How fast entropy falls is not known here."
+    assert len(section.sentences) == 2
+    assert not section.commands
+    assert section.table[1][-1] == "fewer than 8 folds"
 
 
 def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:
 
 
 def test_a_name_with_a_comma_reaches_the_printed_command_as_one(tmp_path: Path) -> None:
-    found = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]}))
-    assert [settings_of(line).get("intervention") for line in found.commands[1:-1]] == [["mis:0.5,2"], ["lr:0.5"]]
+    section = told(record(tmp_path / "run", which={"mis:0.5,2": MEASURED["softer:0.5"], "lr": MEASURED["lr"]}))
+    assert [settings_of(line).get("intervention") for line in section.commands[1:-1]] == [["mis:0.5,2"], ["lr:0.5"]]
 
 
 def test_the_page_has_the_picture_the_sentences_and_the_lines(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_the_table_of_token_classes_has_the_last_means_of_those_that_have_tokens
         records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
         estimates = {}
         for name, share in (("text/end", 0.25), ("text/top<b>", 0.75), ("text/word", 0.0)):
-            found = Estimate(of_step[name], 1e-4, 8, detail={"measured_steps": 2}) if of_step else missing
-            estimates |= {f"tokens/{name}/mean_delta_h": found, f"tokens/{name}/share_of_tokens": Estimate(share)}
+            estimate = Estimate(of_step[name], 1e-4, 8, detail={"measured_steps": 2}) if of_step else missing
+            estimates |= {f"tokens/{name}/mean_delta_h": estimate, f"tokens/{name}/share_of_tokens": Estimate(share)}
         records.write_estimates(step, 1, "token_classes", estimates)
     page = write_report(tmp_path).read_text(encoding="utf-8")
     table = page.partition("Which tokens change entropy</h2>")[2].partition("</table>")[0]

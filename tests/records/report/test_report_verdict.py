@@ -55,18 +55,18 @@ CASES = {
 
 @pytest.mark.parametrize("kind", CASES)
 def test_the_verdict_follows_the_two_curves(tmp_path: Path, kind: str) -> None:
-    found = verdict(tmp_path, *CASES[kind])
-    assert found.kind == kind
-    assert found.since == (1 if kind in (SPENT, LOST) else 21)  # the longest stretch, or the last half of the run
+    judgement = verdict(tmp_path, *CASES[kind])
+    assert judgement.kind == kind
+    assert judgement.since == (1 if kind in (SPENT, LOST) else 21)  # the longest stretch, or the last half of the run
 
 
 def test_lost_entropy_is_lost_since_reward_stands_still(tmp_path: Path) -> None:
     """Reward rises until step 30 of 80, by .02 a step, and stands still then; entropy falls all along."""
-    found = verdict(tmp_path, falling, lambda step: 0.2 + 0.02 * min(step, 30), steps=80)
-    assert found.kind == LOST
-    assert 20 <= found.since <= 35
-    assert found.entropy.bounds()[1] < 0
-    assert found.reward.bounds()[0] <= 0 <= found.reward.bounds()[1]
+    judgement = verdict(tmp_path, falling, lambda step: 0.2 + 0.02 * min(step, 30), steps=80)
+    assert judgement.kind == LOST
+    assert 20 <= judgement.since <= 35
+    assert judgement.entropy.bounds()[1] < 0
+    assert judgement.reward.bounds()[0] <= 0 <= judgement.reward.bounds()[1]
 
 
 def test_reward_that_falls_while_entropy_falls_is_no_purchase(tmp_path: Path) -> None:
@@ -76,15 +76,15 @@ def test_reward_that_falls_while_entropy_falls_is_no_purchase(tmp_path: Path) ->
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_is_said_to_fall_where_only_noise_moves(tmp_path: Path, seed: int) -> None:
     level, reward = noisy(lambda step: 0.5, 0.05, seed), noisy(lambda step: 0.0, 0.0)
-    found = judge(read_run(log_run(tmp_path, entropy=level, reward=reward, reward_std=0.0)))
-    assert found.kind in (STEADY, UNKNOWN)
-    assert "fall" not in found.headline + found.evidence
+    judgement = judge(read_run(log_run(tmp_path, entropy=level, reward=reward, reward_std=0.0)))
+    assert judgement.kind in (STEADY, UNKNOWN)
+    assert "fall" not in judgement.headline + judgement.evidence
 
 
 def test_seven_steps_are_too_few_to_tell_and_the_report_says_so(tmp_path: Path) -> None:
-    found = verdict(tmp_path, falling, rising, steps=7)
-    assert found.kind == UNKNOWN
-    assert found.evidence == ": fewer than 8 steps are logged, and no probe has measured one."
+    judgement = verdict(tmp_path, falling, rising, steps=7)
+    assert judgement.kind == UNKNOWN
+    assert judgement.evidence == ": fewer than 8 steps are logged, and no probe has measured one."
 
 
 def test_a_change_that_is_sure_but_next_to_nothing_is_steady(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_a_line_s_slope_and_error_are_those_of_least_squares() -> None:
     """Against scipy's, for residuals that alternate and so have no positive correlation."""
     steps = np.arange(1, 21)
     values = pd.Series(0.3 * steps + np.where(steps % 2, 0.5, -0.5), index=steps)
-    fit, found = stats.linregress(steps, values), line_through(values)
-    assert (found.value, found.stderr) == (pytest.approx(fit.slope), pytest.approx(fit.stderr))
-    assert found.half_width() == pytest.approx(stats.t.ppf(0.975, 18) * fit.stderr)
+    fit, line = stats.linregress(steps, values), line_through(values)
+    assert (line.value, line.stderr) == (pytest.approx(fit.slope), pytest.approx(fit.stderr))
+    assert line.half_width() == pytest.approx(stats.t.ppf(0.975, 18) * fit.stderr)
 
 
 def test_the_interval_of_a_line_holds_where_each_value_remembers_the_one_before() -> None:
@@ -160,7 +160,7 @@ def test_lost_entropy_is_answered_by_the_cheapest_that_was_measured_to_keep_it(t
                "kept_halves_at": Estimate(strength)}
         for name, price, strength in (("lr", 4.0, 0.5), ("bonus:0.02", 2.0, 0.014))
     }  # fmt: skip
-    told = {f"intervention/{name}/{what}": e for name, found in priced.items() for what, e in found.items()}
+    told = {f"intervention/{name}/{what}": e for name, quantities in priced.items() for what, e in quantities.items()}
     Records(folder / "logs").write_estimates(40, 1, "interventions", {**told, "intervention/plain_mean_delta_h": plain})
     assert opening(read_run(folder)).advice == (
         "To change: GRPOConfig(entropy_coef=0.014), the cheapest of what was measured to keep entropy."
@@ -185,7 +185,7 @@ def test_where_entropy_needs_nothing_the_advice_is_the_setting_of_what_stands_ou
 
 
 def test_the_page_on_falling_entropy_has_a_row_for_each_verdict_with_nothing_to_do_but_for_lost_entropy() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how_to" / "entropy_is_falling.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "entropy_is_falling.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \*\*(.+?)\*\* \|.*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == len(SAID)
     for kind, said in SAID.items():

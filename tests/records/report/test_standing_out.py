@@ -70,9 +70,9 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("planted", PLANTED)
 def test_what_is_planted_makes_its_line_and_no_other(tmp_path: Path, planted: str) -> None:
     name, logged, evidence = PLANTED[planted]
-    found = lines(tmp_path, **logged)
-    assert [*found] == [name]
-    assert evidence in found[name].evidence
+    by_rule = lines(tmp_path, **logged)
+    assert [*by_rule] == [name]
+    assert evidence in by_rule[name].evidence
 
 
 NEAR: dict[str, dict[str, Any]] = {
@@ -104,40 +104,40 @@ def test_what_is_only_near_a_fault_makes_no_line(tmp_path: Path, near: str) -> N
 
 def test_a_jump_of_reward_that_no_step_has_made_is_dated(tmp_path: Path) -> None:
     measured = {"measured/delta_reward": constant(0.001, 0.02, about=1)}
-    found = lines(tmp_path, estimates=measured, reward=lambda step: 0.8 if step < 20 else 0.2)
-    assert found["jump"].since == 20
-    assert found["jump"].evidence.startswith(
+    by_rule = lines(tmp_path, estimates=measured, reward=lambda step: 0.8 if step < 20 else 0.2)
+    assert by_rule["jump"].since == 20
+    assert by_rule["jump"].evidence.startswith(
         "Reward jumped from 0.800 (steps 16–19) to 0.200 (steps 20–22), by -0.600 ±"
     )
-    assert "is measured as +0.001 ± 0.042." in found["jump"].evidence
+    assert "is measured as +0.001 ± 0.042." in by_rule["jump"].evidence
 
 
 def test_a_step_beyond_all_entropy_is_dated_by_the_step_that_made_it(tmp_path: Path) -> None:
     """The KL that step 8 has measured is of step 7."""
     far = {"measured/kl": lambda step: Estimate(2.0 if step == 8 else 1e-4, 1e-5, 8, about_step=step - 1)}
-    found = lines(tmp_path, estimates=far)["large_step"]
-    assert found.since == 7
-    assert found.evidence.startswith("A step is too large: step 7 moved the policy by 2.000")
+    line = lines(tmp_path, estimates=far)["large_step"]
+    assert line.since == 7
+    assert line.evidence.startswith("A step is too large: step 7 moved the policy by 2.000")
 
 
 def test_a_length_that_moves_with_the_reward_stands_out(tmp_path: Path) -> None:
     together = noisy(lambda step: 0.0, 0.03, 3)
-    found = lines(tmp_path, reward=lambda step: rising(step) + together(step),
+    by_rule = lines(tmp_path, reward=lambda step: rising(step) + together(step),
                   completions__mean_length=lambda step: 20 + step + 20 * together(step))  # fmt: skip
-    assert [*found] == ["length"]
-    assert "correlation 1.0" in found["length"].evidence
+    assert [*by_rule] == ["length"]
+    assert "correlation 1.0" in by_rule["length"].evidence
 
 
 def test_reward_that_is_gone_with_another_entropy_is_a_large_step_where_no_kl_is_recorded(tmp_path: Path) -> None:
     gone = {"reward": noisy(lambda step: 0.5 if step < 5 else 0.05, 0.01)}
-    found = lines(tmp_path / "both", entropy=lambda step: 0.2 if step < 5 else 0.9, **gone)
-    assert (found["large_step"].since, [*lines(tmp_path / "reward alone", **gone)]) == (4, [])
+    by_rule = lines(tmp_path / "both", entropy=lambda step: 0.2 if step < 5 else 0.9, **gone)
+    assert (by_rule["large_step"].since, [*lines(tmp_path / "reward alone", **gone)]) == (4, [])
 
 
 def test_there_are_at_most_three_lines_and_what_explains_others_comes_first(tmp_path: Path) -> None:
     everything = {**FAR, **SCALE, **STALE}
-    found = lines(tmp_path, estimates=everything, completions__clipped_ratio=1.0, settings={"beta": 9.0}, **EQUAL)
-    assert [*found] == ["large_step", "equal", "endless"]
+    by_rule = lines(tmp_path, estimates=everything, completions__clipped_ratio=1.0, settings={"beta": 9.0}, **EQUAL)
+    assert [*by_rule] == ["large_step", "equal", "endless"]
 
 
 def test_lines_are_in_the_page_and_in_the_terminal(tmp_path, capsys, monkeypatch) -> None:
@@ -157,8 +157,8 @@ def test_a_setting_is_named_as_the_trainer_in_use_takes_it(tmp_path: Path) -> No
     assert attached.line(beta=0.1) == "GRPOConfig(beta=0.1)"
     assert attached.larger_batch(4) == "GRPOConfig(gradient_accumulation_steps=32)"
     assert attached.prompts == 16
-    own = "trainer: {num_generations: 8, class: GRPOTrainer}\nmodel: {trained_parameters: 48}\n"
-    (tmp_path / "config.yaml").write_text(f"batch: {{sequences_per_step: 256}}\n{own}")  # as attach leaves it
+    config = "trainer: {num_generations: 8, class: GRPOTrainer}\nmodel: {trained_parameters: 48}\n"
+    (tmp_path / "config.yaml").write_text(f"batch: {{sequences_per_step: 256}}\n{config}")  # as attach leaves it
     in_a_folder = SetUp.of(read_run(tmp_path))
     assert (in_a_folder.line(beta=0.1), in_a_folder.trained_parameters) == ("GRPOConfig(beta=0.1)", 48)
     (tmp_path / "config.yaml").write_text("batch: {sequences_per_step: 256}\ntrainer: {num_generations: 8}\n")
