@@ -103,9 +103,9 @@ def test_at_a_step_that_is_scored_otherwise_nothing_is_said_of_the_policy_and_wh
     seen = Seen()
     first, odd, last = estimates([*probes, EffectiveSampleSizeProbe(), seen], forward=at_odd_steps(change))
     for name in ("delta_h/forward", "entropy/token", "measured/delta_h", "intervention/lr:0.5/delta_h"):
-        assert re.search(f"training's {what} are .* nats per token off", odd[name].reason), name
+        assert odd[name].code == "other_scores", name
+        assert f"training's {what} are" in odd[name].reason, name
         assert math.isnan(odd[name].value)
-    assert "another temperature, another mask" in odd["delta_h/forward"].reason
     for row in (first, last):
         assert math.isfinite(row["delta_h/forward"].value)
     assert math.isfinite(last["delta_h/backward"].value)  # the step that was made is known
