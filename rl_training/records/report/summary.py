@@ -198,6 +198,6 @@ def _cost(run: Run) -> Row:
     return Row(
         "probe cost",
         f"{100 * shares.sum() / len(run.steps):.1f}%",
-        f"of a step's time, mean over all steps; {100 * shares.max():.1f}% at the dearest of the {len(shares)} "
+        f"of a step's time, mean over all steps; {100 * shares.max():.1f}% at the most expensive of the {len(shares)} "
         "measured ones",
     )

@@ -112,7 +112,7 @@ def test_probe_cost_is_the_mean_over_all_steps_beside_that_of_the_dearest(tmp_pa
         records.write_metrics(step, {"reward": 0.5, **cost})
     value, note = summary(tmp_path)["probe cost"]
     assert value == "28.0%"
-    assert note.endswith("71.0% at the dearest of the 2 measured ones")
+    assert note.endswith("71.0% at the most expensive of the 2 measured ones")
 
 
 @pytest.mark.parametrize("last", ["logged", "measured", "saved"])
