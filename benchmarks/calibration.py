@@ -152,7 +152,9 @@ def main() -> None:
     if not runs:
         parser.error(f"no complete run of {options.steps} steps in {options.output}")
     print_report(runs, options.steps)
-    draw({condition: alike for condition, alike in runs.items() if condition in DRAWN}, options.steps, options.picture)
+    drawn = {condition: alike for condition, alike in runs.items() if condition in DRAWN}
+    if drawn:
+        draw(drawn, options.steps, options.picture)
 
 
 if __name__ == "__main__":
