@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import GradientRows
 from rl_training.engine.gradient_check import TermsCheck, mismatch_of
 from rl_training.engine.recorder import JoinedMicrobatches, LoopSpec, StepRecorder
 from rl_training.engine.requirements import needs_of
+from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.state import gradients_and_states, view_optimizer
+from rl_training.parallel.ranks import Ranks
 from rl_training.step.batch import Batch
 from rl_training.step.data import Gradients, StepData
 from rl_training.step.limits import Limits
@@ -47,18 +51,7 @@ def build_step(
     folds, fold, is_made_anew = choose_folds(
         ranks, joined.rollout, step.folds, step.num_folds, limits, Need.FOLD_GRADIENTS in needs
     )
-    ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
-    batch = Batch(
-        rollout=joined.rollout,
-        scores=joined.scores,
-        loss_weights=joined.loss_weights,
-        microbatch_rows=step.microbatch_rows,
-        folds=folds,
-        fold=fold,
-        fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
-        responses_per_prompt=step.responses_per_prompt,
-        loss_settings=step.loss_settings,
-    )
+    batch = _make_batch(step, joined, folds, fold, ranks)
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
     caught = None
     rows_limit = None if is_made_anew else rows_limit
@@ -86,4 +79,22 @@ def build_step(
             one_fold=loop.one_fold_limit(step.probes) if batch.num_folds < 2 else None,
             other_terms=other_terms,
         ),
+    )
+
+
+def _make_batch(
+    step: StepRecorder, joined: JoinedMicrobatches, folds: Sequence[FoldGroup], fold: Tensor, ranks: Ranks
+) -> Batch:
+    """Return the step's sequences, with the sizes of folds over all processes. A collective."""
+    ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
+    return Batch(
+        rollout=joined.rollout,
+        scores=joined.scores,
+        loss_weights=joined.loss_weights,
+        microbatch_rows=step.microbatch_rows,
+        folds=folds,
+        fold=fold,
+        fold_sizes=ranks.reduce(ones.new_zeros(folds[-1].folds.stop).index_add_(0, fold, ones)).cpu(),
+        responses_per_prompt=step.responses_per_prompt,
+        loss_settings=step.loss_settings,
     )

@@ -68,14 +68,12 @@ def predict_entropy(step: StepData, runtime: Runtime, memory: PreviousUpdate, ne
     ranks = runtime.ranks
     limit = _entropy_gradient_limit(batch, ranks, step.limits)
     if limit:
-        memory.leave_out(step.number, limit)
-        return EntropyPrediction(settings, labels, limit)
+        return _without_entropy_gradient(step, memory, limit)
     ratios = prefix_ratios(batch, ranks)
     levels = levels_of_folds(batch, ranks, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
-        memory.leave_out(step.number, NO_TOKENS)
-        return EntropyPrediction(settings, labels, NO_TOKENS)
+        return _without_entropy_gradient(step, memory, NO_TOKENS)
     intended, update, steps = _updates(step, ranks)
     layout = step.gradients.layout
     sizes = batch.fold_sizes
@@ -95,13 +93,7 @@ def predict_entropy(step: StepData, runtime: Runtime, memory: PreviousUpdate, ne
     folds_at_once = len(sizes) if layout.is_small else len(batch.folds[0].folds)
     sums = products.sums if products is not None else []
     memory.count_bytes(intended, update, rows, *sums, more=folds_at_once * (1 + settings.per_sequence))
-    for group, directions in by_group:
-        for number, k in enumerate(group.folds):
-            if products is not None:
-                products.add(k, [[part[number] for part in x] for x in directions])
-            if rows is not None:
-                add([part[k] for part in rows], [part[number] for part in directions[0]])
-        del directions  # before the next ones are made, beside weights that are gathered
+    _collect_folds(by_group, products, rows)
     change = EntropyPrediction(
         settings,
         labels,
@@ -118,6 +110,25 @@ def predict_entropy(step: StepData, runtime: Runtime, memory: PreviousUpdate, ne
     if other_scores:  # the step itself is what it is
         return EntropyPrediction(settings, labels, other_scores, other_scores, intended=intended, update=update)
     return change if products is None else _with_quantities(change, step, ranks, memory, levels, products)
+
+
+def _without_entropy_gradient(step: StepData, memory: PreviousUpdate, limit: Limit) -> EntropyPrediction:
+    """Return the prediction of a step that has none, which the next one does not look back on."""
+    memory.leave_out(step.number, limit)
+    return EntropyPrediction(memory.settings, memory.attribution.labels, limit)
+
+
+def _collect_folds(
+    by_group: Iterable[tuple[FoldGroup, list[Vector]]], products: FoldProducts | None, rows: Vector | None
+) -> None:
+    """Add each fold's entropy gradients to the products and to the rows that are wanted."""
+    for group, directions in by_group:
+        for number, k in enumerate(group.folds):
+            if products is not None:
+                products.add(k, [[part[number] for part in x] for x in directions])
+            if rows is not None:
+                add([part[k] for part in rows], [part[number] for part in directions[0]])
+        del directions  # before the next ones are made, beside weights that are gathered
 
 
 def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:

@@ -107,6 +107,10 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self.is_typed = False  # what is advised is typed on a command line
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
+        self._put_on(trainer)
+
+    def _put_on(self, trainer: GRPOTrainer) -> None:
+        """Wrap what probes need to see of the trainer, until `_undo`."""
         for name, method in self._wrappers().items():
             wrap(trainer, name, method, self._undo)
         self._undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)

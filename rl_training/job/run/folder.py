@@ -47,12 +47,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
     Last, whether the folder holds this run's config.yaml already. The folder is locked.
     `additional_steps` are added to those that were taken, and then spent: config.yaml says how far the run goes.
     """
-    use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
-    # This opens the process group, so its timeout is given here: where the trainer gives it, it comes too late.
-    timeout = timedelta(seconds=cfg.trainer.get("ddp_timeout", DrGRPOConfig.ddp_timeout))
-    state = PartialState(cpu=use_cpu, timeout=timeout)
-    check_number_of_processes(state.num_processes)
-    watch_for_waiting()
+    state = _join_processes(cfg)
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(on_main_process(lambda: str(cfg.run_dir)))
     folder = RunFolder(run_dir)
@@ -66,7 +61,6 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
     if checkpoint is None and cfg.get("branch") is not None:
         checkpoint = Path(cfg.branch)
     taken = 0 if checkpoint is None else steps_taken(checkpoint)
-    written = state.num_processes if checkpoint is None else written_by(checkpoint)
     if not goes_on and ((run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists()):
         raise UserError(ANOTHERS.format(run))
     if not is_known:
@@ -75,15 +69,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
         refuse_a_file(run / name)
     if goes_on:
         refuse_other_settings(cfg, run)
-        if checkpoint is None:
-            logger.warning(f"{run} has no complete checkpoint: it starts from the beginning")
-        else:
-            if written != state.num_processes:
-                logger.warning(
-                    f"{checkpoint.name}: the number of processes changes from {written} to {state.num_processes}: "
-                    "random numbers differ, so it is not bitwise the uninterrupted run"
-                )
-            logger.warning(f"continuing {run} from step {taken}")
+        _say_where_it_continues(run, checkpoint, taken, state.num_processes)
     state.wait_for_everyone()  # nothing is moved or created before every process has checked
     if goes_on and state.is_main_process:
         set_aside_later(run, taken)
@@ -100,6 +86,30 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
             "larger one, or additional_steps=20"
         )
     return folder, checkpoint, goes_on
+
+
+def _join_processes(cfg: DictConfig) -> PartialState:
+    """Open the process group of this training, and return what accelerate knows of it."""
+    use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
+    # The timeout is given here: where the trainer gives it, it comes too late.
+    timeout = timedelta(seconds=cfg.trainer.get("ddp_timeout", DrGRPOConfig.ddp_timeout))
+    state = PartialState(cpu=use_cpu, timeout=timeout)
+    check_number_of_processes(state.num_processes)
+    watch_for_waiting()
+    return state
+
+
+def _say_where_it_continues(run: Path, checkpoint: Path | None, taken: int, num_processes: int) -> None:
+    if checkpoint is None:
+        logger.warning(f"{run} has no complete checkpoint: it starts from the beginning")
+        return
+    written = written_by(checkpoint)
+    if written != num_processes:
+        logger.warning(
+            f"{checkpoint.name}: the number of processes changes from {written} to {num_processes}: "
+            "random numbers differ, so it is not bitwise the uninterrupted run"
+        )
+    logger.warning(f"continuing {run} from step {taken}")
 
 
 def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
