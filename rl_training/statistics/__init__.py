@@ -1,1 +1,9 @@
-"""Numbers from samples: estimates with their errors, by jackknife, over prompts, over steps."""
+"""Numbers from samples: estimates with their errors, by jackknife, over prompts, over steps.
+
+estimate.py, limit.py                  a number with its error, or the reason why there is none: read these first
+jackknife.py                           errors of functions of sums over independent units
+running_variance.py, running_pairs.py  averages over steps
+prompt_means.py, pass_at_k.py, welch.py, calibration.py    errors over prompts, runs and steps
+noise_scale.py, kish.py                how much of a batch is noise, and how many sequences count
+clusters.py, sketches.py               matrices of inner products
+"""
