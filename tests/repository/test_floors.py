@@ -6,6 +6,7 @@ The folder says the floor. What any loop's host needs can be imported where TRL 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -147,6 +148,13 @@ def test_probes_make_gradients_and_predictions_through_their_context_alone() -> 
             _, layer, *module = name.split(".") if name.startswith("rl_training.") else ("", "")
             assert layer not in {"gradients", "optim"}, f"{path.name} imports {name}"
             assert layer != "entropy" or not module or module[0] in formulas, f"{path.name} imports {name}"
+
+
+def test_files_that_a_package_says_to_read_are_there() -> None:
+    for package in PACKAGE.rglob("__init__.py"):
+        docstring = ast.get_docstring(ast.parse(package.read_text(encoding="utf-8"))) or ""
+        for name in re.findall(r"\b[a-z_]+\.py\b", docstring):
+            assert list(package.parent.rglob(name)), f"{package.relative_to(ROOT)} names {name}"
 
 
 def test_folders_of_tests_are_folders_of_the_package() -> None:

@@ -7,7 +7,8 @@ Read in this order:
     rollouts.py      what the trainer knows of a batch, until its step; batches.py and generated.py read its rows
     policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores that training made
     sharding.py      which entries of weights, gradients and states a process has under DDP, FSDP2 and ZeRO
-    trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved; attached_run.py: where
+    trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved; attached_run.py: where,
+                                                             described.py: of which settings
     guard.py, termination.py, spoken.py                      how measuring ends, and what is said of it
     trainer.py       DrGRPOTrainer, with buffer.py, trained_loss.py and reward_functions.py: a trainer of our own
 """

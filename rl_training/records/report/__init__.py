@@ -2,10 +2,11 @@
 
     series.py         the records of a run as series of estimates
     verdict.py        what entropy and reward do, with trends.py; advice.py and set_up.py: the one thing to change
+    opening.py        the first lines, from these; hindrance.py: what hinders the predictions
     standing_out/     rules that name a fault, each a function of the series
     findings.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
     charts.py, figures.py, labels.py, writing.py                                     how they are drawn and written
-    page.py, summary.py                                                              the page, and the terminal
+    page.py (by environment.py's templates), summary.py                              the page, and the terminal
 
 It shows only what the records of any run hold, finished, killed or still going; a missing value is "–" with the reason.
 """
