@@ -35,8 +35,9 @@ from peft import LoraConfig
 from shared_rollouts import L_MAX, PROMPTS, STEPS, G, given_rollout
 from torch.distributed.tensor import DTensor
 from trainers import trainer_maker
+from trl import GRPOTrainer
 
-from rl_training import DrGRPOTrainer, Estimate, Probe
+from rl_training import DrGRPOTrainer, Estimate, Probe, attach
 from rl_training.hosts.trl.batches import REWARD
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.parallel.ranks import all_ranks
@@ -54,6 +55,7 @@ from rl_training.step.needs import Need
 
 ROOT = Path(__file__).parents[2]
 MICROBATCH = 16  # two of them on each of two processes
+TWO_LINES = ("zero2_2", "fsdp2_2")  # a trl.GRPOTrainer, with `attach` around its training
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 # Without advantages on one process at step 2, dynamic_sampling doubles the weights of the other's prompts.
 REMEDIES = ("dynamic_sampling", "w_reinforce:0.5", "top_entropy:0.5", "bonus:0.1", "lr:0.5")
@@ -76,8 +78,8 @@ def ask_for_fsdp2() -> None:
     os.environ |= {name: env[name] for name in env if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP"}
 
 
-class ReplayTrainer(DrGRPOTrainer):
-    """The trainer, with rollouts that are given instead of sampled."""
+class GivenRollouts(GRPOTrainer):
+    """TRL's trainer, with rollouts that are given instead of sampled."""
 
     def __init__(self, **arguments: Any) -> None:
         if arguments["args"].use_cpu and "ACCELERATE_USE_FSDP" in os.environ:  # accelerate has no FSDP2 on the CPU
@@ -92,6 +94,10 @@ class ReplayTrainer(DrGRPOTrainer):
         width = int(own["completion_mask"].sum(dim=1).max())  # a process pads to its own longest sequence
         own |= {key: own[key][:, :width] for key in ("completion_ids", "completion_mask")}
         return own | {REWARD: own["advantages"]}
+
+
+class ReplayTrainer(GivenRollouts, DrGRPOTrainer):
+    """The same with the trainer of this package."""
 
 
 class Recorder(Probe):
@@ -200,7 +206,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         "save_steps": 2,
     }
     trainer = trainer_maker(folder / run)(
-        ReplayTrainer,
+        GivenRollouts if run in TWO_LINES else ReplayTrainer,
         peft_config=LORA if run.endswith("lora") else None,
         probes=probes,
         interventions=REMEDIES if run.endswith("remedied") else (),
@@ -210,7 +216,8 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     sizes = log_collectives()
     other = "plain_2" if run == "plain_1_continued" else run.removesuffix("_resumed")
     before = folder / other / "state" / "checkpoint-2"
-    trainer.train(resume_from_checkpoint=None if other == run else str(before))
+    with attach(trainer, folder / run, probes) if run in TWO_LINES else contextlib.nullcontext():
+        trainer.train(resume_from_checkpoint=None if other == run else str(before))
     assert trainer.accelerator.num_processes == world
     assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (kind.startswith("zero"), kind == "fsdp2")
     if kind == "zero3":

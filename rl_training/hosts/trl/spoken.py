@@ -20,7 +20,7 @@ def opening(probes: Sequence[Probe], folder: Path | None) -> str:
     who = "one process trains" if count == 1 else f"{count} processes train"
     writes = "and writes" if count == 1 else "and the first writes"
     where = "and nothing is written" if folder is None else f"{writes} {folder}"
-    every = [p.name if p.every == 1 else f"{p.name} at each {p.every}th step" for p in probes]
+    every = [p.name if p.every == 1 else f"{p.name} every {p.every} steps" for p in probes]
     return f"rl-training {VERSION} with {_versions()}: {who} {where}; probes: {', '.join(every) or 'none'}"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import forks
 import pytest
 import torch
+import yaml
 from accelerate.utils import FullyShardedDataParallelPlugin
 from configs import QUICK, launched_program
 from peft import LoraConfig
@@ -28,6 +29,7 @@ from rl_training.hosts.trl.compatibility import (
 from rl_training.job.objects.trainer_checks import check_sharding
 from rl_training.offline.restored import restore
 from rl_training.records.checkpoints import find_flaw
+from rl_training.records.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[3]
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
@@ -180,6 +182,16 @@ def test_the_mean_of_the_folds_gradients_is_the_gradient(runs: Path, run: str) -
     for step in (step for rank in (0, 1) for step in saved(runs, run, rank)["steps"]):
         means = {f"gradient/{name.removeprefix('own/')}": mean for name, mean in of_kind(step, "own").items()}
         assert_same_tensors(of_kind(step, "gradient"), means)
+
+
+@pytest.mark.parametrize("run", ["zero2_2", "fsdp2_2"])
+def test_two_lines_around_trls_own_trainer_leave_one_folder_of_a_sharded_launch(runs: Path, run: str) -> None:
+    """Its estimates are those of the other launches: see the tests below."""
+    saved(runs, run)
+    assert yaml.safe_load((runs / run / "config.yaml").read_text())["batch"]["processes"] == 2
+    assert (runs / run / "report" / "report.html").is_file()
+    assert [row["step"] for row in read_metrics(runs / run / "logs")] == [1, 2, 3]
+    assert not (runs / f"{run}-2").exists()
 
 
 @pytest.mark.parametrize("run", ALL_SHARDED)
