@@ -12,18 +12,18 @@ from trainers import LORA, bare_ending, differing, ending, every_probe, graded
 from rl_training.probes import InterventionsProbe, TokenClassesProbe
 
 SHORT: dict[str, Any] = {"per_device_train_batch_size": 4, "max_completion_length": 8, "reward": graded}
+# Several in one training where none of them keeps a probe from measuring with another.
 KINDS: dict[str, dict[str, Any]] = {
-    "folds that are slices of microbatches": {"per_device_train_batch_size": 8},
+    "folds that are slices of microbatches, and truth that is sampled afresh": {
+        "per_device_train_batch_size": 8, "learning_rate": 1e-2,
+    },
     "responses that are learned from again": {"num_iterations": 2, "max_steps": 3},  # the third has its own rollout
-    "a rollout of two steps": {"steps_per_generation": 8},
-    "checkpointing": {"activation_checkpointing": True},
-    "steps after which the truth is sampled afresh": {"learning_rate": 1e-2},
-    "bf16": {"bf16": True},
+    "a rollout of two steps, with interventions": {"steps_per_generation": 8, "interventions": ("psr", "bonus")},
+    "bf16 and checkpointing": {"bf16": True, "activation_checkpointing": True},
     "dropout of an adapter, and checkpointing": {"lora": True, "activation_checkpointing": True},
-    "interventions": {"interventions": ("psr", "bonus")},
     "top-p": {"top_p": 0.8},
     "every response is truncated and hidden": {"mask_truncated_completions": True, "max_completion_length": 3},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
