@@ -41,15 +41,14 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
 LONG = [
-    "test_processes", "test_sharding", "test_resume", "test_secrets", "test_simple_probe", "test_wheel", "test_bitwise",
-    "test_command_line", "test_ground_truth", "test_docs", "test_tasks_gsm8k", "test_loggers", "test_loop",
-    "test_batches_of_subclasses", "test_hostile_records", "test_training_with_interventions", "test_config",
-    "test_report", "test_verifier", "test_interventions_probe",
-    "test_offline_probe", "test_real_scale", "test_evaluate", "test_sequence_kernel", "test_offline",
-    "test_several_turns", "test_buffer", "test_offline_real", "test_train", "test_token_classes", "test_attach",
-    "test_branch", "test_gpu_benchmark", "test_restored", "test_cuda", "test_sweep", "test_gns",
-    "test_offline_ends", "test_measured_probe", "test_values", "test_bias", "test_gns_in_training",
-    "test_compare", "test_floors", "test_trl_features", "test_kernel_structure",
+    "test_processes", "test_sharding", "test_command_line", "test_docs", "test_ground_truth",
+    "test_batches_of_subclasses", "test_resume", "test_wheel", "test_loop", "test_hostile_records", "test_simple_probe",
+    "test_sequence_kernel", "test_loggers", "test_config", "test_training_with_interventions", "test_secrets",
+    "test_several_turns", "test_bitwise", "test_offline", "test_verifier", "test_attach", "test_offline_probe",
+    "test_buffer", "test_report", "test_train", "test_real_scale", "test_evaluate", "test_interventions_probe",
+    "test_token_classes", "test_cuda", "test_offline_real", "test_sweep", "test_restored", "test_gns",
+    "test_offline_ends", "test_branch", "test_measured_probe", "test_values", "test_tasks_gsm8k",
+    "test_bias", "test_gns_in_training", "test_compare", "test_floors", "test_trl_features", "test_kernel_structure",
     "test_report_interventions", "test_scorer", "test_sync", "test_tiny",
 ]  # fmt: skip
 

@@ -144,7 +144,7 @@ class ExactShares:
         return float(products / sum(self.intended[name].square().sum() for name in names))
 
 
-@pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("rate", [1e-6, 1e-4])
 def test_the_surviving_share_of_bf16_weights_is_that_of_all_entries_to_a_hundredth(rate: float, monkeypatch) -> None:
     monkeypatch.setattr(verifier, "SAMPLED", 2**14)  # of 105 thousand
     exact = ExactShares()

@@ -15,7 +15,7 @@ from same_estimates import differences, too_far
 from rl_training.probes.gns import SPLIT
 
 Found = dict[str, Any]
-ONE = {"one": {}, "one_lora": {"lora": True}, "one_sampler": {"sampler": True}, "one_slices": {"microbatch": 4},
+ONE = {"one": {}, "one_lora": {"lora": True}, "one_sampler": {"sampler": True}, "one_slices": {"microbatch": 4, "few": True},
        "one_row": {"row": True, "few": True}, "one_shuffled": {"shuffled": True, "few": True}}  # fmt: skip
 HALF = {"microbatch": 4, "num_folds": 4}
 LAST = {"sync": "last"} | HALF  # a microbatch of both processes is a fold
@@ -25,7 +25,7 @@ TWO: dict[str, dict[str, Any]] = {
     "ddp_last_sampler": {"kind": "ddp", "sampler": True} | LAST,
     "fsdp2_sampler": {"kind": "fsdp2", "sampler": True} | HALF,
     "fsdp2_groups_lora": {"kind": "fsdp2", "reshard": False, "lora": True, "checkpointing": True, "sync": "last"},
-    "fsdp2_slices": {"kind": "fsdp2", "num_folds": 8},
+    "fsdp2_slices": {"kind": "fsdp2", "num_folds": 8, "few": True},
     "fsdp2_row": {"kind": "fsdp2", "row": True, "few": True},  # the second process holds nothing
 }
 NUMERICS = {"fsdp2_numerics": {"kind": "fsdp2", "reshard": False, "numerics": True}}

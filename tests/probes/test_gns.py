@@ -200,7 +200,7 @@ def test_blocks_of_unlike_sizes_leave_both_moments_unbiased() -> None:
         assert statistics.mean(answer[name].value for answer in answers) == pytest.approx(truth, abs=1e-12)
 
 
-@pytest.mark.parametrize(("accumulation", "block"), [(2, 32), (4, 16), (8, 8), (16, 1)])
+@pytest.mark.parametrize(("accumulation", "block"), [(2, 32), (16, 1)])
 def test_every_scale_is_unbiased_whatever_the_split_into_blocks(accumulation: int, block: int) -> None:
     truth, generator, states = Truth(), seeded(100 * accumulation + block), adamw_states()
     loop = Loop(GradientNoiseScaleProbe(decay=EVEN), states=states)

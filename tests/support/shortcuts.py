@@ -20,11 +20,14 @@ def spare_trainings() -> None:
     it was asked to. accelerate and `attach`, which ask again and again which libraries are installed and in which
     versions, are answered from memory. The rows of the default task, which no training changes, are drawn once for this
     process and its forks, and its model is read once and copied. Pictures are drawn by one process: what fails there,
-    again in one of its own. Settings are read by libyaml, as each command composes them twice.
+    again in one of its own; the templates of pages are compiled once. Settings are read by libyaml, as each command
+    composes them twice.
     """
     if page := sys.modules.get("rl_training.records.report.page"):
         ask, run = start_drawing(), page._run
         page._run = lambda program, text="": ask(program, page.VEGA_LITE, text) or run(program, text)
+        for name in page.PAGES.list_templates(["html"]):  # for the forks
+            page.PAGES.get_template(name)
     if task := sys.modules.get("rl_training.tasks.arithmetic"):
         task.arithmetic = functools.cache(task.arithmetic)
         task.arithmetic()

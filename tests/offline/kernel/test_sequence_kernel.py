@@ -101,7 +101,6 @@ SETTINGS_OF: dict[str, dict[str, Any]] = {
         "peft_config": LORA, "learning_rate": 1e-3, "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
-    "SGD": {"optim": "sgd", "learning_rate": 1e-2},
     "SGD, clipped": {"optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.02},
     "adapter, first step": {"peft_config": LORA},  # no moments: P is 1/|g|, and some entries of g are nearly 0
 }  # fmt: skip
