@@ -15,8 +15,9 @@ from same_estimates import differences, too_far
 from rl_training.probes.gns import SPLIT
 
 Found = dict[str, Any]
-ONE = {"one": {}, "one_lora": {"lora": True}, "one_sampler": {"sampler": True}, "one_slices": {"microbatch": 4, "few": True},
-       "one_row": {"row": True, "few": True}, "one_shuffled": {"shuffled": True, "few": True}}  # fmt: skip
+ONE = {"one": {}, "one_lora": {"lora": True}, "one_sampler": {"sampler": True},
+       "one_slices": {"microbatch": 4, "few": True}, "one_row": {"row": True, "few": True},
+       "one_shuffled": {"shuffled": True, "few": True}}  # fmt: skip
 HALF = {"microbatch": 4, "num_folds": 4}
 LAST = {"sync": "last"} | HALF  # a microbatch of both processes is a fold
 TWO: dict[str, dict[str, Any]] = {
