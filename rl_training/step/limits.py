@@ -18,7 +18,6 @@ REUSED = Limit(
     "reused",
     "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1; a replay buffer): "
     "they are not a fresh sample, and the optimizer's momentum holds their noise",
-    fix="learn from each response once",
 )
 SAMPLING_MISMATCH = Limit("sampling_mismatch", "the responses are no samples of the policy that is scored")
 MISMATCHED = SAMPLING_MISMATCH.prefixed("on another process")
@@ -135,6 +134,7 @@ class Fixes:
     batch: str = "measured_loop(microbatch_size={size}, microbatches={count})"
     steps: str = "measured_loop(microbatches={count})"  # the same for larger steps of the same microbatches
     num_folds: str = "{probe}(num_folds={folds})"  # {name} is the probe's, {probe} its class
+    once: str = "learn from each response once"
 
     def more_folds(self, group: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
         """Return what to type so that a step has DEFAULT_NUM_FOLDS folds.

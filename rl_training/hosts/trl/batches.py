@@ -49,12 +49,6 @@ DR_GRPO: dict[str, Any] = {
 }
 
 
-WHOLE_PROMPTS = (
-    "use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences in an "
-    "optimizer step of each process"
-)
-
-
 def shape_of(trainer: GRPOTrainer) -> StepShape:
     """Return how an optimizer step of the trainer is cut into microbatches."""
     args = trainer.args
@@ -86,8 +80,7 @@ def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
         words = [f"trainer.{name}={_as_typed(value)}" for name, value in others.items()]
         words += ["intervention=null"] * ("intervention" in settings.differs)
         return Fixes(
-            WHOLE_PROMPTS,
-            f"set {' '.join(words)}" if words else "",
+            dr_grpo=f"set {' '.join(words)}" if words else "",
             batch="batch.microbatch_size={size} batch.sequences_per_step={sequences}",
             steps="batch.sequences_per_step={sequences}",
             num_folds="probes.{name}.num_folds={folds}",
@@ -95,11 +88,22 @@ def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
     words = [f"{name}={value!r}" for name, value in others.items()]
     words += ["no intervention"] * ("intervention" in settings.differs)
     return Fixes(
-        WHOLE_PROMPTS,
-        f"set {', '.join(words)}" if words else "",
+        dr_grpo=f"set {', '.join(words)}" if words else "",
         batch="per_device_train_batch_size={size}, gradient_accumulation_steps={count} in GRPOConfig",
         steps="gradient_accumulation_steps={count} in GRPOConfig",
     )
+
+
+def whole_prompts_fix(trainer: GRPOTrainer) -> str:
+    """Return what to type so that the responses of a prompt lie side by side, of a trainer that TRL shuffles."""
+    args, group = trainer.args, trainer.num_generations
+    size, counts = args.per_device_train_batch_size, (args.gradient_accumulation_steps, args.steps_per_generation)
+    fix = "attach(trainer, ..., whole_prompts=True)"
+    if any(size * count % group for count in counts):
+        fix += f" and per_device_train_batch_size={-(-size // group) * group} in GRPOConfig"
+    if args.gradient_accumulation_steps % args.steps_per_generation:
+        fix += ", which changes which responses of a generation each step learns from"
+    return fix
 
 
 def _as_typed(value: object) -> str:

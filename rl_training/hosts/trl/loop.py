@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from trl import GRPOTrainer
 
 from rl_training.engine.recorder import LoopSpec
@@ -23,8 +25,13 @@ def loop_of(
         whole_prompts: The responses of a prompt are put side by side.
         is_typed: What is advised is typed on a command line.
     """
-    fixes = batches.fixes(settings, is_typed=is_typed)
     args = trainer.args
+    fixes = batches.fixes(settings, is_typed=is_typed)
+    if args.num_iterations > 1:
+        once = "trainer.num_iterations=1" if is_typed else "num_iterations=1 in GRPOConfig"
+        fixes = dataclasses.replace(fixes, once=once)
+    if not whole_prompts:
+        fixes = dataclasses.replace(fixes, whole_prompts=batches.whole_prompts_fix(trainer))
     is_shuffled = not whole_prompts and args.steps_per_generation > 1
     is_split = is_shuffled and args.gradient_accumulation_steps % args.steps_per_generation > 0
     return LoopSpec(
@@ -37,7 +44,7 @@ def loop_of(
         limits=Limits(
             mixed_prompts=MIXED_PROMPTS.with_fix(fixes.whole_prompts) if is_shuffled else None,
             split_prompts=SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if is_split else None,
-            reused=REUSED if trainer.num_iterations > 1 else None,
+            reused=REUSED.with_fix(fixes.once) if args.num_iterations > 1 else None,
             sampling_mismatch=sampling_limit(trainer),
             no_fresh_responses=fresh_responses_limit(trainer),
         ),
