@@ -46,15 +46,17 @@ def build_step(
         rows: What hooks have caught of the folds' gradients; None where no probe asks for any.
         terms: What is known of the loss from earlier steps.
     """
-    needs, ranks, other_terms = needs_of(step.probes), runtime.ranks, limits.other_terms
-    rows_limit = limits.mixed_prompts or terms.slicing_limit(step.has_slices, other_terms)
+    needs = needs_of(step.probes)
+    ranks = runtime.ranks
+    other_terms = limits.other_terms
     folds, fold, is_made_anew = choose_folds(
         ranks, joined.rollout, step.folds, step.num_folds, limits, Need.FOLD_GRADIENTS in needs
     )
     batch = _make_batch(step, joined, folds, fold, ranks)
     mean, optimizer = gradients_and_states(loop.shard, view_optimizer(loop.shard))
-    caught = None
-    rows_limit = None if is_made_anew else rows_limit
+    caught = rows_limit = None
+    if not is_made_anew:
+        rows_limit = limits.mixed_prompts or terms.slicing_limit(step.has_slices, other_terms)
     if rows is not None and needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS) and not rows_limit:
         caught = rows.complete(batch, runtime, mean, optimizer)
         rows_limit = mismatch_of(caught, batch, runtime)

@@ -12,7 +12,7 @@ from example_steps import means_without_folds
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
-from rl_training.entropy.prediction import FORWARD, LEVELS, REUSE, sums_without
+from rl_training.entropy.fold_sums import FORWARD, LEVELS, REUSE, sums_without
 from rl_training.gradients.folds import (
     FoldGroup,
     folds_of_prompts,

@@ -1,0 +1,131 @@
+"""What is reported of a step's entropy: one smooth function of sums over folds, with its errors by the jackknife.
+
+Each fold k contributes a row: its levels (number of sequences, their entropies and lengths, weighted by prefix ratios
+where another sampler is used), and n_k X_k · δθ for every update δθ of interest, with X = E[T] ∂H_tok = ∂H_seq − H_tok
+∂E[T] and, per sequence, X = ∂H_seq. With predictions per sequence, the sums without a fold use the H_tok of the other
+folds. Otherwise H_tok is taken as given, and error bars per token are a few percent too small
+(docs/explanation/theory.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.entropy.length_and_reward import reward_gradient, reward_products
+from rl_training.entropy.previous_update import PreviousUpdate
+from rl_training.entropy.products import FoldProducts
+from rl_training.parallel.ranks import Ranks
+from rl_training.statistics.estimate import MIN_FOLDS_STEP
+from rl_training.statistics.jackknife import jackknife_stderr
+from rl_training.statistics.limit import Limit
+from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS, Quantity
+
+LEVELS = 3  # columns of a row before the products
+FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))  # indices of products
+
+
+@dataclass(frozen=True)
+class FoldTable:
+    """The rows of all folds."""
+
+    rows: Tensor  # (F, columns), in host memory: levels, then a pair for each product; the last pair is the reward's
+    corrections: Tensor  # (F, products, 2), the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)
+    reward_limit: Limit | None  # the reward's products are nan
+
+
+def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts) -> FoldTable:
+    """Return the rows of all folds. A collective."""
+    assert prediction.levels is not None
+    multiplied, lost = products.over_processes(ranks.reduce)
+    table = torch.cat([prediction.levels, multiplied.flatten(1), lost.flatten(1)], dim=1).cpu()
+    factor, reward_limit = None, None
+    if prediction.settings.per_sequence:
+        gradient = reward_gradient(step.batch, ranks, step.limits)
+        factor, reward_limit = gradient.factor, gradient.factor_limit
+    of_reward = reward_products(step.batch.fold_sizes, ranks, prediction.steps_without, factor)
+    reward, lost_reward = of_reward.split(1, dim=1)
+    by_fold, lost = table.split([LEVELS + multiplied[0].numel(), lost[0].numel()], dim=1)
+    rows = torch.cat([by_fold, torch.full_like(reward, torch.nan), reward], dim=1)
+    corrections = torch.cat([lost, torch.zeros_like(reward), lost_reward], dim=1).unflatten(1, (-1, 2))
+    return FoldTable(rows, corrections, reward_limit)
+
+
+def with_quantities(
+    prediction: EntropyPrediction, step: StepData, ranks: Ranks, memory: PreviousUpdate, products: FoldProducts
+) -> EntropyPrediction:
+    """Add the quantities by name: entropy, each product and each split of `forward`. A collective.
+
+    A quantity that is not available is nan with a reason. Variances of products are averaged over a few steps, because
+    one batch can miss rare responses and look too certain.
+    """
+    per_sequence = prediction.settings.per_sequence
+    table = fold_table(step, ranks, prediction, products)
+    total = table.rows.sum(dim=0)
+    level = float(total[1] / total[2]) if per_sequence else 0.0  # without any entropy none to vary
+    without = sums_without(total, table.rows, table.corrections, level or None)
+    values = statistic(total)
+    stderrs = jackknife_stderr(statistic, total, without)
+    half_step = stderrs[-1] if step.batch.num_folds > 1 else torch.full_like(stderrs[-1], torch.nan)
+    if step.batch.num_folds < MIN_FOLDS_STEP:
+        stderrs = torch.full_like(stderrs, torch.nan)
+    names = ("entropy", *PRODUCTS, *prediction.labels, *[LENGTH_AND_REWARD] * per_sequence)
+    limits = {"entropy": None, "backward": prediction.backward_limit, "reuse": step.optimizer.limit}
+    entropy, *multiplied = (
+        Quantity(name, value, stderr, step.number).masked_if(limits.get(name, prediction.forward_limit))
+        for name, value, stderr in zip(names, values, stderrs, strict=False)
+    )
+    variances, batches = memory.errors.add(torch.stack([row.stderr for row in multiplied]).square(), step.number)
+    averaged = [
+        dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
+        for row, stderr, count in zip(multiplied, variances.sqrt(), batches, strict=True)
+    ]
+    quantities = {row.name: row for row in (entropy, *averaged)}
+    quantities["backward"] = dataclasses.replace(quantities["backward"], about_step=step.number - 1)
+    return dataclasses.replace(
+        prediction, quantities=quantities, half_step_stderr=half_step, reward_limit=table.reward_limit
+    )
+
+
+def statistic(sums: Tensor) -> Tensor:
+    """Calculate everything that is reported from sums over folds.
+
+    Args:
+        sums: (..., columns), the levels, then a pair for each product; the last pair is the reward's.
+
+    Returns:
+        (..., 1 + products + 2, 2): the entropy and each product, per token and per sequence; the changes of length and
+        reward; and ½(forward + backward). The two share a batch's noise, and their sum is the batch's term of the
+        cumulative trapezoid, so its error is taken from the sum.
+    """
+    sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
+    number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens, of sequences
+    levels = entropy[..., None, None].expand_as(number)
+    products = sums[..., LEVELS:].unflatten(-1, (-1, 2))
+    *values, reward = torch.cat([levels, products], dim=-2).div(number).unbind(-2)
+    per_token, per_sequence = products[..., FORWARD, :].unbind(-1)  # they differ by H_tok ∂E[T]
+    longer = (per_sequence - per_token) * length / entropy / sequences
+    half_step = 0.5 * (values[1 + FORWARD] + values[1 + BACKWARD])
+    return torch.stack([*values, torch.stack([longer, reward[..., 1]], dim=-1), half_step], dim=-2)
+
+
+def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | None) -> Tensor:
+    """Return the sums without each fold, (F, columns).
+
+    Args:
+        total: (columns,), over all folds.
+        by_fold: (F, columns), the terms of each fold.
+        lost: (F, products, 2), the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of `forward`.
+        level: the H_tok in X, which row l replaces by the H_tok of the other folds; None: it is taken as given.
+    """
+    without = total - by_fold
+    pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
+    pairs += lost
+    if level is not None:  # ∂E[T] is the difference of ∂H_seq and ∂H_seq − H_tok ∂E[T], divided by H_tok
+        token, sequence = pairs.unbind(-1)
+        token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
+    return without
