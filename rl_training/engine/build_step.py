@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.fold_placement import choose_folds
-from rl_training.engine.fold_recorder import GradientRows
+from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import TermsCheck, mismatch_of
 from rl_training.engine.recorder import JoinedMicrobatches, LoopSpec, StepRecorder
 from rl_training.engine.requirements import needs_of
@@ -29,7 +29,7 @@ def build_step(
     limits: Limits,
     loop: LoopSpec,
     runtime: Runtime,
-    rows: GradientRows | None,
+    rows: FoldRecorder | None,
     terms: TermsCheck,
 ) -> StepData:
     """Return the data of a step whose gradients are all in. A collective.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
-from rl_training.engine.fold_recorder import GradientRows
+from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import TermsCheck
 from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
@@ -61,7 +61,7 @@ class StepDriver:
         self._requirements = Requirements.of(probes)
         self.open_step: StepRecorder | None = None  # the step that has begun, if one has
         self._learned = SeenPrompts()
-        self._rows: GradientRows | None = None  # these two while a training lasts
+        self._rows: FoldRecorder | None = None  # these two while a training lasts
         self._memory: PreviousUpdate | None = None
         self._memory_state: Mapping[str, Tensor] = {}
         self._guard: UpdateVerifier | None = None
@@ -93,7 +93,7 @@ class StepDriver:
             logger.warning(line)  # a level at which it is seen
         if not needs:
             return
-        self._rows = GradientRows(self._runtime.reduction, offload, self._requirements.rows_dtype)
+        self._rows = FoldRecorder(self._runtime.reduction, offload, self._requirements.rows_dtype)
         if Need.ENTROPY_GRADIENT in needs:
             self._memory = PreviousUpdate(loop.shard, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)

@@ -32,7 +32,7 @@ class FoldGradients:
 
     rows: Vector | None  # (F, n) of each bucket, where they are kept
     sq_norms: Tensor | None  # as `Gradients` has them
-    sums: Tensor  # (3 + F,) fp64, as `GradientRows.finish` returns them, over all processes
+    sums: Tensor  # (3 + F,) fp64, as `FoldRecorder.finish` returns them, over all processes
 
     @property
     def squares(self) -> Tensor:
@@ -40,7 +40,7 @@ class FoldGradients:
         return self.sums[3:]
 
 
-class GradientRows:
+class FoldRecorder:
     """Catches the gradients of one step at a time. Nothing of parameter size is held between steps.
 
     offload  rows are kept in host memory    dtype  and in this one; None: as the layout's

@@ -53,7 +53,7 @@ def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
     """Return the limit of a step whose gradient is not the mean of its microbatches' gradients, or None.
 
     Args:
-        sums: As GradientRows.finish returns them, over all processes.
+        sums: As FoldRecorder.finish returns them, over all processes.
         is_rounded: Gradients are summed in half precision.
     """
     late, off, norm, *norms = sums.sqrt().tolist()
@@ -69,7 +69,7 @@ def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
     """Return the limit of a step whose gradient is not the one that its loss's weights give, or None.
 
     Args:
-        sums: As GradientRows.finish returns them, over all processes.
+        sums: As FoldRecorder.finish returns them, over all processes.
         policy: That has made the passes.
     """
     if has_dropout(policy.model):  # the passes draw other masks

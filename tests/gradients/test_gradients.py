@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from rl_training.engine.fold_recorder import GradientRows
+from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import gradient_mismatch
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
@@ -71,8 +71,8 @@ def shard_of(model: nn.Module, kind: type[Shard] = Shard) -> Shard:
     return kind(model, torch.optim.SGD(model.parameters()), None)
 
 
-def rows_of(model: nn.Module, **options: Any) -> GradientRows:
-    return GradientRows(FoldReduction(shard_of(model)), **options)
+def rows_of(model: nn.Module, **options: Any) -> FoldRecorder:
+    return FoldRecorder(FoldReduction(shard_of(model)), **options)
 
 
 def folds_of(*sizes: list[int]) -> list[FoldGroup]:
@@ -81,24 +81,24 @@ def folds_of(*sizes: list[int]) -> list[FoldGroup]:
     return [FoldGroup(range(k, k + 1), (0,), tuple(next(passes) for _ in fold)) for k, fold in enumerate(sizes)]
 
 
-def rows_by_name(rows: GradientRows) -> dict[str, Tensor]:
+def rows_by_name(rows: FoldRecorder) -> dict[str, Tensor]:
     """Return what is kept, (F, n) by parameter."""
     assert rows.rows is not None
     return rows.layout.by_name(rows.rows)
 
 
-def mean_of(model: nn.Module, rows: GradientRows) -> Vector:
+def mean_of(model: nn.Module, rows: FoldRecorder) -> Vector:
     """Return the gradient that the optimizer gets."""
     return rows.layout.vector(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
 
 
-def catch(rows: GradientRows, first_row: int, loss: Tensor) -> None:
+def catch(rows: FoldRecorder, first_row: int, loss: Tensor) -> None:
     rows.arm(first_row)
     loss.backward()
     rows.finish_backward()
 
 
-def train_step(model: nn.Module, rows: GradientRows, batches: list[Tensor]) -> None:
+def train_step(model: nn.Module, rows: FoldRecorder, batches: list[Tensor]) -> None:
     """What a trainer does: each microbatch's loss over their number, backwards, into `.grad`. Each is a fold."""
     count = len(batches)
     rows.start_step(folds_of(*[[3]] * count))
@@ -113,7 +113,7 @@ def model() -> TiedModel:
 
 
 @pytest.fixture
-def rows(model: TiedModel) -> GradientRows:
+def rows(model: TiedModel) -> FoldRecorder:
     return rows_of(model)
 
 
@@ -249,7 +249,7 @@ def test_rows_in_bf16_are_the_rows_with_eight_significant_bits() -> None:
         torch.testing.assert_close(rows_by_name(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # two roundings
 
 
-def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: GradientRows) -> None:
+def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: FoldRecorder) -> None:
     train_step(model, rows, microbatches(3))
     for name, p in model.named_parameters():
         torch.testing.assert_close(rows_by_name(rows)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
@@ -274,7 +274,7 @@ def test_a_gradient_in_several_parts_is_noticed() -> None:
     assert gradient_mismatch(sums, is_rounded=False).code == "gradient_in_parts"
 
 
-def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, rows: GradientRows) -> None:
+def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, rows: FoldRecorder) -> None:
     for seed, count in enumerate((4, 4, 2)):
         batches = microbatches(count, seed)
         train_step(model, rows, batches)
@@ -284,7 +284,7 @@ def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, ro
             assert torch.equal(rows_by_name(rows)[name][-1], gradient), name
 
 
-def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, rows: GradientRows) -> None:
+def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, rows: FoldRecorder) -> None:
     batches, parameters = microbatches(2), list(model.parameters())
     rows.start_step(folds_of([3], [3]))
     for k, tokens in enumerate(batches):
@@ -297,13 +297,13 @@ def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel,
             assert torch.equal(rows_by_name(rows)[name][k], gradient), name
 
 
-def test_a_step_that_keeps_nothing_of_gradients_sets_no_hook(model: TiedModel, rows: GradientRows) -> None:
+def test_a_step_that_keeps_nothing_of_gradients_sets_no_hook(model: TiedModel, rows: FoldRecorder) -> None:
     rows.start_step(folds_of([3]), keep_rows=False)
     rows.arm(0)
     assert not any(param._backward_hooks for param in model.parameters())
 
 
-def test_finished_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> None:
+def test_finished_rows_leave_no_hook(model: TiedModel, rows: FoldRecorder) -> None:
     rows.start_step(folds_of([3], [3]))
     for first_row in (0, 3):
         rows.arm(first_row)
@@ -342,7 +342,7 @@ def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
     with FakeTensorMode(), torch.no_grad():
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
         shard.layout = Layout(shard.trained)
-        rows = GradientRows(FoldReduction(shard), offload=offload)
+        rows = FoldRecorder(FoldReduction(shard), offload=offload)
         rows.start_step(folds_of([1]), roots=shard.layout.zeros())
         assert {part.device.type for part in rows.rows} == {lies_on}
         assert rows.sq_norms.device.type == "cuda"
@@ -377,7 +377,7 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
     ctx = step_of(1, rollout, scores, weights, 2, {"w": w}, {"w": torch.zeros(3)}, policy)
     microbatch_rows = (range(10), range(10, 16))
     folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of a microbatch, and a whole one
-    caught = GradientRows(ctx.runtime.reduction)
+    caught = FoldRecorder(ctx.runtime.reduction)
     groups = [FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)]
     batch = dataclasses.replace(ctx.step.batch, microbatch_rows=microbatch_rows, folds=groups)
     caught.start_step(groups)

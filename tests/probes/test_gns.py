@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rl_training import Estimate
 from rl_training.engine.context import StepContext
-from rl_training.engine.fold_recorder import GradientRows
+from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.optim.adamw import WARM_STEPS, AdamWState
@@ -93,7 +93,7 @@ class Loop:
         self.shard = Shard(self.model, torch.optim.SGD(self.model.parameters()), None)
         self.layout = self.shard.layout
         self.reduction = FoldReduction(self.shard)
-        self.rows = GradientRows(self.reduction)
+        self.rows = FoldRecorder(self.reduction)
         self.states = {
             name: dataclasses.replace(state, exp_avg=state.exp_avg.flatten(), exp_avg_sq=state.exp_avg_sq.flatten())
             for name, state in (states or {}).items()
@@ -449,7 +449,7 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
     """An expert without tokens: autograd calls no hook at all."""
     parameters = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")})
     shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
-    rows = GradientRows(FoldReduction(shard))
+    rows = FoldRecorder(FoldReduction(shard))
     folds = [FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)]
     rows.start_step(folds, keep_rows=False, roots=shard.layout.zeros())
     for k, p in enumerate(parameters.values()):
