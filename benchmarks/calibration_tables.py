@@ -175,7 +175,7 @@ def draw(runs: dict[str, list[Run]], steps: int, path: Path) -> None:
             changes = [1e3 * abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
             along.append(Series(condition, color, [2.0**e for e in EXPONENTS], changes, mark="circle"))
     charts.append(replace(chart("eta", along), title="along a scaled step η δθ"))
-    specs = [{**one.standalone(), "title": one.title} for one in charts]
+    specs = [{**drawn.standalone(), "title": drawn.title} for drawn in charts]
     panels = [
         Image.open(io.BytesIO(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=1.5))) for spec in specs
     ]

@@ -102,13 +102,13 @@ class Engine:
         self.model.load_state_dict(self.weights[0])
         inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
         with torch.no_grad():
-            found = self.model.generate(
+            generated = self.model.generate(
                 input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=True,
                 max_new_tokens=trainer.max_completion_length, pad_token_id=tokenizer.pad_token_id, output_scores=True,
                 return_dict_in_generate=True, **self.sampling,
             )  # fmt: skip
-        said = found.sequences[:, inputs["input_ids"].shape[1] :]
-        logps = torch.stack(found.scores, 1).float().log_softmax(-1).gather(-1, said[..., None])[..., 0]
+        said = generated.sequences[:, inputs["input_ids"].shape[1] :]
+        logps = torch.stack(generated.scores, 1).float().log_softmax(-1).gather(-1, said[..., None])[..., 0]
         ids = [row.tolist() for row in said]
         ends = [row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row) for row in ids]
         masks = inputs["attention_mask"].bool()

@@ -137,24 +137,24 @@ def same(a: Any, b: Any) -> bool:
 
 def differences(a: Path, b: Path) -> list[str]:
     """Return what differs between the measurements and the last checkpoints of two runs."""
-    found = []
+    differences = []
     for read in (read_metrics, read_estimates):
         left, right = (
             [{k: repr(value) for k, value in row.items() if not k.endswith(TIMINGS)} for row in read(run / "logs")]
             for run in (a, b)
         )
         if left != right:
-            found.append(f"{read.__name__}: {[(x, y) for x, y in zip(left, right, strict=False) if x != y][:1]}")
+            differences.append(f"{read.__name__}: {[(x, y) for x, y in zip(left, right, strict=False) if x != y][:1]}")
     last = max((a / TRAINING_STATE).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])).name
     for name in sorted(path.name for path in (a / TRAINING_STATE / last).glob("*.safetensors")):
         tensors, others = (load_file(run / TRAINING_STATE / last / name) for run in (a, b))
         unequal = [key for key in tensors.keys() | others.keys() if not same(tensors.get(key), others.get(key))]
-        found += [f"{last}/{name}: {', '.join(unequal)}"] * bool(unequal)
+        differences += [f"{last}/{name}: {', '.join(unequal)}"] * bool(unequal)
     optimizers: list[Any] = [torch.load(run / TRAINING_STATE / last / "optimizer.pt")["state"] for run in (a, b)]
     for index, state in optimizers[0].items():
         if any(not same(tensor, optimizers[1][index][key]) for key, tensor in state.items()):
-            found.append(f"{last}/optimizer.pt: parameter {index}")
-    return found
+            differences.append(f"{last}/optimizer.pt: parameter {index}")
+    return differences
 
 
 def compare(a: Path, b: Path) -> None:

@@ -137,9 +137,9 @@ def work(rank: int, port: int, layout: str, folds: int, probes: bool, folder: st
                 optimizer.step()
                 optimizer.zero_grad()
             peaks.append(peak())
-        found = {"peaks": peaks, "bytes": counted.bytes, "parameters": sum(p.numel() for p in model.parameters())}
-        found |= {"forward": float(measured.latest["delta_h/forward"].value) if probes else None}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        answer = {"peaks": peaks, "bytes": counted.bytes, "parameters": sum(p.numel() for p in model.parameters())}
+        answer |= {"forward": float(measured.latest["delta_h/forward"].value) if probes else None}
+    Path(folder, f"{rank}.json").write_text(json.dumps(answer))
     dist.barrier()
     os._exit(0)
 
@@ -172,7 +172,7 @@ def main() -> None:
         print(f"  peak beside bare training {beside / 1e6:.0f} MB, {beside / expected:.2f} of it; forward "
               f"{measured[0]['forward']:.3e}")  # fmt: skip
         for name in sorted({*bare[0]["bytes"], *measured[0]["bytes"]}):
-            before, after = (found[0]["bytes"].get(name, 0) / bytes_of_weights for found in (bare, measured))
+            before, after = (run[0]["bytes"].get(name, 0) / bytes_of_weights for run in (bare, measured))
             print(f"  {name}: {before:.3f} of the weights' bytes a step, {after:.3f} with the probe", flush=True)
 
 

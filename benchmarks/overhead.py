@@ -140,9 +140,9 @@ def bound_ratios(workload: Workload, steps: int) -> list[list[float]]:
     for name in ("gradients_ready", "stepped"):  # once each in a step, with nothing in them but the bound
         setattr(driver, name, functools.partial(timed, getattr(driver, name)))
     trainer.train()
-    own = [first + second for first, second in zip(spent[::2], spent[1::2], strict=True)]
-    whole_and_part = [zip(seconds, own, strict=True) for seconds in (timer.training, timer.whole)]
-    return [[total / (total - part) for total, part in each] for each in whole_and_part]
+    pairs = [first + second for first, second in zip(spent[::2], spent[1::2], strict=True)]
+    whole_and_part = [zip(seconds, pairs, strict=True) for seconds in (timer.training, timer.whole)]
+    return [[total / (total - part) for total, part in parts] for parts in whole_and_part]
 
 
 class PeakMeter(TrainerCallback):

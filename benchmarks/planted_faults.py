@@ -61,8 +61,8 @@ def train(planted: Planted, folder: Path, seed: int) -> None:
               SamplerProbe()]  # fmt: skip
     records = Records(folder / "logs")
     if planted.engine:  # TRL drops what such an engine says of its log-probabilities
-        own = {"rollout_func": planted.engine(), "probes": probes, "records": records}
-        DrGRPOTrainer(model, reward, DrGRPOConfig(**args), **shared, **own).train()
+        options = {"rollout_func": planted.engine(), "probes": probes, "records": records}
+        DrGRPOTrainer(model, reward, DrGRPOConfig(**args), **shared, **options).train()
     else:
         trainer = GRPOTrainer(model, reward, GRPOConfig(**args), **shared)
         with attach(trainer, records, probes, whole_prompts=True):
@@ -91,8 +91,8 @@ def in_a_fork(planted: Planted, folder: Path, seed: int) -> None:
 def folders(out: Path, seed: int) -> Iterator[tuple[str, Planted, Path]]:
     """Yield the name of each training, what is planted, and where its records are."""
     for kind, planted in (("fault", FAULTS), ("healthy", HEALTHY)):
-        for name, one in planted.items():
-            yield name, one, out / f"{kind} {name}".replace(" ", "_").replace(",", "") / f"seed_{seed}"
+        for name, fault in planted.items():
+            yield name, fault, out / f"{kind} {name}".replace(" ", "_").replace(",", "") / f"seed_{seed}"
 
 
 def judge(out: Path, seed: int) -> list[list[str]]:
@@ -119,10 +119,10 @@ def print_table(rows: list[list[str]]) -> None:
         print(f"| {' | '.join(cell or '–' for cell in row)} |")
     faults, healthy = ([row for row in rows if bool(row[1]) is planted] for planted in (True, False))
     for column, what in ((2, "all records"), (3, "what TRL logs")):
-        found = sum(any(name in row[column].split(", ") for name in row[1].split(" or ")) for row in faults)
+        named = sum(any(name in row[column].split(", ") for name in row[1].split(" or ")) for row in faults)
         false = sum(bool(row[column]) for row in healthy)
         print(
-            f"\nBy {what}: {found} of {len(faults)} faults found, {false} of {len(healthy)} healthy ones with a line."
+            f"\nBy {what}: {named} of {len(faults)} faults found, {false} of {len(healthy)} healthy ones with a line."
         )
 
 

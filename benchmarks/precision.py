@@ -125,7 +125,7 @@ def against(exact: list[dict[str, float]], lines: list[dict[str, float]]) -> dic
     """Return, by metric, of the steps' differences to the exact ones: their rms over that of the values; in standard
     errors their mean, median and largest. Of RATIOS the least and the largest ratio.
     """
-    found: dict[str, tuple[float, ...]] = {}
+    numbers: dict[str, tuple[float, ...]] = {}
     for name in METRICS:
         both = [(a, b) for a, b in zip(exact, lines, strict=True) if name in a]
         rows = [(a[name], b[name], a.get(f"{name}_se", math.nan)) for a, b in both]
@@ -133,11 +133,11 @@ def against(exact: list[dict[str, float]], lines: list[dict[str, float]]) -> dic
         relative = (other - value).square().mean().sqrt() / value.square().mean().sqrt()
         in_errors = (other - value) / stderr
         of_error = in_errors.abs()
-        found[name] = tuple(float(x) for x in (relative, in_errors.mean(), of_error.median(), of_error.max()))
+        numbers[name] = tuple(float(x) for x in (relative, in_errors.mean(), of_error.median(), of_error.max()))
     for name in RATIOS:
         ratios = [b.get(name, math.nan) / a.get(name, math.nan) for a, b in zip(exact, lines, strict=True)]
-        found[name] = min(ratios), max(ratios)
-    return found
+        numbers[name] = min(ratios), max(ratios)
+    return numbers
 
 
 def main() -> None:

@@ -42,13 +42,13 @@ PACKAGE = str(Path(rl_training.__file__).parent)
 
 
 def _tensors_in(*values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors_in(*value)
-    return found
+            tensors += _tensors_in(*value)
+    return tensors
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -224,13 +224,13 @@ class PretendGpu(TorchDispatchMode):
 
         if device is not None:
             kwargs = {**kwargs, "device": where}
-        found = func(*_mapped(inner, args), **{key: _mapped(inner, value) for key, value in kwargs.items()})
+        outputs = func(*_mapped(inner, args), **{key: _mapped(inner, value) for key, value in kwargs.items()})
         if func._schema.is_mutable:
-            return args[0] if found is not None and returns else None
+            return args[0] if outputs is not None and returns else None
         if to_cpu:
-            return found if known else torch.ones_like(found, device="cpu")
+            return outputs if known else torch.ones_like(outputs, device="cpu")
         wrap = self._wrapped if is_view else self._new
-        wrapped = _mapped(lambda x: wrap(x) if isinstance(x, Tensor) else x, found)
+        wrapped = _mapped(lambda x: wrap(x) if isinstance(x, Tensor) else x, outputs)
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if is_view else wrapped
 
     def wait(self, what: str) -> None:

@@ -164,17 +164,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) if chosen.keep is None else chosen.keep / f"way_{number}"
             folder.mkdir(parents=True, exist_ok=True)
-            found = run(way, folder)
-        ended = found["exit"] if found["report"] else f"{found['exit']}, no report"
+            outcome = run(way, folder)
+        ended = outcome["exit"] if outcome["report"] else f"{outcome['exit']}, no report"
         print(
             f"| {number} | {way.batch} × {way.accumulation}, {way.generations} | {named(way)} | {way.processes} | "
-            f"{way.prompts} | {found['bars']} of {STEPS} | {found['cost']} | {ended} | {found['first']} |",
+            f"{way.prompts} | {outcome['bars']} of {STEPS} | {outcome['cost']} | {ended} | {outcome['first']} |",
             flush=True,
         )
-        for reason in found["reasons"]:
+        for reason in outcome["reasons"]:
             print(f"  {reason}", file=sys.stderr)
-        if found["exit"]:
-            print(found["stderr"], file=sys.stderr)
+        if outcome["exit"]:
+            print(outcome["stderr"], file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -118,8 +118,8 @@ class Truth:
         cache = DynamicCache(config=model.config)
         model.model(input_ids=self.prompts[:1, : self.num_shared], past_key_values=cache)
         cache.batch_repeat_interleave(PROMPTS)
-        own = self.prompts[:, self.num_shared :]
-        hidden = model.model(input_ids=own, past_key_values=cache).last_hidden_state[:, -1]
+        ends = self.prompts[:, self.num_shared :]
+        hidden = model.model(input_ids=ends, past_key_values=cache).last_hidden_state[:, -1]
         cache.batch_repeat_interleave(RESPONSES)
         return hidden.repeat_interleave(RESPONSES, dim=0), cache
 

@@ -132,7 +132,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
     further = [p for p in (GradientNoiseScaleProbe(), InterventionsProbe()) if p.name in settings.probes]
     probes, kind = [simple, *further], ""
     for probe in probes:
-        probe.measures_at = lambda step, own=probe.name: own == kind  # type: ignore[method-assign, misc]
+        probe.measures_at = lambda step, probe_name=probe.name: probe_name == kind  # type: ignore[method-assign, misc]
     model = model_of(name).train()
     with PretendGpu() as gpu, gpu.leave_out(linear_head._LinearHead, "forward", "backward"):
         gpu.hold(model)

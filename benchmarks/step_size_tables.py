@@ -94,12 +94,14 @@ def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
     """Print mean and worst over the start rates and the seed that all rules have."""
     print_header("setting", *(f"{rule}, mean / worst" for rule in RULES))
     for setting in settings:
-        own = [line for line in chosen(lines, setting=setting, seed=0) if line["rule"] in RULES]
-        rules = [rule for rule in RULES if chosen(own, rule=rule)]
-        shared = frozenset.intersection(*(frozenset(r["rate"] for r in chosen(own, rule=rule)) for rule in rules))
+        chosen_lines = [line for line in chosen(lines, setting=setting, seed=0) if line["rule"] in RULES]
+        rules = [rule for rule in RULES if chosen(chosen_lines, rule=rule)]
+        shared = frozenset.intersection(
+            *(frozenset(r["rate"] for r in chosen(chosen_lines, rule=rule)) for rule in rules)
+        )
         cells = []
         for rule in RULES:
-            ends = by_rate(chosen(own, rule=rule, rate=shared), "reward").values()
+            ends = by_rate(chosen(chosen_lines, rule=rule, rate=shared), "reward").values()
             cells.append(f"{statistics.fmean(ends):.3f} / {min(ends):.3f}" if ends else "–")
         print(row([setting, *cells]))
 
@@ -121,11 +123,11 @@ def print_ends(lines: Lines, settings: Sequence[str]) -> None:
 def print_runs(lines: Lines, settings: Sequence[str]) -> None:
     """Print the reward and pass@8 of every start rate."""
     for setting in settings:
-        own = [line for line in chosen(lines, setting=setting) if line["rule"] in RULES]
-        rates = sorted({line["rate"] for line in own})
+        chosen_lines = [line for line in chosen(lines, setting=setting) if line["rule"] in RULES]
+        rates = sorted({line["rate"] for line in chosen_lines})
         print_header(f"{setting}: reward / pass@8", *(f"{rate:g}" for rate in rates))
         for rule in RULES:
-            rewards, pass8 = (by_rate(chosen(own, rule=rule), name) for name in ("reward", "pass8"))
+            rewards, pass8 = (by_rate(chosen(chosen_lines, rule=rule), name) for name in ("reward", "pass8"))
             print(row([rule, *(f"{rewards[r]:.3f} / {pass8[r]:.3f}" if r in rewards else "–" for r in rates)]))
 
 
