@@ -25,6 +25,7 @@ from torch import Tensor
 from rl_training.errors import UserError
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.pass_at_k import majority_vote, pass_at_k
 from rl_training.statistics.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
 
@@ -32,7 +33,9 @@ Metric = Callable[..., Mapping[str, float]]
 ByRow = Mapping[int, Sequence[Response]]
 
 BUILT_IN = ("reward", "greedy_accuracy", "pass_at", "majority", "entropy", "kl", "length", "truncated", "format")
-NO_ANSWER = "the task does not say how an answer is read (Task.given_answer)"
+NO_ANSWER = Limit("no_given_answer", "the task does not say how an answer is read (Task.given_answer)")
+NO_GREEDY = Limit("no_greedy", "greedy decoding is off (evaluation.greedy)")
+NO_REFERENCE = Limit("no_reference", "no first model to compare with (evaluation.kl, or a checkpoint without a run)")
 
 
 def response_metrics(
@@ -57,7 +60,7 @@ def response_metrics(
     mean_rewards = rewards.mean(dim=1)
     metrics = {
         "reward": share_over_prompts(mean_rewards, *reward_range) if reward_range else mean_over_prompts(mean_rewards),
-        "greedy_accuracy": Estimate.missing("greedy decoding is off (evaluation.greedy)"),
+        "greedy_accuracy": Estimate.missing(NO_GREEDY),
     }
     if greedy:
         metrics["greedy_accuracy"] = share_over_prompts(
@@ -75,8 +78,7 @@ def response_metrics(
         has_answer = share_over_prompts(_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
     metrics |= _per_token_and_sequence("entropy", _table(sampled, lambda r: r.entropies.sum()), lengths)
     if next(iter(sampled.values()))[0].kl is None:
-        reason = "no first model to compare with (evaluation.kl, or a checkpoint without a run)"
-        metrics |= {f"kl/{unit}": Estimate.missing(reason) for unit in ("token", "sequence")}
+        metrics |= {f"kl/{unit}": Estimate.missing(NO_REFERENCE) for unit in ("token", "sequence")}
     else:
         metrics |= _per_token_and_sequence("kl", _table(sampled, lambda r: r.kl.sum()), lengths)  # type: ignore[union-attr]
     return metrics | {

@@ -26,11 +26,16 @@ import numpy as np
 from scipy.special import ndtri, stdtrit
 
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
+from rl_training.statistics.limit import Limit
 
 MIN_PAIRS = MIN_UNITS_OFFLINE  # fewer make a line through any cloud
-NO_NOISE_LEFT = "the predictions are smaller than their own error bars: without their noise nothing is left"
-ALL_ZERO = "all predictions are zero"
-NO_SPREAD = "all predictions, or all truths, are the same number"
+NO_NOISE_LEFT = Limit(
+    "lost_in_noise", "the predictions are smaller than their own error bars: without their noise nothing is left"
+)
+ALL_ZERO = Limit("all_zero", "all predictions are zero")
+NO_SPREAD = Limit("no_spread", "all predictions, or all truths, are the same number")
+NO_HITS = Limit("no_pairs", "there are no pairs")
+FEW_PAIRS = Limit("few_pairs", "{count} pairs of prediction and truth: at least {least} are needed{detail}")
 NO_ERROR_BARS = "needs the standard errors of prediction and truth"
 
 
@@ -103,17 +108,17 @@ def _pearson(sums: np.ndarray) -> np.ndarray:
 
 
 def _share(hits: np.ndarray, needs: str = "") -> Estimate:
-    return _estimate(_ratio, [hits, np.ones_like(hits)], "", needs)
+    return _estimate(_ratio, [hits, np.ones_like(hits)], NO_HITS, needs)
 
 
 def _estimate(
-    statistic: Callable[[np.ndarray], np.ndarray], columns: list[np.ndarray], why_not: str, needs: str = ""
+    statistic: Callable[[np.ndarray], np.ndarray], columns: list[np.ndarray], limit: Limit, needs: str = ""
 ) -> Estimate:
     """Return statistic(sums over pairs) with its delete-one-pair jackknife error.
 
     Args:
         columns: (pairs,) each, the terms whose sums the statistic takes.
-        why_not: the reason to give where the statistic is nan.
+        limit: of a statistic that is nan.
         needs: what pairs must have to count; it is added to the message about too few pairs.
     """
     terms = np.stack(columns, axis=1)
@@ -121,11 +126,12 @@ def _estimate(
     sums = terms.sum(axis=0)
     if num_pairs < MIN_PAIRS:
         detail = f" ({needs})" if needs else ""
-        reason = f"{num_pairs} pairs of prediction and truth: at least {MIN_PAIRS} are needed{detail}"
-        return Estimate(math.nan, num_samples=num_pairs, reason=reason)
+        few = FEW_PAIRS.filled(count=num_pairs, least=MIN_PAIRS, detail=detail)
+        return Estimate(math.nan, num_samples=num_pairs, reason=few)
     value = float(statistic(sums))
     stderr = math.sqrt(num_pairs - 1) * float(statistic(sums - terms).std())  # row l lacks pair l
-    reason = (
-        why_not if math.isnan(value) else "" if not math.isnan(stderr) else f"no error bar: without one pair, {why_not}"
-    )
-    return Estimate(value, stderr, num_pairs, reason)
+    if math.isnan(value):
+        return Estimate(value, stderr, num_pairs, limit)
+    if math.isnan(stderr):
+        return Estimate(value, stderr, num_pairs, limit.prefixed("no error bar: without one pair"))
+    return Estimate(value, stderr, num_pairs)

@@ -25,14 +25,19 @@ from torch import Tensor
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.jackknife import jackknife_covariance, jackknife_stderr
 from rl_training.statistics.kish import kish_size
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import fieller_interval
 
 BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
 WARM_STEPS = 10  # of AdamW: from here on the preconditioner of the step before serves as a metric
-NOT_WARM = f"no AdamW step after the first {WARM_STEPS} was measured: until then its preconditioner is not a metric"
-LOST = "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise"
-NO_NOISE = "tr Σ and |G|² are both 0: no gradient at all"
+NOT_WARM = Limit(
+    "not_warm",
+    f"no AdamW step after the first {WARM_STEPS} was measured: until then its preconditioner is not a metric",
+)
+LOST = Limit("lost_in_noise", "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise")
+NO_NOISE = Limit("no_gradient", "tr Σ and |G|² are both 0: no gradient at all")
 NO_UPPER_END = "no error bar: |G|² may be 0, so that its interval, …_low to …_high, has no upper end"
+FEW_STEPS = Limit("few_steps", f"no error bar: it needs {MIN_UNITS_OFFLINE} steps")
 A_BOUND = "no error bar: the end of a 95 % interval"
 
 
@@ -151,7 +156,7 @@ def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
         return Estimate.missing(NO_NOISE)
     num_samples = int(averages.degrees) + 1
     if averages.steps < MIN_UNITS_OFFLINE:
-        return Estimate(value, math.nan, num_samples, f"no error bar: it needs {MIN_UNITS_OFFLINE} steps")
+        return Estimate(value, math.nan, num_samples, FEW_STEPS)
     return Estimate(value, stderr, num_samples)
 
 

@@ -31,9 +31,11 @@ from torch import Tensor
 
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import jackknife_stderr
+from rl_training.statistics.limit import Limit
 from rl_training.statistics.welch import mean_of
 
-ONE_PROMPT = "one prompt has no standard error"
+ONE_PROMPT = Limit("one_prompt", "one prompt has no standard error")
+ZERO_DENOMINATOR = Limit("zero_denominator", "its denominator is 0 over all prompts")
 
 
 def mean_over_prompts(values: Tensor) -> Estimate:
@@ -67,7 +69,7 @@ def ratio_over_prompts(numerators: Tensor, denominators: Tensor) -> Estimate:
     sums = torch.stack([numerators, denominators], dim=1).double()
     total = sums.sum(dim=0)
     if total[1] == 0:
-        return Estimate.missing("its denominator is 0 over all prompts")
+        return Estimate.missing(ZERO_DENOMINATOR)
 
     def ratio(s: Tensor) -> Tensor:
         return s[..., 0] / s[..., 1]

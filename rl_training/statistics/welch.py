@@ -17,17 +17,21 @@ import math
 from collections.abc import Sequence
 
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
+
+NO_VALUES = Limit("no_values", "there is no finite value")
+ONE_VALUE = Limit("one_value", "one value has no error")
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
     """Return the mean of independent values with its standard error. The mean of a single value has none."""
     if not values:
-        return Estimate.missing("there is no finite value")
+        return Estimate.missing(NO_VALUES)
     count = len(values)
     # Rounding can put the mean of equal values outside of them, which would give them an error.
     mean = min(max(math.fsum(values) / len(values), min(values)), max(values))
     if count == 1:
-        return Estimate(mean, num_samples=1, reason="one value has no error")
+        return Estimate(mean, num_samples=1, reason=ONE_VALUE)
     squares = math.fsum((value - mean) * (value - mean) for value in values)  # nan where a value is infinite
     return Estimate(mean, math.sqrt(squares / (count - 1) / count), count)
 

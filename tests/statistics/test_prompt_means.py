@@ -19,9 +19,9 @@ def test_standard_error_of_a_mean_by_hand() -> None:
 def test_a_prompt_without_a_value_is_left_out_and_without_any_there_is_a_reason() -> None:
     estimate = mean_over_prompts(torch.tensor([1.0, math.nan, 3.0]))
     assert (estimate.value, estimate.num_samples) == (2, 2)
-    assert mean_over_prompts(torch.tensor([math.nan])).reason == "there is no finite value"
+    assert mean_over_prompts(torch.tensor([math.nan])).code == "no_values"
     alone = mean_over_prompts(torch.tensor([2.0]))
-    assert (alone.value, alone.reason) == (2, "one value has no error")
+    assert (alone.value, alone.code) == (2, "one_value")
     assert math.isnan(alone.stderr)
 
 
