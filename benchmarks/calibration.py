@@ -17,6 +17,7 @@ stop and go on, or share the runs among several processes. --only-report makes t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ from peft import LoraConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from rl_training import Estimate
+from rl_training import Estimate, Reading
 from rl_training.engine.context import StepContext
 from rl_training.entropy.importance import importance_weights, reweighted_replicates, sequence_totals
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
@@ -66,28 +67,26 @@ class TruthOfEachStep(GroundTruthProbe):
     def __init__(self, num_sequences: int, seed: int, linearity_step: int) -> None:
         super().__init__(1, num_sequences, seed)
         self.linearity_step = linearity_step
-        self._beside: dict[str, Estimate] = {}
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         self._batch = sequence_totals(step.batch.scores)
         if step.number == self.linearity_step:
             self._evaluation = ctx.policy.sample(self.sequences, 10_000 + self.seed)
             self._before = sequence_totals(ctx.policy.score_rollout(self._evaluation))
             self._old = {name: p.detach().clone() for name, p in _trained(ctx).items()}
+        return reading
 
-    def after_step(self, ctx: StepContext) -> None:
+    def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
         step = ctx.step
-        super().after_step(ctx)
+        reading = super().after_step(ctx, reading)
         after = sequence_totals(ctx.policy.score_rollout(step.batch.rollout))
         same_batch = reweighted_replicates(self._batch, after).value[0]
-        self._beside = {SAME_BATCH: Estimate(float(same_batch), reason="no error bar: its error is a bias")}
+        beside = {SAME_BATCH: Estimate(float(same_batch), reason="no error bar: its error is a bias")}
         if step.number == self.linearity_step:
-            self._beside |= dict(self._along_the_step(ctx))
-
-    def results(self) -> dict[str, Estimate]:
-        return super().results() | self._beside
+            beside |= dict(self._along_the_step(ctx))
+        return dataclasses.replace(reading, measured={**reading.measured, **beside})
 
     @torch.no_grad()
     def _along_the_step(self, ctx: StepContext) -> Iterator[tuple[str, Estimate]]:

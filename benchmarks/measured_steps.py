@@ -27,7 +27,7 @@ from default_task import default_trainer
 from peft import LoraConfig
 from torch import Tensor
 
-from rl_training import Estimate, Probe
+from rl_training import Estimate, Probe, Reading
 from rl_training.engine.context import StepContext
 from rl_training.entropy.previous_policy import differences_before
 from rl_training.hosts.trl.policy import respond
@@ -91,18 +91,18 @@ class Bank(Probe):
         index = torch.arange(PROMPTS).repeat_interleave(RESPONSES).tolist()
         return as_rollout(*respond(trainer, texts, self.seed, number), index, trainer._tokenizer.pad_token_id)
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
-        self._answers = {"bank/true": Estimate.missing("this step is not one of them")}
         if step.number in self.steps:
             assert ctx.policy.shard is not None
             self.rollout, self.held = self.draw(2 * step.number), ctx.policy.shard.copy_local_weights()
             self.scores = ctx.policy.score_rollout(self.rollout)
+        return Reading(measured={"bank/true": Estimate.missing("this step is not one of them")})
 
-    def after_step(self, ctx: StepContext) -> None:
+    def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
         step = ctx.step
         if step.number not in self.steps:
-            return
+            return reading
         truth = told(by_prompt(self.rollout, self.scores, ctx.policy.score_rollout(self.rollout), RESPONSES))
         row: dict[str, Any] = {"step": step.number} | {
             name: [-truth[name].value, truth[name].stderr] for name in (ENTROPY, LENGTH)
@@ -119,7 +119,7 @@ class Bank(Probe):
                 if part[ESS].value >= MIN_ESS
             ]
         self.rows.append(row)
-        self._answers = {"bank/true": Estimate(row[ENTROPY][0])}
+        return Reading(measured={"bank/true": Estimate(row[ENTROPY][0])})
 
 
 def by_prompt(rollout: Rollout, scores: Scores, others: Scores, count: int) -> Tensor:

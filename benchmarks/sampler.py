@@ -29,7 +29,7 @@ import torch
 from other_samplers import Frozen, Named, trainer_of
 from torch import Tensor
 
-from rl_training import DrGRPOTrainer
+from rl_training import DrGRPOTrainer, Reading
 from rl_training.engine.context import StepContext
 from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.prediction import predict_entropy
@@ -73,11 +73,12 @@ class Divergence(SamplerProbe):
         self.said: list[dict[str, Estimate]] = []
         self.tokens: list[float] = []
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
-        self.said.append(dict(self._answers))
+        reading = super().measure(ctx, state)
+        self.said.append(reading.estimates)
         self.tokens.append(float(step.batch.scores.mask.sum()) / step.batch.num_sequences)
+        return reading
 
     def mean(self, name: str) -> str:
         values = [said[f"sampler/{name}"].value for said in self.said]
@@ -107,12 +108,12 @@ class Forward(Divergence):
         self.along: list[list[tuple[float, float]]] = []  # of each direction, with ratios and without
         self.ess: list[float] = []
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         change, layout = ctx.prediction, step.gradients.layout
         if change.limit:
-            return
+            return reading
         rollout = dataclasses.replace(step.batch.rollout, sampling_logps=None)
         bare = dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
         assert ctx.policy.shard is not None
@@ -127,6 +128,7 @@ class Forward(Divergence):
         self.along.append(
             [(product(change, step.batch.fold_sizes, v), product(without, step.batch.fold_sizes, v)) for v in vectors]
         )
+        return reading
 
     def report(self) -> None:
         """Print coverage, and the means along the directions beside those of the truth."""
@@ -153,12 +155,12 @@ class Corrections(InterventionsProbe):
         self.cases: list[tuple[str, str, Estimate, float, float]] = []  # name, quantity, said, truth, its error
         self.batches = 0
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         self.batches += 1
         if ctx.prediction.limit:
-            return
+            return reading
         loss = loss_inputs(step.batch, ctx.ranks.reduce)  # by microbatch: some choose tokens within each
         weights = [torch.cat([each.weights(part).stacked() for part in loss], dim=1) for each in self.which]
         pairs = [[logps, entropies if entropies.any() else None] for logps, entropies in weights]
@@ -168,9 +170,10 @@ class Corrections(InterventionsProbe):
             difference = {name: other[name] - made[name] for name in made}
             for quantity, parts in (("delta_h", self.truth.entropy), ("delta_reward", self.truth.reward)):
                 along = [inner(part, difference) for part in parts]
-                said = self._answers[f"intervention/{each.name}/{quantity}"]
+                said = reading.predicted[f"intervention/{each.name}/{quantity}"]
                 error = statistics.stdev(along) / math.sqrt(len(along))
                 self.cases.append((each.name, quantity, said, statistics.fmean(along), error))
+        return reading
 
     def report(self) -> None:
         print(f"  {len(self.cases) // 2 // (len(self.which) - 1)} of {self.batches} batches")

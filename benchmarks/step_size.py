@@ -31,7 +31,8 @@ from peft import LoraConfig
 from step_size_tables import draw, pairs, print_tables, read_lines
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
-from rl_training import DrGRPOTrainer, MeasuredStepProbe, UserError
+from rl_training import DrGRPOTrainer, MeasuredStepProbe, Reading, UserError
+from rl_training.engine.context import StepContext
 from rl_training.evaluation.policy import CheckpointPolicy
 from rl_training.evaluation.responses import Response, batches_of, generate_responses
 from rl_training.tasks.arithmetic import arithmetic, worked_examples
@@ -118,15 +119,23 @@ def jobs() -> list[Job]:
     return [*untrained, *first, *beside, *(dataclasses.replace(job, seed=1) for job in first)]
 
 
+class KeepsReading(MeasuredStepProbe):
+    """The probe, with what it says of a step kept before the optimizer makes the next one."""
+
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
+        self.reading = super().measure(ctx, state)
+        return self.reading
+
+
 class AdaptiveRate(TrainerCallback):
     """torchrl's KLAdaptiveLR, by what `measured` says of the step before."""
 
-    def __init__(self, probe: MeasuredStepProbe, rates: tuple[float, ...]) -> None:
+    def __init__(self, probe: KeepsReading, rates: tuple[float, ...]) -> None:
         self.probe, self.rate, self.least, self.most = probe, 0.0, rates[0] / 3.0, rates[-1]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.rate = self.rate or args.learning_rate
-        kl = self.probe.results()["measured/kl"].value
+        kl = self.probe.reading.measured["measured/kl"].value
         if kl > 2.0 * ADAPTIVE_TARGET:
             self.rate = max(self.least, self.rate / 1.5)
         elif 0.0 < kl < ADAPTIVE_TARGET / 2.0:
@@ -177,7 +186,7 @@ def model_folder(name: str, output: Path) -> Path:
 
 def trainer_of(setting: Setting, task: Task, job: Job, folder: Path, scratch: str) -> DrGRPOTrainer:
     """Return the trainer of a run, in one microbatch."""
-    probe = MeasuredStepProbe()
+    probe = KeepsReading()
     optimizer = {"sgd": {"optim": "sgd"}}.get(setting.optimizer, {})
     trainer = default_trainer(
         scratch, [probe] if job.rule == "adaptive" else [], STEPS, job.rate, job.seed, task=task, model_folder=folder,

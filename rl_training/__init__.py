@@ -9,6 +9,7 @@ from rl_training.extras import require_extra
 
 if TYPE_CHECKING:
     from rl_training.engine.probe import Probe as Probe
+    from rl_training.engine.probe import Reading as Reading
     from rl_training.errors import UserError as UserError
     from rl_training.hosts.loop import measured_loop as measured_loop
     from rl_training.hosts.trl import attach as attach
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _NAMES = {  # by the module that they are imported from
     "policy.rollout": "Rollout take_rows",
-    "engine.probe": "Probe",
+    "engine.probe": "Probe Reading",
     "errors": "UserError",
     "hosts.loop": "measured_loop",
     "hosts.trl": "attach",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.kl_bound import KLBound
+from rl_training.engine.kl_bound import BoundState, KLBound
 from rl_training.engine.probe import Probe
 from rl_training.engine.recorder import LoopSpec
 from rl_training.policy.rollout import join_rollouts
@@ -20,13 +21,16 @@ class BoundedDriver(StepDriver):
         self.bound = bound
         self._found: dict[str, Estimate] = {}  # how the rate of the open step was set
 
-    def reset(self) -> None:
-        super().reset()
-        self.bound.reset()
+    def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
+        super().start(loop, states)
+        state = (states or {}).get(self.bound.name, BoundState())
+        self.bound.start(loop.shard, loop.policy, loop.ranks, state)
 
-    def start(self, loop: LoopSpec) -> None:
-        super().start(loop)
-        self.bound.start(loop.shard, loop.policy, loop.ranks)
+    def initial_states(self) -> dict[str, Any]:
+        return super().initial_states() | {self.bound.name: BoundState()}
+
+    def states(self) -> dict[str, Any]:
+        return super().states() | {self.bound.name: self.bound.state}
 
     def gradients_ready(self, rollout_number: int) -> None:
         step = self.open_step

@@ -7,8 +7,9 @@
     stepped()                parameters and optimizer states have moved, or the loop has left the step out
     finish()                 returns the probes' estimates
 
-Only the driver calls probes and times them. Hooks are set from `microbatch` to the next call; in between, only the
-loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same without probes.
+Only the driver calls probes, times them and owns their states. Hooks are set from `microbatch` to the next call; in
+between, only the loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same
+without probes.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import TermsCheck
 from rl_training.engine.loss_check import MadeLoss
+from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe import Probe
+from rl_training.engine.probe_states import ProbeStates
 from rl_training.engine.recorder import LoopSpec, SeenPrompts, StepRecorder, StepShape
 from rl_training.engine.requirements import Requirements, announcement, needs_of
-from rl_training.engine.timing import SHARED, Clock
-from rl_training.engine.verifier import UpdateVerifier, predicting, refuse_other_parameters
-from rl_training.entropy.prediction import predict_entropy
-from rl_training.entropy.previous_update import PreviousUpdate
+from rl_training.engine.timing import SHARED, Clock, Costs
+from rl_training.engine.verifier import refuse_other_parameters
+from rl_training.entropy.previous_update import UpdateState
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.fsdp import reshard
 from rl_training.policy.padding_check import PaddingCheck
@@ -59,45 +61,41 @@ class StepDriver:
     def __init__(self, probes: Sequence[Probe]) -> None:
         self.probes = tuple(probes)
         self._requirements = Requirements.of(probes)
+        self._states = ProbeStates(self.probes)
         self.open_step: StepRecorder | None = None  # the step that has begun, if one has
         self._learned = SeenPrompts()
-        self._rows: FoldRecorder | None = None  # these two while a training lasts
-        self._memory: PreviousUpdate | None = None
-        self._memory_state: Mapping[str, Tensor] = {}
-        self._guard: UpdateVerifier | None = None
+        self._rows: FoldRecorder | None = None  # these three while one lasts
+        self._predictions: Predictions | None = None
         self._runtime: Runtime | None = None
-        self._seconds: Mapping[str, float] = {}  # of the last step, by name
-        self._bytes_held = 0  # at most in it
+        self._update_state = UpdateState()  # of the predictions, while no training lasts
+        self._costs = Costs()  # of the last step
         self._clock = Clock(torch.device("cpu"))
 
-    def reset(self) -> None:
-        """Forget earlier trainings, also in the probes: call it before a training that does not go on from a state."""
-        self.close()
-        self._memory_state, self._learned = {}, SeenPrompts()
-        for probe in self.probes:
-            probe.reset()
+    def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
+        """Begin a training with these parameters. A collective after one that failed.
 
-    def start(self, loop: LoopSpec) -> None:
-        """Record which parameters are trained. Call it when training begins. A collective after one that failed."""
+        states  of a checkpoint, as `states` has returned them; None: it does not go on from one, and all begins anew
+        """
         self.close()
         self.end()
+        values = self.initial_states() | dict(states or {})
+        self._states.values = {probe.name: values[probe.name] for probe in self.probes}
+        self._update_state = values[self.name]
         self._loop = loop
         self._layout = loop.shard.layout
         loop.policy.shard, loop.policy.scorer.layer_rounding = loop.shard, loop.shard.layer_rounding
         loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
         self._padding, self._terms = PaddingCheck(), TermsCheck()
         self._clock = Clock(self._layout.device)
-        needs, offload = self._requirements.needs, self._requirements.offload
+        needs = self._requirements.needs
         self._runtime = Runtime(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
         for line in announcement(loop, self._requirements) if loop.ranks.number == 0 else ():
             logger.warning(line)  # a level at which it is seen
         if not needs:
             return
-        self._rows = FoldRecorder(self._runtime.reduction, offload, self._requirements.rows_dtype)
+        self._rows = FoldRecorder(self._runtime.reduction, self._requirements.offload, self._requirements.rows_dtype)
         if Need.ENTROPY_GRADIENT in needs:
-            self._memory = PreviousUpdate(loop.shard, self._requirements.entropy, offload)
-            self._memory.load_state_dict(self._memory_state)
-            self._guard = UpdateVerifier(loop.shard, self._memory, loop.ranks.reduce)
+            self._predictions = Predictions(loop, self._requirements, self._update_state)
 
     def refuse_impossible_folds(self, shape: StepShape) -> None:
         """Raise ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
@@ -111,9 +109,8 @@ class StepDriver:
         if self.open_step.probes:
             with self._clock.timed():
                 refuse_other_parameters(self._loop.shard)
-                if self._guard is not None and self._memory is not None:
-                    self._guard.detect_external_edits()
-                    self._memory.count_bytes(more=0)
+                if self._predictions is not None:
+                    self._predictions.begin()
 
     def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
         """Plan the folds of the step that has begun. A collective where it is measured and has sizes of its own.
@@ -192,20 +189,18 @@ class StepDriver:
         with self.measuring():
             assert self._runtime is not None, "call start(loop) first"
             data, prediction = self._data_of(step, self._runtime), None
-            if self._memory is not None and (asking := predicting(step.probes)):
-                prediction = predict_entropy(data, self._runtime, self._memory, needs_of(asking))
+            if self._predictions is not None:
+                prediction = self._predictions.predict(data, self._runtime, step.probes)
             step.view = view = StepContext(data, self._runtime, prediction)
-            if self._guard is not None:
-                self._guard.ready(data.optimizer, prediction, step.probes)
         for probe in step.probes:
             with self._clock.timed(probe.name):
-                probe.prepare(view)
+                step.readings[probe.name] = self._states.measure(probe, view)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
 
     def about_to_step(self) -> None:
         """Look at the weights right before the optimizer's step, where a loop knows when that is."""
-        if self._guard is not None and self.open_step is not None and self.open_step.view is not None:
-            self._guard.about_to_step()
+        if self._predictions is not None and self.open_step is not None and self.open_step.view is not None:
+            self._predictions.about_to_step()
 
     def stepped(self, made: bool = True) -> None:
         """Run the probes just after the optimizer's step. A collective where the step is measured.
@@ -217,16 +212,23 @@ class StepDriver:
             self._learned.add(step.rollouts)  # also where this step is not measured: a later one on them may be
         if step is None or step.view is None:
             return
-        if self._memory is not None:
+        if self._predictions is not None:
             with self.measuring():
-                self._memory.finish(step.number, self._loop.shard.weights())
+                self._predictions.stepped(step.number)
         with self._measurement_context():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
-                    probe.after_step(step.view)
-            if self._guard is not None:
-                with self.measuring():
-                    step.check = self._guard.stepped(made)
+                    reading = step.readings[probe.name]
+                    step.readings[probe.name] = self._states.after_step(probe, step.view, reading)
+            with self.measuring():
+                self._verify(step, made)
+
+    def _verify(self, step: StepRecorder, made: bool) -> None:
+        """Keep what the step leaves for the next one, as far as it was the optimizer's formula. A collective."""
+        limit = None
+        if self._predictions is not None:
+            step.check, limit = self._predictions.verify(made)
+        step.readings = self._states.commit(step.readings, limit)
 
     def skip_step(self) -> None:
         """Discard the step that has begun; called instead of `gradients_ready` when the loop leaves the step out."""
@@ -241,19 +243,18 @@ class StepDriver:
         """
         step, self.open_step = self.open_step, None
         answers: dict[str, dict[str, Estimate]] = {}
+        num_bytes = self._costs.num_bytes
         if step is not None and step.view is not None:
-            for probe in step.probes:
-                with self._clock.timed(probe.name):
-                    answers[probe.name] = probe.checked_results(step.number)
+            answers = {name: reading.estimates for name, reading in step.readings.items()}
             if step.check:
                 answers[self.name] = dict(step.check)
             num_folds = step.view.step.batch.num_folds
             vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # one probe after another
-            of_engine = (part.most_bytes for part in (self._rows, self._memory) if part is not None)
-            self._bytes_held = sum(of_engine) + vectors * self._layout.num_bytes
+            of_engine = (part.most_bytes for part in (self._rows, self._predictions) if part is not None)
+            num_bytes = sum(of_engine) + vectors * self._layout.num_bytes
         if self._rows is not None:
             self._rows.release()
-        self._seconds = self._clock.read()
+        self._costs = Costs(self._clock.read(), num_bytes)
         return answers
 
     # --- costs, state, end --------------------------------------------------------------------------------------------
@@ -263,9 +264,7 @@ class StepDriver:
 
         `engine_seconds` are what probes share: hooks, the folds' gradients, the entropy gradient, checks.
         """
-        share = sum(self._seconds.values()) / step_seconds
-        costs = {f"{name}_seconds": seconds for name, seconds in self._seconds.items()}
-        return costs | {"fraction_of_step": share, "buffer_bytes": float(self._bytes_held)}
+        return self._costs.by_name(step_seconds)
 
     def end(self) -> None:
         """End what processes have in common: training has ended on all of them. A collective."""
@@ -274,25 +273,25 @@ class StepDriver:
 
     def close(self) -> None:
         """Remove every hook and free all vectors: training has ended, perhaps in the middle of a step."""
-        self._memory_state, self._memory = self.state_dict(), None
+        if self._predictions is not None:
+            self._update_state, self._predictions = self._predictions.state, None
         if self._rows is not None:
             self._rows.release()
-        self.open_step = self._rows = self._guard = None
+        self.open_step = self._rows = None
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs beside the probes' own states: the last update, and errors."""
-        return dict(self._memory_state) if self._memory is None else self._memory.state_dict()
+    def initial_states(self) -> dict[str, Any]:
+        """Return the states that a training begins with, by the probe's name, and the engine's own."""
+        return {**self._states.initial(), self.name: UpdateState()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` returned."""
-        self._memory_state = state
-        if self._memory is not None:
-            self._memory.load_state_dict(state)
+    def states(self) -> dict[str, Any]:
+        """Return what a resumed run needs: the probes' states by name, and the engine's own."""
+        update = self._update_state if self._predictions is None else self._predictions.state
+        return {**self._states.values, self.name: update}
 
     def _data_of(self, step: StepRecorder, runtime: Runtime) -> StepData:
         """Return the data of a step whose gradients are all in. A collective."""
         loop, joined = self._loop, step.join(self._loop.ranks)
-        edited = None if self._guard is None else self._guard.edit_limit()
+        edited = None if self._predictions is None else self._predictions.edit_limit()
         padded = self._padding.limit(joined.rollout, loop.policy, loop.ranks.reduce)
         told = joined.rollout.sampling_mismatch
         mismatch = (loop.limits.sampling_mismatch if told is None else told) or edited or padded

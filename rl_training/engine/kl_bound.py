@@ -136,16 +136,16 @@ class KLBound:
         self._rates: list[float] = []  # of the optimizer's groups, while others are set
         self._weights: Mapping[str, Tensor] = {}  # before the step, while it is made
 
-    def reset(self) -> None:
-        """Forget the steps of earlier trainings: call it before a training that does not go on from a state."""
-        self.state = BoundState()
-
-    def start(self, shard: Shard, policy: Policy, ranks: Ranks) -> None:
+    def start(self, shard: Shard, policy: Policy, ranks: Ranks, state: BoundState) -> None:
         """Learn where weights and optimizer lie. Call it when training begins.
+
+        Args:
+            state: of the step before, where it goes on from a checkpoint.
 
         Raises:
             UserError: the step has no formula, and its weights lie where they cannot be written.
         """
+        self.state = state
         self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
         self._has_formula = not (reason := view_optimizer(shard).limit)
         if reason and shard.optimized is not shard.trained:
@@ -207,12 +207,6 @@ class KLBound:
         for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates = []
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in vars(self.state).items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.state = BoundState(**{name: float(value) for name, value in state.items()})
 
     def _scores_before(self, rollout: Rollout, scores: Scores, rows: Tensor) -> Scores:
         """Return the scores of some rows with the weights before the step, as a measurement.

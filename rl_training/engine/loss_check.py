@@ -36,6 +36,7 @@ def has_other_terms(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> b
 
     A walk over the graph between the loss and the scores, some hundred nodes; a way around them leads to a leaf.
 
+    >>> import torch
     >>> w = torch.ones(1, 1, requires_grad=True)
     >>> scores = Scores(2 * w, 3 * w, torch.ones(1, 1))
     >>> loss = (scores.logps * scores.entropies).sum()

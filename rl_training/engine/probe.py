@@ -1,34 +1,60 @@
-"""The base class of every probe: when it is called, what it must return, and what it may ask to be kept for it.
+"""What a probe is: settings, and functions from a step and a state to a reading. Values alone go from step to step.
 
-A probe has two hooks on each optimizer step that it measures, called on every rank, and then returns its estimates:
+    init()                       the state that a training begins with
+    measure(ctx, state)          all gradients are in, averaged over ranks, not clipped; the parameters are still old
+    after_step(ctx, reading)     parameters and optimizer states have moved; optional
 
-    prepare(ctx)        all gradients are in, averaged over ranks, not clipped; the parameters are still old
-    after_step(ctx)     parameters and optimizer states have moved
-    results()           name → Estimate
+On each optimizer step that a probe measures, both are called on every rank. The driver owns the states. It keeps the
+state of a reading once the step has been verified: where the optimizer has made another step than its formula says,
+what was predicted is nan, and the state that came with a prediction is dropped.
 
-It must change nothing of training: no `.backward()`, no write to parameters, gradients or states. What it cannot
+A probe must change nothing of training: no `.backward()`, no write to parameters, gradients or states. What it cannot
 measure it answers with `Estimate.missing(reason)`, never by leaving the name out. A new probe is one such class in
 one file, a three-line YAML in conf/probe and a test.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rl_training.engine.context import StepContext
 from rl_training.errors import UserError
 from rl_training.options import check_whole
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropySettings
 from rl_training.step.needs import Need
 
 
-class Probe:
-    """A measurement that runs inside a training loop. Subclasses override the hooks that they need.
+@dataclass(frozen=True)
+class Reading:
+    """What a probe says of one step.
+
+    A probe may subclass it, with fields for what `after_step` needs of `measure`: they are gone with the step.
+    """
+
+    predicted: Mapping[str, Estimate] = field(default_factory=dict)  # by metric: if the step is the optimizer's formula
+    measured: Mapping[str, Estimate] = field(default_factory=dict)  # by metric: whatever the step is
+    state: Any = None  # for the next step that the probe measures
+
+    @property
+    def estimates(self) -> dict[str, Estimate]:
+        """All estimates by metric."""
+        return {**self.measured, **self.predicted}
+
+    def without_predictions(self, limit: Limit) -> Reading:
+        """Return the reading of a step that was not the formula's."""
+        return dataclasses.replace(self, predicted=dict.fromkeys(self.predicted, Estimate.missing(limit)))
+
+
+class Probe(ABC):
+    """A measurement that runs inside a training loop. An object holds settings, and nothing of a training.
 
     name        names it in probes.jsonl and in probe_cost/<name>_seconds
     needs       what must be kept for it
@@ -37,9 +63,6 @@ class Probe:
     offload     with FOLD_GRADIENTS: keep them in the CPU's memory
     rows_dtype  with FOLD_GRADIENTS: keep them in it; None for fp32, or fp64 where the weights have it
     entropy     with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
-    measured    prefixes of the metrics that do not depend on what the optimizer's step is
-    running     averages over steps, with state_dict and load_state_dict, which a checkpoint keeps, and which begin anew
-                when they load nothing; None: none
     """
 
     name: str
@@ -48,50 +71,30 @@ class Probe:
     offload: bool = False
     rows_dtype: torch.dtype | None = None
     entropy: EntropySettings | None = None
-    measured: tuple[str, ...] = ()
-    running: Any = None
 
     def __init__(self, every: int = 1) -> None:
         check_whole(f"{self.name}: every", every, 1, " (measure each `every`-th step)")
         self.every = every
-        self._answers: dict[str, Estimate] = {}
+
+    def init(self) -> Any:
+        """Return the state that a training begins with; None: the probe remembers nothing from step to step.
+
+        A state is a tensor, a number, a ShardedVector, or a frozen dataclass or dictionary of such values. Checkpoints
+        keep it: a resumed run goes on as if never stopped. Except for ShardedVectors it is the same on every rank.
+        """
+        return None
+
+    @abstractmethod
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
+        """Return what the old parameters say of the step, and the state for the step after it."""
+
+    def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
+        """Return what is said of the step once it has been made: what `measure` has returned, and more."""
+        return reading
 
     def measures_at(self, number: int) -> bool:
         """Return whether this probe measures at this optimizer step, counted from 1."""
         return (number - 1) % self.every == 0
-
-    def reset(self) -> None:
-        """Forget earlier trainings: called when one begins, before the state of a checkpoint is loaded.
-
-        A probe that keeps more than `running` between steps forgets that here, too.
-        """
-        self._answers = {}
-        if self.running is not None:
-            self.running.load_state_dict({})
-
-    def prepare(self, ctx: StepContext) -> None:
-        """Measure what takes the old parameters."""
-
-    def after_step(self, ctx: StepContext) -> None:
-        """Measure what takes the new parameters."""
-
-    def discard(self, reason: str) -> None:
-        """Make the step's predictions nan with this reason: the step was not what they were made for."""
-        missing = Estimate.missing(reason)
-        self._answers = {name: e if name.startswith(self.measured) else missing for name, e in self._answers.items()}
-
-    def results(self) -> dict[str, Estimate]:
-        """Return the step's estimates by metric name: what the hooks have stored in `_answers`."""
-        return self._answers
-
-    def checked_results(self, number: int) -> dict[str, Estimate]:
-        """Return what the probe says of this step. ValueError when that is nothing."""
-        estimates = self.results()
-        if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
-            raise UserError(f"probe {self.name!r}: results must return Estimates by name, and returned {estimates!r}")
-        if not estimates:
-            raise UserError(f"probe {self.name!r} returned nothing at step {number}: return nan with a reason instead")
-        return dict(estimates)
 
     def num_vectors(self, num_folds: int) -> int:
         """Return how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
@@ -108,14 +111,3 @@ class Probe:
         )
 
     on_train_begin = on_init_end  # of one that is added later
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs to go on as if never stopped, the same on every rank."""
-        return {} if self.running is None else self.running.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` returned."""
-        if self.running is not None:
-            self.running.load_state_dict(state)
-        elif state:
-            raise UserError(f"{self.name}: the checkpoint holds state {sorted(state)} that this probe does not have")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import Ranks
@@ -126,6 +126,7 @@ class StepRecorder:
     loss_settings: LossSettings | None = None  # of its latest microbatch
     is_ready: bool = False  # all gradients are in
     view: StepContext | None = None  # then, if it is measured
+    readings: dict[str, Reading] = field(default_factory=dict)  # of the probes, by name
     check: Mapping[str, Estimate] = field(default_factory=dict)  # of what was predicted, once the optimizer has stepped
 
     @property

@@ -5,11 +5,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 SHARED = "engine"  # whose time it is that no probe takes alone: the same, whichever probes there are
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What measuring a step took."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by name
+    num_bytes: int = 0  # of all vectors that were held at once
+
+    def by_name(self, step_seconds: float) -> dict[str, float]:
+        """Return them as metrics, with the share of a step that took so many seconds."""
+        costs = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        share = sum(self.seconds.values()) / step_seconds
+        return costs | {"fraction_of_step": share, "buffer_bytes": float(self.num_bytes)}
 
 
 class Clock:

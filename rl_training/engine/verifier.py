@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.probe import Probe
 from rl_training.entropy.attribution import layer
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
@@ -32,7 +31,6 @@ from rl_training.step.limits import (
     NOT_FINITE,
     NOT_THE_FORMULA,
 )
-from rl_training.step.needs import Need
 
 SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
 LIMIT = 1e-3  # of the norm of what was calculated
@@ -64,7 +62,7 @@ def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
 
 
 class UpdateVerifier:
-    """Holds what each step does against the optimizer's formula, and discards the predictions of one that differs."""
+    """Holds what each step does against the optimizer's formula. Of one that differs, predictions are void."""
 
     def __init__(self, shard: Shard, memory: PreviousUpdate, reduce: Callable[[Tensor], Tensor]) -> None:
         self._shard, self._layout, self._memory, self._reduce = shard, shard.layout, memory, reduce
@@ -79,8 +77,7 @@ class UpdateVerifier:
         dtypes = {weight.dtype for weight in weights.values()}
         self._short = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
-        self._probes: list[Probe] = []  # of the step that is checked
-        self._states: list[Mapping[str, Tensor]] = []  # theirs before it
+        self._is_predicted = False  # the step that is checked
         self._limit: Limit | None = None  # where the optimizer has no formula, or there is no prediction
         self._rounded = ""
         self._error_limit = LIMIT
@@ -111,11 +108,10 @@ class UpdateVerifier:
         changed = (first.view(torch.int64) != other.view(torch.int64)).any()  # bit by bit: nan is itself
         return float(self._reduce(changed.double())) > 0.0
 
-    def ready(self, optimizer: OptimizerView, prediction: EntropyPrediction | None, probes: Sequence[Probe]) -> None:
+    def snapshot(self, optimizer: OptimizerView, prediction: EntropyPrediction | None) -> None:
         """Keep what it takes to check the step that follows."""
-        self._probes, self._formula = predicting(probes), None
-        if self._probes and prediction is not None:
-            self._states = [probe.state_dict() for probe in self._probes]
+        self._is_predicted, self._formula = prediction is not None, None
+        if prediction is not None:
             self._rounded, self._limit = optimizer.rounded, prediction.limit or optimizer.limit
             self._error_limit = optimizer.error_limit
             if prediction.intended is not None:
@@ -123,16 +119,21 @@ class UpdateVerifier:
 
     def about_to_step(self) -> None:
         """Look at the weights right before the optimizer's step. With a formula, what comes before is found after."""
-        if self._probes and self._formula is None:
+        if self._is_predicted and self._formula is None:
             self._at_step = self._sampled_weights()
 
-    def stepped(self, made: bool) -> dict[str, Estimate]:
-        """Return how far the step was from the formula, and what rounding has left of it. A collective.
+    def verify(self, made: bool) -> tuple[dict[str, Estimate], Limit | None]:
+        """Return how far the step was from the formula, what rounding has left of it, and its limit. A collective.
 
-        made  False: the loop has left it out
+        Args:
+            made: False: the loop has left the step out.
+
+        Returns:
+            Estimates by name, none of a step of which nothing was predicted; and the limit of what was predicted for
+            it, None where it was the formula, or where the optimizer has none.
         """
-        if not self._probes:
-            return {}
+        if not self._is_predicted:
+            return {}, None
         names = ["step/formula_error", SHARE, LEAST]
         self._after = self._sampled_weights()
         if self._formula is None:
@@ -142,8 +143,9 @@ class UpdateVerifier:
             elif at_step is not None and self._differ(self._before, at_step):
                 self._memory.forget(EDITED_BEFORE_STEP)
             assert self._limit is not None
-            return dict.fromkeys(names, Estimate.missing(self._limit))
+            return dict.fromkeys(names, Estimate.missing(self._limit)), None
         error, share, *of_layers = self._compare(self._after - self._before, self._formula)
+        limit = None
         if error > (LIMIT_OF_ROUNDED_WEIGHTS if self._rounded else self._error_limit) or not made:
             limit = NOT_THE_FORMULA.filled(error=error)
             limit = limit.with_fix(limit.fix + NOT_TO_NEAREST) if self._rounded else limit
@@ -151,20 +153,18 @@ class UpdateVerifier:
             limit = limit if is_made else LEFT_OUT
             if not self._rounded or not is_made:  # then δθ is the formula's, and not measured
                 self._memory.forget(limit)
-            for probe, state in zip(self._probes, self._states, strict=True):
-                probe.load_state_dict(state)
-                probe.discard(limit)
         moved = [
             (share_of_layer, name)
             for share_of_layer, name in zip(of_layers, self._layers, strict=True)
             if not math.isnan(share_of_layer)
         ]
         least, layer_name = min(moved, default=(math.nan, ""))
-        return {
+        estimates = {
             names[0]: Estimate(error, reason=NOT_FINITE if math.isnan(error) else NO_BAR),
             SHARE: _remaining(share),
             LEAST: dataclasses.replace(_remaining(least), detail={"layer": layer_name}),
         }
+        return estimates, limit
 
     def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
         """Return the error beyond rounding, and (δ_actual · δ) / δ² of all weights and of each layer.
@@ -197,8 +197,3 @@ def _remaining(share: float) -> Estimate:
     if math.isnan(share):
         return Estimate.missing(NO_STEP)
     return Estimate(share, reason=LOST.format(lost=1.0 - share) if share < KEPT else NO_BAR)
-
-
-def predicting(probes: Sequence[Probe]) -> list[Probe]:
-    """Return those that multiply something with the optimizer's step."""
-    return [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]

@@ -3,33 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
-from rl_training.parallel.sharded_state import ShardedVectorState
+from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
 from rl_training.statistics.limit import Limit
+from rl_training.statistics.running_variance import RunningVariance
 from rl_training.step.data import EntropySettings
 from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED
 
 
-class PreviousUpdate(ShardedVectorState):
+@dataclass(frozen=True)
+class UpdateState:
+    """What a checkpoint keeps of the steps so far."""
+
+    update: ShardedVector = field(default_factory=ShardedVector)  # δθ of the last step
+    step: int = 0  # that it is of; 0: of none
+    errors: RunningVariance = field(default_factory=RunningVariance)  # of the products, at the last steps
+
+
+class PreviousUpdate:
     """δθ of the step before, for `backward`, and errors of the products, averaged over steps.
 
     Where a step has no formula, or weights are rounded, the weights before it are kept until it has been taken.
     """
 
-    _before: Mapping[str, Tensor] = {}  # the kept weights, (n,) each
-    _limit: Limit | None = None  # why δθ of the kept step is not known
+    def __init__(
+        self, shard: Shard, settings: EntropySettings, offload: bool = False, state: UpdateState | None = None
+    ) -> None:
+        """Begin with what a checkpoint has kept, or without it with nothing.
 
-    def __init__(self, shard: Shard, settings: EntropySettings, offload: bool = False) -> None:
-        super().__init__(shard, settings.error_decay)
+        Raises:
+            UserError: the state is of another model.
+        """
+        state = state or UpdateState()
+        self._shard, self._layout = shard, shard.layout
+        self.vector: Vector | None = None  # this process's entries
+        # Copies: sums over a part depend, in the last bits, on where in memory it begins.
+        if state.update:
+            self.vector = self._layout.vector(part.clone() for part in state.update.local(shard).values())
+        self.step: int | None = state.step or None  # that the vector is of
+        self.errors = state.errors
+        self._errors_with_step = state.errors  # that is being measured
+        self._before: Mapping[str, Tensor] = {}  # the kept weights, (n,) each
+        self._limit: Limit | None = None  # why δθ of the kept step is not known
         self.settings = settings
         self.device = "cpu" if offload else None  # of tensors by fold; None: the parameters' device
         self.most_bytes = 0  # of all vectors that the last step held at once
         self.attribution = Attribution(shard.layout.names)
+
+    @property
+    def state(self) -> UpdateState:
+        """What a checkpoint keeps; of this process's entries, in host memory."""
+        if self.step is None or self.vector is None:
+            return UpdateState(errors=self.errors)
+        entries = {name: part.cpu() for name, part in self._layout.by_name(self.vector).items()}
+        return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors)
+
+    def average_errors(self, variance: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return a step's variances averaged over the last steps, and over how many batches. `commit` keeps them."""
+        decay = self.settings.error_decay
+        self._errors_with_step = self.errors.add(variance, step, decay)
+        average, batches = self._errors_with_step.average(decay)
+        return average.view_as(variance), batches.view_as(variance)
+
+    def commit(self) -> None:
+        """Keep the errors of the step: it was what they were calculated for."""
+        self.errors = self._errors_with_step
 
     def count_bytes(self, *vectors: Vector | None, more: int) -> None:
         """Set `most_bytes` for a step that holds these vectors at once, beside the δθ or weights that are kept here.
@@ -58,6 +102,7 @@ class PreviousUpdate(ShardedVectorState):
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
         """Keep a step's δθ, or without one a copy of the weights that the step starts from."""
         self.step = step
+        self._errors_with_step = self.errors
         self.vector = update
         self._limit = None
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
@@ -65,6 +110,7 @@ class PreviousUpdate(ShardedVectorState):
     def leave_out(self, step: int, limit: Limit) -> None:
         """Keep nothing of a step, because of this limit."""
         self.step = step
+        self._errors_with_step = self.errors
         self._before = {}
         self.forget(limit)
 
@@ -80,8 +126,3 @@ class PreviousUpdate(ShardedVectorState):
         """Discard δθ of the kept step, because the optimizer took another one."""
         self.vector = None
         self._limit = limit.prefixed(f"step {self.step}")
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._before = {}
-        self._limit = None
-        super().load_state_dict(state)

@@ -27,8 +27,9 @@ their errors, v/√n and w/√m up to a factor, add up. Then v + w is worth (v +
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,16 +52,43 @@ class TrapezoidTerms(NamedTuple):
     measured: Quantity
 
 
+@dataclass(frozen=True)
 class TrapezoidSum:
-    """The sum of trapezoids over steps, with bridges over steps that have none. See the module's docstring."""
+    """The sum of trapezoids up to a batch, with bridges over steps that have none. See the module's docstring.
 
-    def __init__(self) -> None:
-        self._state: dict[str, Tensor] = {}
+    Tensors have the shape of the quantity, entry by entry, but for `bridged`.
+    """
+
+    step: int  # that the last batch takes; 0: there is no batch yet
+    first_level: Tensor  # the quantity itself, on the first batch
+    first_level_stderr: Tensor
+    level: Tensor  # on the last one
+    level_stderr: Tensor
+    forward: Tensor  # its predicted change over the step that the last batch takes
+    forward_stderr: Tensor
+    forward_batches: Tensor
+    half_step_stderr: Tensor  # of ½(forward + backward) from the last batch
+    predicted: Tensor  # the sum
+    variance: Tensor  # of the sum, but for the last batch's part
+    squares: Tensor  # of the variances that add up to it
+    closed: Tensor  # how many steps have a trapezoid
+    second_order: Tensor  # Σ (½ of their second order)²
+    offset: Tensor  # Σ of what bridges by backward may be off
+    part: Tensor  # how the change over the step before the last batch is known
+    part_stderr: Tensor  # the last batch's part of it
+    bridged: Tensor  # (2, 2): by each way of BRIDGES how many steps, and the last of them
+
+    @classmethod
+    def empty(cls, *shape: int) -> TrapezoidSum:
+        """Return the sum of a quantity of this shape before the first batch."""
+        names = [field.name for field in dataclasses.fields(cls) if field.name not in ("step", "bridged")]
+        zeros: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.float64) for name in names}
+        return cls(step=0, bridged=torch.zeros(len(BRIDGES), 2, dtype=torch.long), **zeros)
 
     def add(
         self, step: int, level: Quantity, forward: Quantity, backward: Quantity, half_step_stderr: Tensor
-    ) -> TrapezoidTerms:
-        """Add a batch, and return the sums up to it. At the first batch sums are 0, and the trapezoid is nan.
+    ) -> tuple[TrapezoidSum, TrapezoidTerms]:
+        """Return the sum with another batch, and what it says. At the first batch sums are 0, and the trapezoid is nan.
 
         Args:
             step: the number of the optimizer step that the batch takes.
@@ -71,8 +99,8 @@ class TrapezoidSum:
         """
         zeros, ones, nans = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
         limit = backward.reason or forward.reason or HALF
-        now = {
-            "step": torch.tensor(step),
+        now: dict[str, Any] = {
+            "step": step,
             "level": level.value,
             "level_stderr": level.stderr,
             "forward": forward.value,
@@ -80,77 +108,62 @@ class TrapezoidSum:
             "forward_batches": forward.batches,
             "half_step_stderr": half_step_stderr,
         }
-        last = self._state
-        if not last:
-            sums = ("predicted", "variance", "squares", "closed", "second_order", "offset", "part_stderr")
-            self._state = now | {
-                "first_level": level.value.clone(),
-                "first_level_stderr": level.stderr.clone(),
-                "bridged": torch.zeros(len(BRIDGES), 2, dtype=torch.long),  # how many steps, and the last of them
-                "part": torch.full_like(zeros, NOTHING),
-                **{name: zeros.clone() for name in sums},
-            }
-            return _terms(step - 1, (limit, "", ""), ((nans, nans, ones), (zeros, zeros, ones), (zeros, zeros, ones)))
-        trapezoid = 0.5 * ((last["forward"] if int(last["step"]) == step - 1 else nans) + backward.value)
-        stderr = 0.5 * torch.hypot(last["forward_stderr"], backward.stderr)
+        if not self.step:
+            first = dataclasses.replace(self, **now, first_level=level.value, first_level_stderr=level.stderr)
+            unknown = (nans, nans, ones)
+            zero = (zeros, zeros, ones)
+            return first, _terms(step - 1, (limit, "", ""), (unknown, zero, zero))
+        trapezoid = 0.5 * ((self.forward if self.step == step - 1 else nans) + backward.value)
+        stderr = 0.5 * torch.hypot(self.forward_stderr, backward.stderr)
         batches = _batches_of_sum(
-            last["forward_stderr"].square(), last["forward_batches"], backward.stderr.square(), backward.batches
+            self.forward_stderr.square(), self.forward_batches, backward.stderr.square(), backward.batches
         )
-        self._state = (
-            last | now | _closed(last, step, level, backward, trapezoid)
-        )  # a new dict: the last state may still be read
-        predicted, error, known = _summed(self._state)
+        longer = dataclasses.replace(self, **now, **_closed(self, step, level, backward, trapezoid))
+        predicted, error, known = _summed(longer)
         reason = "" if predicted.isfinite().any() else limit
-        remark = NO_BAR if error.isnan().all() else _remark(self._state["bridged"])
-        measured_stderr = torch.hypot(level.stderr, last["first_level_stderr"])
-        return _terms(
+        remark = NO_BAR if error.isnan().all() else _remark(longer.bridged)
+        measured_stderr = torch.hypot(level.stderr, self.first_level_stderr)
+        terms = _terms(
             step - 1,
             (limit, reason, ""),
             (
                 (trapezoid, stderr, batches),
                 (predicted, error, known),
-                (level.value - last["first_level"], measured_stderr, ones),
+                (level.value - self.first_level, measured_stderr, ones),
             ),
             remark,
         )
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._state)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._state = dict(state)
+        return longer, terms
 
 
-def _closed(
-    last: Mapping[str, Tensor], step: int, level: Quantity, backward: Quantity, trapezoid: Tensor
-) -> dict[str, Tensor]:
-    """Return the entries of the state that change when the change since the last batch is added."""
-    follows = int(last["step"]) == step - 1
+def _closed(last: TrapezoidSum, step: int, level: Quantity, backward: Quantity, trapezoid: Tensor) -> dict[str, Any]:
+    """Return the fields of the sum that change when the change since the last batch is added."""
+    follows = last.step == step - 1
     closes = trapezoid.isfinite()
-    by_backward = ~closes & backward.value.isfinite() & (last["closed"] > 0) & follows
-    part = torch.where(closes, TRAPEZOID, torch.where(by_backward, BACKWARD, MEASURED)).to(last["part"])
-    change = _chosen(part, trapezoid, backward.value, level.value - last["level"])
+    by_backward = ~closes & backward.value.isfinite() & (last.closed > 0) & follows
+    part = torch.where(closes, TRAPEZOID, torch.where(by_backward, BACKWARD, MEASURED)).to(last.part)
+    change = _chosen(part, trapezoid, backward.value, level.value - last.level)
     # The last batch's error, from its parts in the steps before and after it.
-    ahead = _chosen(part, 0.5 * last["forward_stderr"], torch.zeros_like(change), last["level_stderr"])
-    of_last = (last["part_stderr"] + ahead).square()
-    of_last = torch.where((part == TRAPEZOID) & (last["part"] == TRAPEZOID), last["half_step_stderr"].square(), of_last)
-    of_last = torch.where((part == MEASURED) & (last["part"] == MEASURED), 0.0, of_last)  # its level cancels
-    second_order = last["second_order"] + torch.where(closes, (trapezoid - last["forward"]).square(), 0.0)
-    closed = last["closed"] + closes
+    ahead = _chosen(part, 0.5 * last.forward_stderr, torch.zeros_like(change), last.level_stderr)
+    of_last = (last.part_stderr + ahead).square()
+    of_last = torch.where((part == TRAPEZOID) & (last.part == TRAPEZOID), last.half_step_stderr.square(), of_last)
+    of_last = torch.where((part == MEASURED) & (last.part == MEASURED), 0.0, of_last)  # its level cancels
+    second_order = last.second_order + torch.where(closes, (trapezoid - last.forward).square(), 0.0)
+    closed = last.closed + closes
     off = torch.where(by_backward, (second_order / closed).sqrt(), 0.0)
     return {
-        "predicted": last["predicted"] + change,
-        "variance": last["variance"] + of_last,
-        "squares": last["squares"] + of_last.square(),
+        "predicted": last.predicted + change,
+        "variance": last.variance + of_last,
+        "squares": last.squares + of_last.square(),
         "closed": closed,
         "second_order": second_order,
-        "offset": last["offset"] + off,
+        "offset": last.offset + off,
         "part": part,
         "part_stderr": _chosen(part, 0.5 * backward.stderr, backward.stderr, level.stderr),
         "bridged": torch.stack(
             [
-                _counted(count, is_bridged, int(last["step"]), step - 1)
-                for count, is_bridged in zip(last["bridged"], (by_backward, part == MEASURED), strict=True)
+                _counted(count, is_bridged, last.step, step - 1)
+                for count, is_bridged in zip(last.bridged, (by_backward, part == MEASURED), strict=True)
             ]
         ),
     }
@@ -167,14 +180,14 @@ def _counted(count: Tensor, is_bridged: Tensor, first: int, last: int) -> Tensor
     return count.new_tensor([int(count[0]) + last - first + 1, last])
 
 
-def _summed(state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _summed(state: TrapezoidSum) -> tuple[Tensor, Tensor, Tensor]:
     """Return the predicted sum, nan without trapezoids, its error, and its effective number of batches."""
-    end = state["part_stderr"].square()
-    offset = state["offset"].square()
-    total = state["variance"] + end + offset
-    squares = state["squares"] + end.square() + offset.square()
+    end = state.part_stderr.square()
+    offset = state.offset.square()
+    total = state.variance + end + offset
+    squares = state.squares + end.square() + offset.square()
     batches = torch.where(squares > 0, total.square() / squares, 1.0)
-    return torch.where(state["closed"] > 0, state["predicted"], torch.nan), total.sqrt(), batches
+    return torch.where(state.closed > 0, state.predicted, torch.nan), total.sqrt(), batches
 
 
 def _remark(bridged: Tensor) -> str:

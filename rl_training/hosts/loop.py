@@ -45,10 +45,10 @@ from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
 from rl_training.parallel.sharding import Shard
+from rl_training.parallel.state_tensors import from_tensors, tensors_by_name
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
 from rl_training.policy.scorer import Scorer
 from rl_training.policy.scores import Scores
-from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
 from rl_training.statistics.estimate import Estimate
 from rl_training.step import limits
@@ -135,7 +135,7 @@ class MeasuredLoop:
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
         self._place = OUTSIDE
-        self._resumed = False  # from a state that was loaded
+        self._states: Mapping[str, Any] | None = None  # that the next `with` goes on from; None: it begins anew
         self._number: int | None = None  # of the latest step that was made
         self._learned: int | None = None  # the rollout that it learned from
         self._rollout_number = 0  # of the step that is open
@@ -155,9 +155,8 @@ class MeasuredLoop:
 
     def __enter__(self) -> MeasuredLoop:
         self._expect(OUTSIDE, "enter measured_loop once per training")
-        if self._number is None and not self._resumed:
-            self._driver.reset()
-        self._driver.start(self._loop)
+        self._driver.start(self._loop, self._states)
+        self._states = None
         self._undo.callback(self._driver.close)
         optimizer = self._loop.shard.optimizer
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
@@ -172,6 +171,7 @@ class MeasuredLoop:
         if error is None:  # else perhaps on this process alone
             self._driver.end()
         self._undo.close()
+        self._states = self._driver.states()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -275,20 +275,17 @@ class MeasuredLoop:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return what a resumed run needs, by the name of the probe, beside model and optimizer: for torch.save."""
-        return {part.name: dict(part.state_dict()) for part in self._stateful}
+        return tensors_by_name(self._driver.states() if self._states is None else self._states)
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore what `state_dict` returned. ValueError when it belongs to other probes."""
-        parts = {part.name: part for part in self._stateful}
-        if state.keys() != parts.keys():
-            raise UserError(f"the state is of {sorted(state)}, and the loop has {sorted(parts)}: give the same probes")
-        self._resumed = True
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-
-    @property
-    def _stateful(self) -> Sequence[NamedStateful]:
-        return [*self._driver.probes, self._driver, *([self._bound] if self._bound else [])]
+        """Restore what `state_dict` returned, before `with`. ValueError when it belongs to other probes."""
+        self._expect(OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
+        initial = self._driver.initial_states()
+        if state.keys() != initial.keys():
+            raise UserError(
+                f"the state is of {sorted(state)}, and the loop has {sorted(initial)}: give the same probes"
+            )
+        self._states = {name: from_tensors(like, state[name]) for name, like in initial.items()}
 
     def _step(self) -> StepRecorder:
         assert self._driver.open_step is not None

@@ -26,7 +26,6 @@ JOINED = 2**18  # entries that are handled at once on a CPU: its cache holds the
 JOINED_ON_GPU = 2**23
 PARTS_ON_GPU = 6
 SEGMENT = 2**16  # numbers that one block of a GPU sums
-SHARD = "shard."  # prefix of the names of a checkpoint's tensors that hold one process's entries
 
 Vector = list[Tensor]  # by bucket: (n,), or (rows, n)
 

@@ -6,8 +6,10 @@ Errors are delete-one-fold jackknife over folds of whole prompts. Source: Cui et
 
 from __future__ import annotations
 
+from typing import Any
+
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.statistics.estimate import FEW_FOLDS
 from rl_training.statistics.jackknife import estimates_over_units
@@ -21,12 +23,13 @@ class CovariancePredictorProbe(Probe):
 
     name = "covariance"
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         terms = covariance_terms(ctx.step.batch.scores, ctx.step.batch.rollout.advantages_of_tokens).flatten(1)
-        self._answers = estimates_over_units(
+        answers = estimates_over_units(
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
             ctx.sum_by_fold(terms),
             no_bar=ctx.limits.split_prompts,
             few=FEW_FOLDS,
         )
+        return Reading(measured=answers)

@@ -16,11 +16,12 @@ a prompt that are all right, or all wrong, have zero advantage: `zero_advantage`
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
 from rl_training.step.limits import NO_SAMPLING_LOGPS
@@ -39,7 +40,7 @@ class EffectiveSampleSizeProbe(Probe):
 
     name = "ess"
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
         batch, split = step.batch, ctx.limits.split_prompts
         order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
@@ -66,7 +67,7 @@ class EffectiveSampleSizeProbe(Probe):
         importance = kish_size_of_sums(*size_sums[:2])
         no_ratios = NO_SAMPLING_LOGPS if logs is None else NO_RATIO if math.isnan(importance) else None
         no_importance = ctx.limits.sampling_mismatch or no_ratios
-        self._answers = {
+        answers = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),
             "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),
             "ess/importance": estimate(importance, no_importance),
@@ -74,4 +75,5 @@ class EffectiveSampleSizeProbe(Probe):
         for name, sums in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):
             size = kish_size_of_sums(*sums)
             reason = (NO_WEIGHT if sums[1] == 0 else NOT_FINITE) if math.isnan(size) else ""
-            self._answers |= {name: estimate(size, reason), f"{name}_fraction": estimate(size / num_sequences, reason)}
+            answers |= {name: estimate(size, reason), f"{name}_fraction": estimate(size / num_sequences, reason)}
+        return Reading(measured=answers)

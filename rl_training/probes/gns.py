@@ -18,13 +18,13 @@ Source: McCandlish et al. 2018, "An empirical model of large-batch training", ap
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.attribution import KINDS, module_kind
 from rl_training.options import check_share, check_whole
 from rl_training.parallel.vectors import dot
@@ -49,6 +49,25 @@ SPLIT = ("gns/trace_between", "gns/trace_within")
 NAMES = (*RAW, *AVERAGED, "gns/signal_to_noise", *RATIOS, *ADAM)
 
 
+def _no_moments() -> Tensor:
+    return torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class NoiseHistory:
+    """What the last steps have said of the noise."""
+
+    moments: Tensor = field(default_factory=_no_moments)  # (steps, channels, 2), tr Σ and |G|²
+    steps: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # (steps,), their numbers
+
+    def add(self, moments: Tensor, step: int, decay: float) -> NoiseHistory:
+        """Return the history with the moments of a step, (channels, 2), and without steps that hardly count."""
+        all_moments = torch.cat([self.moments, moments.unsqueeze(0)])
+        steps = torch.cat([self.steps, torch.tensor([step])])
+        is_remembered = decay ** (step - steps).double() >= SMALLEST_WEIGHT
+        return NoiseHistory(all_moments[is_remembered], steps[is_remembered])
+
+
 class GradientNoiseScaleProbe(Probe):
     """Measures the gradient noise scale, in prompts and in sequences, from the norms of the microbatch gradients.
 
@@ -69,20 +88,17 @@ class GradientNoiseScaleProbe(Probe):
         self.decay = decay
         self.split_prompts = split_prompts
         self.needs = type(self).needs | (Need.LOSS_CHECK if split_prompts else Need.NOTHING)
-        self.reset()
 
-    def reset(self) -> None:
-        super().reset()
-        self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
-        self._numbers = torch.zeros(0, dtype=torch.long)  # of these steps
+    def init(self) -> NoiseHistory:
+        return NoiseHistory()
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: NoiseHistory) -> Reading:
         step = ctx.step
         blocks, group = step.batch.num_folds, step.batch.responses_per_prompt
         reason = step.gradients.rows_limit or ctx.limits.reused or ctx.limits.one_fold
         if reason:
-            self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
-            return
+            names = NAMES + SPLIT * bool(self.split_prompts)
+            return Reading(measured=dict.fromkeys(names, Estimate.missing(reason)), state=state)
         assert step.gradients.sq_norms is not None
         sq_norms, prompts = step.gradients.sq_norms.cpu(), step.batch.fold_sizes / group
         kinds = [module_kind(name) for name in step.gradients.layout.names]
@@ -93,30 +109,18 @@ class GradientNoiseScaleProbe(Probe):
         if self.split_prompts and not split_limit:
             same_prompt = _mean_product_within_prompts(ctx, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
-        self._history = torch.cat([self._history, moments.unsqueeze(0)])
-        self._numbers = torch.cat([self._numbers, torch.tensor([step.number])])
-        is_remembered = self.decay ** (step.number - self._numbers).double() >= SMALLEST_WEIGHT
-        self._history, self._numbers = self._history[is_remembered], self._numbers[is_remembered]
-        self._answers = self._estimates(ctx, int(blocks), batch_size, split_limit)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"history": self._history, "steps": self._numbers}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if state:
-            if state["history"].shape[1:] != self._history.shape[1:]:
-                raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
-            self._history, self._numbers = state["history"], state["steps"]
+        history = state.add(moments, step.number, self.decay)
+        return Reading(measured=self._estimates(ctx, history, int(blocks), batch_size, split_limit), state=history)
 
     def _estimates(
-        self, ctx: StepContext, blocks: int, batch_size: float, split_limit: Limit | None
+        self, ctx: StepContext, history: NoiseHistory, blocks: int, batch_size: float, split_limit: Limit | None
     ) -> dict[str, Estimate]:
-        raw = self._history[-1, 0]
+        raw = history.moments[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
-        ages = ctx.step.number - self._numbers
+        ages = ctx.step.number - history.steps
         averages = {
-            name: noise.average(self._history[:, number], self.decay, ages) for number, name in enumerate(CHANNELS)
+            name: noise.average(history.moments[:, number], self.decay, ages) for number, name in enumerate(CHANNELS)
         }
         everything, adam = averages["all"], averages["adam"]
         answers |= dict(zip(AVERAGED, noise.means(everything), strict=True))

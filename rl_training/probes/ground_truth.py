@@ -13,12 +13,14 @@ of the step. `delta_h/true_resampled` says whether E had to be drawn afresh at Î
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy import importance
 from rl_training.entropy.fresh_sample import (
     TARGETS,
@@ -51,6 +53,15 @@ MEASURED = (
 )
 
 
+@dataclass(frozen=True)
+class Drawn(Reading):
+    """What is known before the step: the evaluation buffer, and what it predicts."""
+
+    buffer: EvaluationBuffer | None = None
+    floor: float = math.nan  # what rounding alone would measure
+    prediction: tuple[Replicates, JackknifeUnits] | None = None  # and its blocks
+
+
 class GroundTruthProbe(Probe):
     """Measures the true change of entropy over each `every`-th optimizer step. See the module's docstring.
 
@@ -61,7 +72,6 @@ class GroundTruthProbe(Probe):
 
     name = "ground_truth"
     needs = Need.ENTROPY_CHANGE
-    measured = MEASURED
 
     def __init__(self, every: int = 10, sequences: int = 512, seed: int = 0) -> None:
         super().__init__(every)
@@ -70,50 +80,47 @@ class GroundTruthProbe(Probe):
             raise UserError(f"ground_truth: sequences={sequences} takes hours at a step: at most {MOST_SEQUENCES}")
         check_whole("ground_truth: seed", seed, 0)
         self.sequences, self.seed = sequences, seed
-        self._buffer: EvaluationBuffer | None = None
-        self._floor = math.nan
-        self._predicted: tuple[Replicates, JackknifeUnits] | None = None
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Drawn:
         step = ctx.step
         no_truth, change = ctx.limits.no_fresh_responses, ctx.prediction
         num_targets = 1 + change.settings.per_sequence
-        prediction_limit = no_truth or change.limit or step.optimizer.limit
-        self._answers = dict.fromkeys(
-            (f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[:num_targets]),
-            Estimate.missing(prediction_limit or "not measured yet"),
-        )
-        self._buffer, self._predicted = None if no_truth else self._draw(ctx), None
-        if self._buffer is not None and not prediction_limit:
-            blocks = self._buffer.blocks(len(step.batch.microbatch_rows[0]))
-            self._predicted = predicted_change(ctx, self._buffer, blocks, num_targets), blocks
+        limit = no_truth or change.limit or step.optimizer.limit
+        names = [f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[:num_targets]]
+        missing = dict.fromkeys(names, Estimate.missing(limit or "not measured yet"))
+        if no_truth:
+            return Drawn(missing)
+        buffer, floor = self._draw(ctx)
+        if limit:
+            return Drawn(missing, buffer=buffer, floor=floor)
+        blocks = buffer.blocks(len(step.batch.microbatch_rows[0]))
+        prediction = predicted_change(ctx, buffer, blocks, num_targets), blocks
+        return Drawn(missing, buffer=buffer, floor=floor, prediction=prediction)
 
-    def after_step(self, ctx: StepContext) -> None:
-        if self._buffer is None:
+    def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
+        assert isinstance(reading, Drawn)
+        if reading.buffer is None:
             no_truth = ctx.limits.no_fresh_responses
             assert no_truth is not None
-            self._answers |= dict.fromkeys(MEASURED, Estimate.missing(no_truth))
-        else:
-            self._answers |= self._measured(ctx, self._buffer)
-        self._buffer = self._predicted = None
+            return Reading(reading.predicted, dict.fromkeys(MEASURED, Estimate.missing(no_truth)))
+        return self._measured(ctx, reading, reading.buffer)
 
     def _sample(self, ctx: StepContext) -> tuple[Rollout, JackknifeUnits]:
         """Return N responses at the present parameters, the same random numbers at each call, each a unit."""
         rollout = ctx.policy.sample(self.sequences, (self.seed << 32) + ctx.step.number)
         return rollout, JackknifeUnits(rollout.prompt_index, self.sequences, ctx.ranks.reduce)
 
-    def _draw(self, ctx: StepContext) -> EvaluationBuffer:
-        """Return the evaluation buffer, sampled and scored at the present parameters, and measure its floor."""
+    def _draw(self, ctx: StepContext) -> tuple[EvaluationBuffer, float]:
+        """Return the evaluation buffer, sampled and scored at the present parameters, and its floor."""
         rollout, sequences = self._sample(ctx)
         scores = ctx.policy.score_rollout(rollout)
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
         number = torch.arange(rollout.num_sequences, device=sequences.number.device)
         buffer = EvaluationBuffer(rollout, number, _widened(scores, width), sequences, sequences)
         again = _widened(score_in_other_batches(ctx.policy, rollout), width)
-        self._floor = float(per_decision_change(buffer.scores, again, sequences).value[0])
-        return buffer
+        return buffer, float(per_decision_change(buffer.scores, again, sequences).value[0])
 
-    def _measured(self, ctx: StepContext, buffer: EvaluationBuffer) -> dict[str, Estimate]:
+    def _measured(self, ctx: StepContext, drawn: Drawn, buffer: EvaluationBuffer) -> Reading:
         """Return the change of entropy since the buffer was drawn, and how it is known."""
 
         def draw_afresh() -> Tensor:
@@ -123,17 +130,18 @@ class GroundTruthProbe(Probe):
         after = _widened(ctx.policy.score_rollout(buffer.rollout), buffer.scores.mask.shape[1])
         change = measure_change(buffer, after, draw_afresh)
         true, snis, weights = change.true, change.snis, change.weights
-        alone = self._floor, change.resampled, weights.ess, weights.largest, weights.smallest
+        alone = drawn.floor, change.resampled, weights.ess, weights.largest, weights.smallest
         values = [*true.value, snis.value[0], *alone]
         stderrs = [*true.stderr, snis.stderr[0], *(math.nan for _ in alone)]
-        answers = {
+        measured = {
             name: _estimate(float(value), float(stderr), self.sequences)
             for name, value, stderr in zip(MEASURED, values, stderrs, strict=True)
         }
-        if self._predicted is not None:
-            predicted, blocks = self._predicted
-            answers |= _compared(predicted, true_change(buffer.scores, after, buffer.sequences, blocks, change.fresh))
-        return answers
+        if drawn.prediction is None:
+            return Reading(drawn.predicted, measured)
+        prediction, blocks = drawn.prediction
+        true = true_change(buffer.scores, after, buffer.sequences, blocks, change.fresh)
+        return Reading(_compared(prediction, true), measured)
 
 
 def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:

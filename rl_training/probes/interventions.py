@@ -21,21 +21,21 @@ step falls with each optimizer step after it, measured or not. Δreward is on th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.errors import UserError
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
 from rl_training.options import check_num_folds, check_share
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
-from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
+from rl_training.statistics.running_pairs import Pair, RunningPair
 from rl_training.step.needs import Need
 
 USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
@@ -86,18 +86,19 @@ class InterventionsProbe(Probe):
         check_share("interventions: decay", decay, "(0, 1]", "; 0.9 averages over about ten steps")
         check_num_folds("interventions", num_folds)
         self.num_folds = num_folds
-        names = [
-            PLAIN,
-            *(name + end for name in (intervention.name for intervention in self.which) for end in ("", KEPT)),
-        ]
-        self.running = RunningPairs({name: RunningPair(decay) for name in names})
+        self.decay = decay
 
-    def prepare(self, ctx: StepContext) -> None:
+    def init(self) -> dict[str, RunningPair]:
+        """Return the mean over steps of each intervention, also KEPT, and of the step as it is."""
+        ends = ("", KEPT)
+        names = [PLAIN, *(intervention.name + end for intervention in self.which for end in ends)]
+        return {name: RunningPair() for name in names}
+
+    def measure(self, ctx: StepContext, state: dict[str, RunningPair]) -> Reading:
         step = ctx.step
         why = ctx.effects_limit(OFF_POLICY)
         if why:
-            self._answers = dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why))
-            return
+            return Reading(dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why)), state=state)
         with_reference = any("reference" in intervention.needs for intervention in self.which)
         reference = ctx.policy.reference_logps(step.batch.rollout) if with_reference else None
         loss, gradient = loss_inputs(step.batch, ctx.ranks.reduce, reference), ctx.reward_gradient()
@@ -111,15 +112,20 @@ class InterventionsProbe(Probe):
             elif not unavailable[intervention.name]:
                 weights[intervention.name] = torch.cat([intervention.weights(part).stacked() for part in loss], dim=1)
         pairs = ctx.effects(changes, weights, reward)
-        plain = pairs[PLAIN], self.running[PLAIN].add(pairs[PLAIN], step.number)
+        means = state | {PLAIN: state[PLAIN].add(pairs[PLAIN], step.number, self.decay)}
         no_reward = gradient.limit
-        answers = [estimate for pair in plain for estimate in pair.both(no_reward)]
+        answers = [*pairs[PLAIN].both(no_reward), *means[PLAIN].mean().both(no_reward)]
         for intervention in self.which:
-            if unavailable[intervention.name]:
-                answers += [Estimate.missing(unavailable[intervention.name])] * len(QUANTITIES)
-            else:
-                answers += self._estimates(intervention, pairs[intervention.name], ctx, no_reward)
-        self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
+            name = intervention.name
+            if unavailable[name]:
+                answers += [Estimate.missing(unavailable[name])] * len(QUANTITIES)
+                continue
+            # Learning rates act at once.
+            factor = 1.0 if intervention.lr_factor != 1.0 else step.optimizer.steady_state_factor
+            for key, pair in ((name, pairs[name]), (name + KEPT, pairs[name].times(factor))):
+                means[key] = means[key].add(pair, step.number, self.decay)
+            answers += self._estimates(ctx, intervention, pairs[name], factor, means, no_reward)
+        return Reading(dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True)), state=means)
 
     def num_vectors(self, num_folds: int) -> int:
         """One basis of changes by fold, and over all folds the basis and the gradient of the reward."""
@@ -131,34 +137,41 @@ class InterventionsProbe(Probe):
         ]
 
     def _estimates(
-        self, intervention: Intervention, pair: Pair, ctx: StepContext, no_reward: Limit | None
+        self,
+        ctx: StepContext,
+        intervention: Intervention,
+        pair: Pair,
+        factor: float,
+        means: Mapping[str, RunningPair],
+        no_reward: Limit | None,
     ) -> list[Estimate]:
-        """Return the QUANTITIES of an intervention at this step, and add it to the means.
+        """Return the QUANTITIES of an intervention at this step.
 
-        pair       ΔH per token and Δreward per response, less those of the step as it is
-        no_reward  why every Δreward is nan
+        Args:
+            pair: ΔH per token and Δreward per response, less those of the step as it is.
+            factor: on ΔH once the intervention has long been there; nan where that is not known.
+            means: over steps, this one included.
+            no_reward: why every Δreward is nan.
         """
-        step, is_small = ctx.step, abs(float(pair.values[0])) < SMALLEST
-        # Learning rates act at once.
-        factor = 1.0 if intervention.lr_factor != 1.0 else step.optimizer.steady_state_factor
-        remarks = [intervention.remark, BY_SIGN * step.optimizer.goes_by_sign, TOO_SMALL * is_small]
+        is_small = abs(float(pair.values[0])) < SMALLEST
+        remarks = [intervention.remark, BY_SIGN * ctx.step.optimizer.goes_by_sign, TOO_SMALL * is_small]
         remark = RATIOS_ARE_ONE if intervention.nothing_on_policy else "; ".join(filter(None, remarks))
         delta, reward = pair.both(no_reward, remark)
-        kept, running = pair.times(factor), self.running[intervention.name]
-        mean, mean_kept = running.add(pair, step.number), self.running[intervention.name + KEPT].add(kept, step.number)
+        running = means[intervention.name]
+        mean, mean_kept = running.mean(), means[intervention.name + KEPT].mean()
         unknown = OTHER_BETAS if math.isnan(factor) else ""
         mean_delta, mean_reward = mean.both(no_reward)
         price, mean_price = (reward if no_reward else p.minus_ratio(LOST) for p in (pair, mean))
         return [
             delta,
-            kept.estimate(0, unknown or delta.reason),
+            pair.times(factor).estimate(0, unknown or delta.reason),
             reward,
             Estimate.missing(TOO_SMALL) if is_small and not no_reward else price,
-            replace(mean_delta, detail={"measured_steps": running.steps}),
+            replace(mean_delta, detail={"measured_steps": running.num_steps}),
             mean_kept.estimate(0, unknown),
             mean_reward,
             mean_price,
-            kept_halving(intervention, mean_kept, self.running[PLAIN].mean()),
+            kept_halving(intervention, mean_kept, means[PLAIN].mean()),
         ]
 
 

@@ -22,18 +22,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.per_decision import slopes
 from rl_training.entropy.previous_policy import differences_before
 from rl_training.entropy.weights import sums_before
 from rl_training.options import check_share, check_whole, half_by_measured_step
-from rl_training.parallel.sharded_state import ShardedVectorState
-from rl_training.parallel.vectors import Vector
+from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.policy.rollout import centre_by_prompt, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
@@ -60,6 +60,15 @@ NO_BAR = "no error bar: it is a number of steps"
 REWARDED = -1  # the column of sums that counts responses with a reward
 
 
+@dataclass(frozen=True)
+class WeightsBefore:
+    """What a step is measured from when the next one is there."""
+
+    weights: ShardedVector = field(default_factory=ShardedVector)  # that the last measured step started from
+    step: int = 0  # its number; 0: none has been measured
+    errors: RunningVariance = field(default_factory=RunningVariance)  # of CHANGES, at the last steps
+
+
 class MeasuredStepProbe(Probe):
     """Measures the change of entropy, length and reward by the last step. See the module's docstring.
 
@@ -70,7 +79,6 @@ class MeasuredStepProbe(Probe):
     """
 
     name = "measured"
-    measured = ("measured/",)
 
     def __init__(self, responses_per_prompt: int = 2, error_decay: float | None = None, every: int = 1) -> None:
         super().__init__(every)
@@ -79,45 +87,27 @@ class MeasuredStepProbe(Probe):
         check_share("measured: error_decay", error_decay, "[0, 1)", "; 0.5 averages over three steps")
         self.responses_per_prompt = responses_per_prompt
         self._error_decay = error_decay
-        self._kept: ShardedVectorState | None = None  # the weights before the last step, from the first step on
-        self._state: Mapping[str, Tensor] = {}  # of a checkpoint, until then
 
-    def reset(self) -> None:
-        super().reset()
-        self._state, self._kept = {}, None
+    def init(self) -> WeightsBefore:
+        return WeightsBefore()
 
-    def prepare(self, ctx: StepContext) -> None:
-        kept, fresh = self._kept_of(ctx), ctx.step.batch.rollout.on_policy
-        limits = ctx.limits
+    def measure(self, ctx: StepContext, state: WeightsBefore) -> Reading:
+        limits, fresh = ctx.limits, ctx.step.batch.rollout.on_policy
         why = limits.sampling_mismatch or limits.no_baseline or (None if fresh else OLD_ROLLOUT)
         why = why or self._scores_limit(ctx)
-        if why or kept.vector is None:
-            self._answers = dict.fromkeys(NAMES, Estimate.missing(why or FIRST))
-        else:
-            self._answers = self._measure(ctx, kept, kept.vector)
-        if not why:
-            assert ctx.policy.shard is not None
-            kept.step, kept.vector = (
-                ctx.step.number,
-                ctx.step.gradients.layout.vector(ctx.policy.shard.copy_local_weights().values()),
-            )
+        if why:
+            return Reading(measured=dict.fromkeys(NAMES, Estimate.missing(why)), state=state)
+        shard, layout = ctx.policy.shard, ctx.step.gradients.layout
+        assert shard is not None
+        answers, errors = dict.fromkeys(NAMES, Estimate.missing(FIRST)), state.errors
+        if state.weights:
+            answers, errors = self._changes(ctx, state.weights.local(shard), state)
+        now = layout.by_name(layout.vector(shard.copy_local_weights().values()))
+        return Reading(measured=answers, state=WeightsBefore(ShardedVector.of(shard, now), ctx.step.number, errors))
 
     def num_vectors(self, num_folds: int) -> int:
         """The weights before the step, those after it, and where numbers are rounded those in between."""
         return 3
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._state) if self._kept is None else self._kept.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._state, self._kept = state, None
-
-    def _kept_of(self, ctx: StepContext) -> ShardedVectorState:
-        if self._kept is None:
-            assert ctx.policy.shard is not None
-            self._kept = ShardedVectorState(ctx.policy.shard, self._error_decay)
-            self._kept.load_state_dict(self._state)
-        return self._kept
 
     def _rows(self, ctx: StepContext) -> Tensor:
         """Return which responses are scored again."""
@@ -132,14 +122,20 @@ class MeasuredStepProbe(Probe):
         check.look(self._rows(ctx))
         return check.limit(ctx.ranks.reduce)
 
-    def _measure(self, ctx: StepContext, kept: ShardedVectorState, before: Vector) -> dict[str, Estimate]:
-        """Return the estimates of the change by the steps since these weights. A collective."""
+    def _changes(
+        self, ctx: StepContext, before: Mapping[str, Tensor], state: WeightsBefore
+    ) -> tuple[dict[str, Estimate], RunningVariance]:
+        """Return the estimates of the change by the steps since these weights, and errors with theirs. A collective.
+
+        Args:
+            before: this process's entries of the state's weights, by name.
+        """
         batch, rounding = ctx.step.batch, ctx.policy.scorer.training_rounding
         rollout, logs = batch.rollout, batch.log_ratios()
         assert logs is not None
         rows = self._rows(ctx)
         score = rounded_scores_before if rounding else scores_before
-        now, then = score(ctx, rows, ctx.step.gradients.layout.by_name(before))
+        now, then = score(ctx, rows, before)
         rewards = torch.full_like(rollout.advantages, torch.nan) if rollout.rewards is None else rollout.rewards
         terms = differences_before(now, then, rows, rollout.prompt_index, rewards, logs)
         has_others = centre_by_prompt(rewards, rollout.prompt_index)[1] > 1
@@ -147,19 +143,20 @@ class MeasuredStepProbe(Probe):
             sums_of_responses(ctx, rows, terms, logs, ~rewards.isnan() & has_others)
         )
         estimates = estimates_over_units((*CHANGES, KL, ESS), statistic, by_prompt, ctx.ranks.reduce)
-        estimates[STEPS] = Estimate(ctx.step.number - (kept.step or 0), reason=NO_BAR)
+        estimates[STEPS] = Estimate(ctx.step.number - state.step, reason=NO_BAR)
         if not float(ctx.ranks.reduce(by_prompt[:, REWARDED].sum())):
             estimates[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
         if estimates[ESS].value < MIN_ESS:
             far = Estimate.missing(FAR.format(ess=estimates[ESS].value, least=MIN_ESS))
             estimates |= dict.fromkeys(CHANGES, far)
+            errors = state.errors
         else:
-            _average_errors(
-                estimates, kept.errors, ctx.step.number, ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
-            )
-        return {
-            name: dataclasses.replace(estimate, about_step=ctx.step.number - 1) for name, estimate in estimates.items()
-        }
+            variance = torch.tensor([estimates[name].stderr ** 2 for name in CHANGES]).double()
+            errors = state.errors.add(variance, ctx.step.number, self._error_decay)
+            remark = ROUNDED.format(span=SPAN, why=rounding) if rounding else ""
+            estimates |= _with_averaged_errors(estimates, *errors.average(self._error_decay), remark)
+        about = ctx.step.number - 1
+        return {name: dataclasses.replace(estimate, about_step=about) for name, estimate in estimates.items()}, errors
 
 
 def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
@@ -220,15 +217,18 @@ def statistic(sums: Tensor) -> Tensor:
     return torch.stack([per_token, -more_entropy, -longer, reward, kl / tokens, effective], dim=-1)
 
 
-def _average_errors(estimates: dict[str, Estimate], errors: RunningVariance, step: int, remark: str) -> None:
-    """Give each change the error averaged over a few steps, and this remark."""
-    variances, batches = errors.add(torch.tensor([estimates[name].stderr ** 2 for name in CHANGES]).double(), step)
+def _with_averaged_errors(
+    estimates: Mapping[str, Estimate], variances: Tensor, batches: Tensor, remark: str
+) -> dict[str, Estimate]:
+    """Return CHANGES with errors that are averaged over a few steps, and this remark."""
+    averaged = {}
     for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
         estimate = estimates[name]
-        estimates[name] = dataclasses.replace(
+        averaged[name] = dataclasses.replace(
             estimate,
             stderr=math.sqrt(variance),
             num_samples=1 + int((estimate.num_samples - 1) * count + 1e-9),
             reason=estimate.reason or remark,
             detail={"stderr_of_batch": estimate.stderr},
         )
+    return averaged

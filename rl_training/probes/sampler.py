@@ -18,12 +18,14 @@ With `numerics` some rows are scored again one by one: what that changes is the 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.options import check_flag
 from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
@@ -57,14 +59,14 @@ class SamplerProbe(Probe):
         check_flag("sampler: numerics", numerics)
         self.numerics = numerics
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         batch = ctx.step.batch
         logs, rewards, mask = batch.log_ratios(), batch.rollout.rewards, batch.scores.mask
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
         unknown = ctx.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
         if logs is None or unknown:  # else the ratios to whoever sampled would be called 1
-            self._answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
+            answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
         else:
             changed, old = torch.zeros_like(logs), batch.rollout.old_logps
             if correction is not None:  # of the policy of before the rollout's first step, as the loss has it
@@ -75,26 +77,22 @@ class SamplerProbe(Probe):
             has_reward, known = (~known.isnan()).to(logs), known.nan_to_num(nan=0.0)
             by_sequence = [*_token_sums(logs, mask), changed.sum(dim=1), torch.ones_like(ratios), ratios,
                            ratios.square(), has_reward, known, ratios * has_reward, ratios * known]  # fmt: skip
-            self._answers = estimates_over_units(
+            answers = estimates_over_units(
                 names, _statistic, batch.sum_by_prompt(torch.stack(by_sequence, dim=1)), ctx.ranks.reduce,
                 ctx.limits.split_prompts,
             )  # fmt: skip
             if batch.rollout.sampling_logps is None:
-                self._answers = {name: Estimate(answer.value, reason=SAME) for name, answer in self._answers.items()}
+                answers = {name: Estimate(answer.value, reason=SAME) for name, answer in answers.items()}
             if rewards is None:
-                self._answers["sampler/reward_gap"] = Estimate.missing(NO_REWARDS)
+                answers["sampler/reward_gap"] = Estimate.missing(NO_REWARDS)
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
             if not is_known and batch.rollout.sampling_logps is not None:
-                self._answers["sampler/corrected_share"] = Estimate.missing(NO_LOSS)
+                answers["sampler/corrected_share"] = Estimate.missing(NO_LOSS)
             if batch.rollout.on_policy:  # a policy that has learned from these very responses has a mean of its own
-                self._remark_on_a_cut()
+                answers["sampler/mean_ratio"] = _with_remark_on_a_cut(answers)
         if self.numerics:
-            self._answers |= self._by_numerics(ctx)
-
-    def _remark_on_a_cut(self) -> None:
-        mean, ess = self._answers["sampler/mean_ratio"], self._answers["sampler/ess"]
-        if ess.value >= MIN_ESS and mean.value + mean.half_width(CERTAINTY) < 1.0 - LEAST_CUT:
-            self._answers["sampler/mean_ratio"] = dataclasses.replace(mean, reason=CUT)
+            answers |= self._by_numerics(ctx)
+        return Reading(measured=answers)
 
     def _by_numerics(self, ctx: StepContext) -> dict[str, Estimate]:
         """Return KL and share outside between training's scores and those of rows scored one by one. A collective.
@@ -110,6 +108,13 @@ class SamplerProbe(Probe):
         sums = torch.stack(_token_sums(differences.masked_fill(mask == 0, 0.0), mask), dim=1)
         names = tuple(f"sampler/{name}" for name in NUMERICS)
         return estimates_over_units(names, lambda sums: sums[..., 1:] / sums[..., :1], sums, ctx.ranks.reduce)
+
+
+def _with_remark_on_a_cut(answers: Mapping[str, Estimate]) -> Estimate:
+    """Return the mean ratio, with a remark where it is below 1 for sure."""
+    mean, ess = answers["sampler/mean_ratio"], answers["sampler/ess"]
+    is_cut = ess.value >= MIN_ESS and mean.value + mean.half_width(CERTAINTY) < 1.0 - LEAST_CUT
+    return dataclasses.replace(mean, reason=CUT) if is_cut else mean
 
 
 def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:

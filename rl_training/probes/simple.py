@@ -19,23 +19,24 @@ the end of their last step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 
 import torch
-from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.entropy.trapezoid import SUMS, TrapezoidSum
 from rl_training.errors import UserError
 from rl_training.options import check_flag, check_num_folds, half_by_measured_step
 from rl_training.statistics.estimate import FEW_FOLDS, Estimate
 from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropyPrediction, EntropySettings
 from rl_training.step.needs import Need
 from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS
 
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
+MEASURED = ("entropy", "backward")  # quantities for which it does not matter what the step is
 UNITS = ("token", "sequence")  # that each sum is kept in
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
 
@@ -58,7 +59,6 @@ class SimpleEntropyProbe(Probe):
 
     name = "simple"
     needs = Need.ENTROPY_CHANGE
-    measured = ("entropy/", "delta_h/backward", TRUNCATED)
 
     def __init__(
         self,
@@ -83,47 +83,44 @@ class SimpleEntropyProbe(Probe):
         self.num_folds, self.rows_dtype = num_folds, torch.bfloat16 if rows_dtype == "bfloat16" else None
         self.per_sequence, self.offload = per_sequence, offload
         self.needs = type(self).needs | (Need.LOSS_CHECK if per_sequence else Need.NOTHING)
-        self._sum = TrapezoidSum()
 
-    def reset(self) -> None:
-        super().reset()
-        self._sum = TrapezoidSum()
+    def init(self) -> TrapezoidSum:
+        return TrapezoidSum.empty(len(UNITS))
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: TrapezoidSum) -> Reading:
         change = ctx.prediction
         if change.limit:
-            names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
-            missing = Estimate.missing(change.limit)
-            self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
-            if ctx.limits.sampling_mismatch:
-                self._answers |= visited_entropy(ctx)
+            reading = self._without_entropy_gradient(ctx, change, state, change.limit)
         else:
-            self._answers = self._predicted(ctx, change)
-        if self.per_sequence:
-            self._answers[TRUNCATED] = ctx.truncated_share()
+            reading = self._reading(ctx, change, state)
+        if not self.per_sequence:
+            return reading
+        return dataclasses.replace(reading, measured={**reading.measured, TRUNCATED: ctx.truncated_share()})
 
-    def _predicted(self, ctx: StepContext, change: EntropyPrediction) -> dict[str, Estimate]:
+    def _without_entropy_gradient(
+        self, ctx: StepContext, change: EntropyPrediction, state: TrapezoidSum, limit: Limit
+    ) -> Reading:
+        missing = Estimate.missing(limit)
+        names = ("entropy", *PRODUCTS, *change.labels, LENGTH_AND_REWARD, *SUMS)
+        predicted = {metric: missing for name in names if name not in MEASURED for metric in self._metrics(name)}
+        measured = {metric: missing for name in MEASURED for metric in self._metrics(name)}
+        if ctx.limits.sampling_mismatch:
+            measured |= visited_entropy(ctx)
+        return Reading(predicted, measured, state)
+
+    def _reading(self, ctx: StepContext, change: EntropyPrediction, state: TrapezoidSum) -> Reading:
         half_step_stderr = change.half_step_stderr
         assert half_step_stderr is not None
         level, forward, backward = (change.quantities[name] for name in ("entropy", "forward", "backward"))
-        closed = self._sum.add(ctx.step.number, level, forward, backward, half_step_stderr)
-        answers = {
-            metric: estimate
-            for row in (*change.quantities.values(), *closed)
-            for metric, estimate in zip(self._metrics(row.name), row.estimates(ctx.step.batch.num_folds), strict=False)
-        }
+        state, closed = state.add(ctx.step.number, level, forward, backward, half_step_stderr)
+        predicted = dict[str, Estimate]()
+        measured = dict[str, Estimate]()
+        for row in (*change.quantities.values(), *closed):
+            estimates = zip(self._metrics(row.name), row.estimates(ctx.step.batch.num_folds), strict=False)
+            (measured if row.name in MEASURED else predicted).update(estimates)
         if change.reward_limit and not change.forward_limit:
-            answers[REWARD] = Estimate.missing(change.reward_limit)
-        return answers
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {f"sum.{k}": tensor for k, tensor in self._sum.state_dict().items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in state.items():
-            if name == "sum.level" and tensor.shape != (len(UNITS),):
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(len(UNITS),)}")
-        self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
+            predicted[REWARD] = Estimate.missing(change.reward_limit)
+        return Reading(predicted, measured, state)
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
         """Return the metric names of a quantity, per token and per sequence: those that were asked for."""

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
-from rl_training.engine.probe import Probe
+from rl_training.engine.probe import Probe, Reading
 from rl_training.options import check_num_folds
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
-from rl_training.statistics.running_pairs import Pair, RunningPair, RunningPairs
+from rl_training.statistics.running_pairs import Pair, RunningPair
 from rl_training.step.limits import NO_TOKENS
 from rl_training.step.needs import Need
 
@@ -64,29 +64,35 @@ class TokenClassesProbe(Probe):
         super().__init__(every)
         check_num_folds("token_classes", num_folds)
         self.num_folds = num_folds
-        classes = [f"{kind}/{name}" for kind, names in CLASSES.items() for name in names]
-        self.running = RunningPairs({name: RunningPair(DECAY) for name in classes})
 
-    def prepare(self, ctx: StepContext) -> None:
+    def init(self) -> dict[str, RunningPair]:
+        """Return the mean over steps of each class."""
+        return {f"{kind}/{name}": RunningPair() for kind, names in CLASSES.items() for name in names}
+
+    def measure(self, ctx: StepContext, state: dict[str, RunningPair]) -> Reading:
         kinds = self.kinds(ctx)
         sums = {kind: _sums(ctx, kind, classes) for kind, classes in kinds.items()}
         why = ctx.effects_limit(OFF_POLICY)
         if not why:
             why = BY_SIGN if ctx.step.optimizer.goes_by_sign else ctx.limits.other_terms
         pairs = {} if why else _pairs(ctx, kinds, sums)
-        self._answers = {}
+        means = dict(state)
+        predicted = dict[str, Estimate]()
+        shares = dict[str, Estimate]()
         for kind, names in CLASSES.items():
             for number, name in enumerate(names):
+                key = f"{kind}/{name}"
                 once = mean = Estimate.missing(why or NO_TEXT)
                 if (kind, number) in pairs:
-                    running = self.running[f"{kind}/{name}"]
-                    once, mean_pair = pairs[kind, number].estimate(0), running.add(pairs[kind, number], ctx.step.number)
-                    mean = replace(mean_pair.estimate(0), detail={"measured_steps": running.steps})
+                    means[key] = means[key].add(pairs[kind, number], ctx.step.number, DECAY)
+                    once = pairs[kind, number].estimate(0)
+                    mean = replace(means[key].mean().estimate(0), detail={"measured_steps": means[key].num_steps})
+                predicted |= {f"tokens/{key}/delta_h": once, f"tokens/{key}/mean_delta_h": mean}
                 share = Estimate.missing(NO_TEXT if kind not in kinds else NO_TOKENS)
                 if kind in kinds and sums[kind][0].any():
                     share = Estimate(float(sums[kind][0, number] / sums[kind][0].sum()))
-                estimates = {"delta_h": once, "mean_delta_h": mean, "share_of_tokens": share}
-                self._answers |= {f"tokens/{kind}/{name}/{quantity}": e for quantity, e in estimates.items()}
+                shares[f"tokens/{key}/share_of_tokens"] = share
+        return Reading(predicted, shares, means)
 
     def kinds(self, ctx: StepContext) -> dict[str, Tensor]:
         """Return the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""

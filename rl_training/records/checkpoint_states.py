@@ -10,16 +10,16 @@ import json
 import logging
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_training.errors import UserError
-from rl_training.parallel.vectors import SHARD
+from rl_training.parallel.state_tensors import SHARD, from_tensors, tensors_by_name
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +31,11 @@ MOST_PROCESSES = 100_000  # that a checkpoint may say it was written by: each ha
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint keeps: the same on all processes, but for names that begin with SHARD."""
+    """An object whose state a checkpoint keeps: the same on all processes."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
-
-
-class NamedStateful(Stateful, Protocol):
-    """One of several such objects, identified by name: a probe."""
-
-    @property
-    def name(self) -> str: ...
 
 
 @contextlib.contextmanager
@@ -109,36 +102,41 @@ def _file_of(rank: int) -> str:
 
 
 def save_probe_states(
-    probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int, rank: int = 0, run: str = ""
+    states: Mapping[str, Any], checkpoint: Path, num_processes: int, rank: int = 0, run: str = ""
 ) -> None:
-    """Write the probes' states, the number of processes and checksums into a checkpoint that has its weights.
+    """Write the states of probes, the number of processes and checksums into a checkpoint that has its weights.
 
     Call it on every process: others than the first write what they alone have, each into a file of its own.
 
     Args:
+        states: by the probe's name.
         run: Name of the folder of the run that the checkpoint belongs to, where it does not lie in it.
     """
     tensors = {
-        f"{probe.name}/{key}": value[:] if key.startswith(SHARD) else value
-        for probe in probes
-        for key, value in probe.state_dict().items()
+        f"{name}/{key}": tensor.detach().clone()  # copies: safetensors refuses tensors that share memory
+        for name, by_path in tensors_by_name(states).items()
+        for key, tensor in by_path.items()
         if rank == 0 or key.startswith(SHARD)
     }
-    # Copies: safetensors refuses tensors that share memory.
-    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     if rank > 0:
         checkpoint.mkdir(parents=True, exist_ok=True)  # the first process may not have yet
         save_file(tensors, checkpoint / _file_of(rank))
         return
-    names = ",".join(probe.name for probe in probes)
     weights = sorted(path for path in checkpoint.glob("*.safetensors") if not path.name.startswith("probes"))
     checksums = json.dumps({path.name: checksum(path) for path in weights})
-    notes = {"probes": names, "num_processes": str(num_processes), "checksums": checksums, "run": run}
+    notes = {"probes": ",".join(states), "num_processes": str(num_processes), "checksums": checksums, "run": run}
     save_file(tensors, checkpoint / PROBE_STATES, metadata=notes)
 
 
-def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None:
-    """Give each probe its state back; warns of one that was not there when the checkpoint was written."""
+def load_probe_states(initial: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Return the states in a checkpoint; warns of one that was not there when the checkpoint was written.
+
+    Args:
+        initial: the states that a training begins with, by the probe's name: the kinds of those that are read.
+
+    Raises:
+        UserError: a state is of a probe with other options.
+    """
     notes = about(checkpoint)
     names = notes["probes"].split(",") if notes else []
     files = [checkpoint / _file_of(rank) for rank in range(int(notes.get("num_processes", 0)))]
@@ -149,19 +147,22 @@ def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None
                 # Of a shard only the entries that are asked for are read, then.
                 is_shard = key.partition("/")[2].startswith(SHARD)
                 tensors[key] = file.get_slice(key) if is_shard else file.get_tensor(key)
-    for probe in probes:
-        if probe.name in names:
-            prefix = f"{probe.name}/"
-            state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-            try:
-                probe.load_state_dict(state)
-            except (KeyError, ValueError, RuntimeError) as error:
-                raise UserError(
-                    f"{checkpoint / PROBE_STATES}: the state of probe {probe.name!r} does not fit this one "
-                    f"({type(error).__name__}: {error}): give the options that wrote it, or leave the probe out"
-                ) from error
-        else:
-            logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
+    states = dict(initial)
+    for name, like in initial.items():
+        if name not in names:
+            logger.warning(f"{checkpoint} holds no state of probe {name!r}: it starts afresh")
+            continue
+        prefix = f"{name}/"
+        try:
+            states[name] = from_tensors(
+                like, {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+            )
+        except UserError as error:
+            raise UserError(
+                f"{checkpoint / PROBE_STATES}: the state of probe {name!r} does not fit this one ({error}): give the "
+                "options that wrote it, or leave the probe out"
+            ) from error
+    return states
 
 
 def save_buffer_state(buffer: Stateful, checkpoint: Path) -> None:

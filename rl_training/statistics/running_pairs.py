@@ -7,8 +7,7 @@ Batches of different steps are independent, so the covariance of the mean Σ w x
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from scipy.special import stdtrit
@@ -93,51 +92,33 @@ class Pair:
         return Estimate(ratio, stderr, int(self.degrees) + 1, interval=ends)
 
 
+@dataclass(frozen=True)
 class RunningPair:
     """The average of pairs over steps."""
 
-    def __init__(self, decay: float) -> None:
-        """Begin without any step.
+    sums: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))  # see `add` for their order
+    num_steps: int = 0  # in the sums
+    last_step: int = 0  # of these
+
+    def add(self, pair: Pair, step: int, decay: float) -> RunningPair:
+        """Return the average with the pair of another step. One that is not finite is left out: it would stay in.
 
         Args:
             decay: the weight of an optimizer step relative to the next one, measured or not.
         """
-        self._decay = decay
-        self.state = torch.zeros(9, dtype=torch.float64)  # seven sums, the number of steps in them, and the last step
-
-    def add(self, pair: Pair, step: int) -> Pair:
-        """Add the pair of a step, and return the new mean. A pair that is not finite is left out: it would stay in."""
-        if bool(pair.values[0].isfinite()):
-            cov = pair.covariance
-            factor = self._decay ** (step - float(self.state[8]))
-            square = cov[0, 0].square() / pair.degrees
-            new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
-            powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
-            count = new.new_tensor([float(self.state[7]) + 1.0, float(step)])
-            self.state = torch.cat([factor**powers * self.state[:7] + new, count])
-        return self.mean()
-
-    @property
-    def steps(self) -> int:
-        return int(self.state[7])
+        if not bool(pair.values[0].isfinite()):
+            return self
+        cov = pair.covariance
+        factor = decay ** float(step - self.last_step)
+        square = cov[0, 0].square() / pair.degrees
+        new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
+        powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
+        return RunningPair(factor**powers * self.sums + new, self.num_steps + 1, step)
 
     def mean(self) -> Pair:
-        """Return the mean over the steps so far, of which there must be one."""
-        weight, first, second, var_first, mixed, var_second, squares = self.state[:7]
+        """Return the mean over the steps so far; nan where there is none."""
+        weight, first, second, var_first, mixed, var_second, squares = self.sums
         covariance = torch.stack([var_first, mixed, mixed, var_second]).view(2, 2) / weight.square()
         # A quotient just below 7 would count as 6.
         degrees = round(float(var_first.square() / squares), 6) if squares > 0 else 1.0
         return Pair(torch.stack([first, second]) / weight, covariance, degrees)
-
-
-class RunningPairs(dict[str, RunningPair]):
-    """Averages of pairs over steps, by name."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return each average's sums, by name."""
-        return {name: mean.state for name, mean in self.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned. Averages that are not in it begin without any step."""
-        for name, mean in self.items():
-            mean.state = state.get(name, torch.zeros_like(mean.state))

@@ -21,7 +21,7 @@ Source: Satterthwaite 1946, "An approximate distribution of estimates of varianc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,47 +30,44 @@ SMALLEST_WEIGHT = 1e-9  # a batch is forgotten when its weight decay^age falls b
 OF_THE_NEWEST = 0.01  # a batch whose variance is below this share of the newest one is a dead step, and left out
 
 
+@dataclass(frozen=True)
 class RunningVariance:
-    """The average of variances over steps, entry by entry. An entry that is nan at a step is not counted there."""
+    """Variances of the last steps, and their average, entry by entry. An entry that is nan at a step does not count."""
 
-    def __init__(self, decay: float) -> None:
-        """Begin without any step.
+    variances: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))  # (steps, entries)
+    steps: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # (steps,), the newest last
+
+    def add(self, variance: Tensor, step: int, decay: float) -> RunningVariance:
+        """Return these variances with that of another step, and without those that no longer count.
 
         Args:
+            variance: of any shape. One with another number of entries begins anew.
             decay: the weight of an optimizer step relative to the next one, measured or not; 0 keeps the newest only.
         """
-        self._decay = decay
-        self._state: dict[str, Tensor] = {}
+        newest = variance.reshape(1, -1)
+        if self.variances.shape[1] != newest.shape[1]:
+            return RunningVariance(newest, torch.tensor([step]))
+        is_kept = self.steps > step - _memory(decay)
+        return RunningVariance(
+            torch.cat([self.variances[is_kept], newest]), torch.cat([self.steps[is_kept], torch.tensor([step])])
+        )
 
-    def add(self, variance: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Add the variance of a step.
+    def average(self, decay: float) -> tuple[Tensor, Tensor]:
+        """Average over the steps, of which there must be one.
 
         Returns:
-            The averaged variance, nan where this step's is, and the effective number of batches behind it.
+            (entries,), the averaged variance, nan where the newest step's is; and (entries,), the effective number of
+            batches behind it.
         """
-        variances = variance.unsqueeze(0)
-        steps = torch.tensor([step])
-        if self._state and self._state["variances"].shape[1:] == variance.shape:
-            is_kept = self._state["steps"] > step - self._memory
-            variances = torch.cat([self._state["variances"][is_kept], variances])
-            steps = torch.cat([self._state["steps"][is_kept], steps])
-        self._state = {"variances": variances, "steps": steps}
-        weights = (self._decay ** (step - steps).to(variance)).view(-1, *[1] * variance.dim())
-        is_counted = variances.isfinite() & (variances >= OF_THE_NEWEST * variance)
-        terms = torch.where(is_counted, weights * variances, 0.0)
-        average = terms.sum(dim=0) / torch.where(is_counted, weights, 0.0).sum(dim=0)  # 0/0 where `variance` is nan
+        newest = self.variances[-1]
+        weights = (decay ** (self.steps[-1] - self.steps).to(newest)).unsqueeze(1)
+        is_counted = self.variances.isfinite() & (self.variances >= OF_THE_NEWEST * newest)
+        terms = torch.where(is_counted, weights * self.variances, 0.0)
+        average = terms.sum(dim=0) / torch.where(is_counted, weights, 0.0).sum(dim=0)  # 0/0 where the newest is nan
         squares = terms.square().sum(dim=0)
         return average, torch.where(squares > 0, terms.sum(dim=0).square() / squares, 1.0)
 
-    @property
-    def _memory(self) -> int:
-        """How many optimizer steps a batch is remembered for."""
-        return 1 if self._decay == 0.0 else math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self._decay))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the variances so far and their steps; empty before the first step."""
-        return dict(self._state)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned; an empty state begins without any step."""
-        self._state = dict(state)
+def _memory(decay: float) -> int:
+    """Return for how many optimizer steps a batch counts."""
+    return 1 if decay == 0.0 else math.ceil(math.log(SMALLEST_WEIGHT) / math.log(decay))

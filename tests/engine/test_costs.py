@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seen import Seen
 from trainers import FEW
 from transformers import TrainerCallback
 
-from rl_training import Estimate, Probe
+from rl_training import Estimate, Probe, Reading
 from rl_training.engine import driver as driver_module
+from rl_training.engine import predictions
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.timing import SHARED
 from rl_training.gradients.fold_reduction import FoldReduction
@@ -50,7 +52,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
         (PaddingCheck, "limit"),
         (driver_module, "build_step"),
         (FoldReduction, "_send"),  # what hooks do of the backward's time
-        (driver_module, "predict_entropy"),
+        (predictions, "predict_entropy"),
     ],
 )
 def test_what_all_probes_share_is_the_engines_cost(make_trainer, monkeypatch, owner: Any, name: str) -> None:
@@ -83,8 +85,8 @@ class TakesVectors(Probe):
     def num_vectors(self, num_folds: int) -> int:
         return self._count
 
-    def results(self) -> dict[str, Estimate]:
-        return {f"{self.name}/nothing": Estimate.missing("it only takes room")}
+    def measure(self, ctx: Any, state: Any) -> Reading:
+        return Reading(measured={f"{self.name}/nothing": Estimate.missing("it only takes room")})
 
 
 def test_probes_that_take_vectors_one_after_another_hold_those_of_the_largest(make_trainer) -> None:
@@ -95,7 +97,7 @@ def test_probes_that_take_vectors_one_after_another_hold_those_of_the_largest(ma
 
 
 def test_a_probe_cannot_have_the_engines_name() -> None:
-    class Engine(Probe):
+    class Engine(Seen):
         name = SHARED
 
     with pytest.raises(ValueError, match="two probes have the same name"):

@@ -117,7 +117,7 @@ def test_entropy_and_kl_are_means_over_the_tokens_of_all_processes() -> None:
         shard.optimizer.param_groups[0]["lr"] = 0.1
         mask = masks[rank]
         rollout = Rollout(ids, ids, ids, mask, torch.zeros(2), None, torch.arange(2))
-        bound.start(shard, policy, Ranks(2, reduce, rank))
+        bound.start(shard, policy, Ranks(2, reduce, rank), BoundState())
         entropies = torch.full((2, 3), 0.5 if rank == 0 else 0.25, dtype=torch.float64)
         bound.before_step(rollout, Scores(policy.score_rollout(rollout).logps, entropies, mask))
         bounds_of_rank = bound.after_step()

@@ -11,7 +11,7 @@ from seen import Seen
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import attach
+from rl_training import Reading, attach
 from rl_training.gradients.loss_weights import LossWeights, gradient_of
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.policy.scores import Scores
@@ -43,9 +43,9 @@ class FoldsAndTwins(Seen):
         super().__init__()
         self.num_folds = num_folds
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         loss, parameters = step.batch.loss_weights, list(ctx.policy.model.parameters())
         self.kept, self.twins = torch.cat(step.gradients.rows, dim=1), []
         for fold in range(self.num_folds):
@@ -55,6 +55,7 @@ class FoldsAndTwins(Seen):
             total = total + (loss.entropies[rows, : fresh.logps.shape[1]] * fresh.entropies).sum()
             gradient = torch.autograd.grad(total * len(step.batch.fold) / len(rows), parameters)
             self.twins.append(torch.cat([g.flatten() for g in gradient]))
+        return reading
 
 
 def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None:
@@ -101,9 +102,9 @@ def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(m
     probe = GradientNoiseScaleProbe(split_prompts=1)
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, max_steps=1, **PLAIN | {"entropy_coef": 0.1})
     assert loss_settings(trainer).differs == {"entropy_coef"}
-    with attach(trainer, probes=[probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True) as attached:
         trainer.train()
-    answer = probe.results()["gns/trace_between"]
+    answer = attached.latest["gns/trace_between"]
     assert math.isnan(answer.value)
     assert answer.code == "other_loss"
 
@@ -112,9 +113,9 @@ def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(m
 def test_a_threshold_of_zero_or_less_does_not_clip(make_trainer, threshold: float) -> None:
     forwards = []
     for max_grad_norm in (threshold, 1e9):
-        probe = SimpleEntropyProbe()
-        make_trainer(probes=[probe], max_grad_norm=max_grad_norm, max_steps=1).train()
-        forwards.append(probe.results()["delta_h/forward"].value)
+        trainer = make_trainer(probes=[SimpleEntropyProbe()], max_grad_norm=max_grad_norm, max_steps=1)
+        trainer.train()
+        forwards.append(trainer.attachment.latest["delta_h/forward"].value)
     assert forwards[0] == forwards[1]
 
 

@@ -16,7 +16,7 @@ from seen import Seen
 from torch import Tensor, nn
 from trainers import FEW, graded
 
-from rl_training import Probe
+from rl_training import Estimate, Probe, Reading
 from rl_training.job.configuration.checks import accumulation_steps
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe, TokenClassesProbe
 from rl_training.records.jsonl import read_metrics
@@ -107,9 +107,9 @@ class StepAndFormula(Seen):
         super().__init__()
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         assert step.optimizer.states is not None
         norm = torch.stack([gradient.norm() for gradient in step.gradients.mean.values()]).norm()
         scale = min(1.0, step.optimizer.max_grad_norm / (float(norm) + 1e-6))
@@ -118,15 +118,17 @@ class StepAndFormula(Seen):
             name: step.optimizer.states[name].delta(p.detach(), scale * step.gradients.mean[name]).total
             for name, p in step.gradients.weights.items()
         }
+        return reading
 
-    def after_step(self, ctx: Any) -> None:
+    def after_step(self, ctx: Any, reading: Reading) -> Reading:
         step = ctx.step
         done = torch.cat([(p.detach() - self._before[name]).flatten() for name, p in step.gradients.weights.items()])
         self.pairs.append((done, torch.cat([said.flatten() for said in self._said.values()])))
+        return reading
 
 
-def four_bit_run(make_trainer: Any, *probes: Probe) -> dict[str, Tensor]:
-    """Return the parameters after 2 steps of the embedded default in 4 bits, with checkpointing and autocast."""
+def four_bit_run(make_trainer: Any, *probes: Probe) -> tuple[dict[str, Tensor], dict[str, Estimate]]:
+    """Return parameters and estimates after 2 steps of the embedded default in 4 bits, with checkpointing, autocast."""
     trainer = make_trainer(
         model=load_tiny("bfloat16", "nf4")[0], dtype=None, probes=probes, bf16=True, activation_checkpointing=True,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -135,13 +137,15 @@ def four_bit_run(make_trainer: Any, *probes: Probe) -> dict[str, Tensor]:
         lr_scheduler_type="linear",
     )  # fmt: skip
     trainer.train()
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return weights, dict(trainer.attachment.latest)
 
 
 def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_touch(make_trainer: Any) -> None:
     pytest.importorskip("bitsandbytes")
     simple, truth, steps = SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), StepAndFormula()
-    with_probes, without = four_bit_run(make_trainer, simple, truth, steps), four_bit_run(make_trainer)
+    with_probes, answers = four_bit_run(make_trainer, simple, truth, steps)
+    without, _ = four_bit_run(make_trainer)
     assert [name for name in without if not torch.equal(with_probes[name], without[name])] == []
     trained = {name: p.dtype for name, p in without.items() if ".lora_" in name}
     assert {name.split(".")[-4] for name in trained} == LINEAR
@@ -150,7 +154,6 @@ def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_to
     for done, said in steps.pairs:
         torch.testing.assert_close(done, said, rtol=0, atol=2e-8)  # of 1e-5
         assert done.abs().max() > 5e-6
-    answers = {**simple.results(), **truth.results()}
     assert all(math.isfinite(answers[name].stderr) for name in ("delta_h/forward", "delta_h/trapezoid"))
     assert math.isfinite(answers["delta_h/true"].value)
 

@@ -17,7 +17,7 @@ from trainers import FEW
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-from rl_training import attach
+from rl_training import Reading, attach
 from rl_training.entropy.length_and_reward import reward_gradient
 from rl_training.gradients.loss_weights import gradient_of
 from rl_training.parallel.ranks import Ranks
@@ -36,9 +36,9 @@ class BothGradients(Seen):
 
     needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         self.found, rollout = reward_gradient(step.batch, ctx.ranks, step.limits), step.batch.rollout
         params = [p for p in ctx.policy.model.parameters() if p.requires_grad]
         fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
@@ -51,6 +51,7 @@ class BothGradients(Seen):
             fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
             own = self.found.weights.of_rows(torch.arange(rollout.num_sequences), fresh.logps.shape[1])
             self.gradient = joined(gradient_of(fresh, own.logps, None, params))
+        return reading
 
 
 def joined(gradients: Any) -> Tensor:
@@ -62,11 +63,10 @@ def found_by(trainer: Any) -> list[BothGradients]:
     steps = []
 
     class Each(BothGradients):
-        def prepare(self, ctx: Any) -> None:
+        def measure(self, ctx: Any, state: Any) -> Reading:
             once = BothGradients()
-            once.prepare(ctx)
             steps.append(once)
-            Seen.prepare(self, ctx)
+            return once.measure(ctx, state)
 
     with attach(trainer, probes=[Each()], whole_prompts=True):
         trainer.train()
@@ -111,20 +111,20 @@ def test_of_rewards_without_others_to_compare_them_with_there_is_no_gradient(mak
 
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": first_alone})
     probe = SimpleEntropyProbe(per_sequence=True)
-    with attach(trainer, probes=[probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True) as attached:
         trainer.train()
-    assert probe.results()["delta_reward/forward"].reason == NO_OTHERS
+    assert attached.latest["delta_reward/forward"].reason == NO_OTHERS
 
 
 def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(make_trainer: Any) -> None:
     """Their number, nan, was in every mean: the change was nan, "not a finite number"."""
     probe, seen = MeasuredStepProbe(responses_per_prompt=G), Seen()
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": some_rewards, "per_device_train_batch_size": 16})
-    with attach(trainer, probes=[probe, seen], whole_prompts=True):
+    with attach(trainer, probes=[probe, seen], whole_prompts=True) as attached:
         trainer.train()
     rollout = seen.steps[-1].batch.rollout
     assert 0.1 < float(rollout.rewards.isnan().float().mean()) < 0.7
-    found = probe.results()["measured/delta_reward"]
+    found = attached.latest["measured/delta_reward"]
     assert found.value != 0.0
     assert math.isfinite(found.stderr)
 
@@ -174,7 +174,7 @@ def test_the_split_of_the_noise_is_missing_where_the_loss_has_another_term(make_
     for trainer_class, is_there in ((GRPOTrainer, True), (WithSupervision, False), (PositiveSamples, False)):
         probe = GradientNoiseScaleProbe(split_prompts=1)
         trainer = make_trainer(trainer_class, **PLAIN | STEP | {"max_steps": 1})
-        with attach(trainer, probes=[probe], whole_prompts=True):
+        with attach(trainer, probes=[probe], whole_prompts=True) as attached:
             trainer.train()
-        answer = probe.results()["gns/trace_between"]
+        answer = attached.latest["gns/trace_between"]
         assert (answer.code in ("other_loss", "other_terms")) != is_there

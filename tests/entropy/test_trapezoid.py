@@ -8,9 +8,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rl_training.entropy.trapezoid import TrapezoidSum, TrapezoidTerms
+from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.step.quantities import Quantity
 
 SHAPE = (2, 3)  # any quantity, elementwise
+EMPTY = TrapezoidSum.empty(*SHAPE)
 NUM_BATCHES = 6
 
 
@@ -56,8 +58,15 @@ def batches(seed: int = 0) -> list[PlainBatch]:
     return [PlainBatch(generator) for _ in range(NUM_BATCHES)]
 
 
-def feed(total: TrapezoidSum, plain: list[PlainBatch], steps: list[int]) -> list[TrapezoidTerms]:
-    return [total.add(step, *batch.terms()) for step, batch in zip(steps, plain, strict=True)]
+def feed(
+    plain: list[PlainBatch], steps: list[int], total: TrapezoidSum = EMPTY
+) -> tuple[TrapezoidSum, list[TrapezoidTerms]]:
+    """Return the sum with these batches, and what it has said of each."""
+    said = []
+    for step, batch in zip(steps, plain, strict=True):
+        total, terms = total.add(step, *batch.terms())
+        said.append(terms)
+    return total, said
 
 
 def twin_sum(plain: list[PlainBatch], last: int) -> Tensor:
@@ -88,7 +97,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 
 def test_sums_equal_the_plain_twin_at_every_batch() -> None:
     plain = batches()
-    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+    for last, terms in enumerate(feed(plain, list(range(1, NUM_BATCHES + 1)))[1]):
         close(terms.predicted.value, twin_sum(plain, last))
         close(terms.measured.value, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
         if last:
@@ -96,7 +105,7 @@ def test_sums_equal_the_plain_twin_at_every_batch() -> None:
 
 
 def test_at_the_first_batch_no_step_is_closed() -> None:
-    first = TrapezoidSum().add(4, *batches()[0].terms())
+    _, first = EMPTY.add(4, *batches()[0].terms())
     assert first.trapezoid.value.isnan().all()
     assert first.trapezoid.stderr.isnan().all()
     for sums in (first.predicted.value, first.predicted.stderr, first.measured.value, first.measured.stderr):
@@ -105,13 +114,13 @@ def test_at_the_first_batch_no_step_is_closed() -> None:
 
 def test_error_of_the_sum_is_exact_when_forward_and_backward_of_a_batch_are_correlated() -> None:
     plain = batches(seed=1)
-    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+    for last, terms in enumerate(feed(plain, list(range(1, NUM_BATCHES + 1)))[1]):
         close(terms.predicted.stderr.square(), twin_variance(plain, last))
 
 
 def test_errors_of_one_step_and_of_the_measured_sum_are_those_of_two_independent_batches() -> None:
     plain = batches(seed=2)
-    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+    for last, terms in enumerate(feed(plain, list(range(1, NUM_BATCHES + 1)))[1]):
         if last:
             variances = zip(plain[last - 1].forward_var, plain[last].backward_var, strict=True)
             close(terms.trapezoid.stderr.square(), tensor([0.25 * (f + b) for f, b in variances]))
@@ -121,7 +130,7 @@ def test_errors_of_one_step_and_of_the_measured_sum_are_those_of_two_independent
 
 def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_of_its_two() -> None:
     plain = batches(seed=8)
-    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+    for last, terms in enumerate(feed(plain, list(range(1, NUM_BATCHES + 1)))[1]):
         if last:
             forward, backward = plain[last - 1], plain[last]
             of_forward = zip(forward.forward_var, forward.forward_batches, strict=True)
@@ -135,17 +144,18 @@ def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_o
 
 def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_allow() -> None:
     """½F, half steps and ½B have the variances 1, then 2, then 3, and 1: (Σv)²/Σv² of the batches so far."""
-    one, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum(), []
+    one, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum.empty(), []
     for step, half_step_variance in enumerate((9.0, 2.0, 3.0, 9.0)):  # that of an end is not asked for
         stderr, half_step = 2 * one, one * math.sqrt(half_step_variance)
         level, change = quantity(one, one, one), quantity(one, stderr, one)
-        known.append(float(total.add(step, level, change, change, half_step).predicted.batches))
+        total, terms = total.add(step + 1, level, change, change, half_step)
+        known.append(float(terms.predicted.batches))
     assert known[1:] == pytest.approx([(1 + 1) ** 2 / 2, (1 + 2 + 1) ** 2 / 6, (1 + 2 + 3 + 1) ** 2 / 15])
 
 
 def test_a_step_that_was_left_out_is_bridged_by_the_measured_change_and_said() -> None:
     plain = batches(seed=3)
-    answers = feed(TrapezoidSum(), plain, [1, 2, 3, 5, 6, 7])
+    answers = feed(plain, [1, 2, 3, 5, 6, 7])[1]
     level_difference = tensor(plain[3].level) - tensor(plain[2].level)
     for last, terms in enumerate(answers):
         bridged = level_difference - (twin_sum(plain, 3) - twin_sum(plain, 2)) if last >= 3 else 0.0
@@ -166,7 +176,7 @@ def test_a_step_that_was_left_out_is_bridged_by_the_measured_change_and_said() -
 def test_a_step_without_forward_is_bridged_by_backward_alone_and_the_usual_second_order_widens_the_bar() -> None:
     plain = batches(seed=4)
     plain[2].forward = [math.nan] * 6
-    answers = feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))
+    answers = feed(plain, list(range(1, NUM_BATCHES + 1)))[1]
     halves = [0.5 * (tensor(plain[j + 1].backward) - tensor(plain[j].forward)) for j in (0, 1)]
     second_order = (0.5 * (halves[0].square() + halves[1].square())).sqrt()
     close(answers[3].predicted.value, twin_sum(plain, 2) + tensor(plain[3].backward))
@@ -181,11 +191,11 @@ def test_a_step_without_forward_is_bridged_by_backward_alone_and_the_usual_secon
 def test_before_any_step_has_a_trapezoid_there_is_no_prediction_and_afterwards_its_sum_covers_all_steps() -> None:
     """As of a probe that measures every second step, and of one whose first step cannot be predicted."""
     plain = batches(seed=5)
-    for terms in feed(TrapezoidSum(), plain, [1, 3, 5, 7, 9, 11])[1:]:
+    for terms in feed(plain, [1, 3, 5, 7, 9, 11])[1][1:]:
         assert terms.predicted.value.isnan().all()
         assert terms.predicted.reason
     plain[0].forward = [math.nan] * 6
-    _, second, third, *_ = feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))
+    _, second, third, *_ = feed(plain, list(range(1, NUM_BATCHES + 1)))[1]
     assert second.predicted.value.isnan().all()
     trapezoid = 0.5 * (tensor(plain[1].forward) + tensor(plain[2].backward))
     close(third.predicted.value, tensor(plain[1].level) - tensor(plain[0].level) + trapezoid)
@@ -193,9 +203,8 @@ def test_before_any_step_has_a_trapezoid_there_is_no_prediction_and_afterwards_i
 
 def test_measured_changes_in_a_row_have_the_error_of_their_ends() -> None:
     """The level of a batch between them cancels."""
-    plain, total = batches(seed=6), TrapezoidSum()
-    feed(total, plain[:2], [1, 2])
-    two, four = total.add(4, *plain[2].terms()), total.add(6, *plain[3].terms())
+    plain = batches(seed=6)
+    _, (*_, two, four) = feed(plain[:4], [1, 2, 4, 6])
     without_ends = [
         terms.predicted.stderr.square() - tensor(batch.level_var)
         for terms, batch in zip((two, four), plain[2:], strict=False)
@@ -204,11 +213,11 @@ def test_measured_changes_in_a_row_have_the_error_of_their_ends() -> None:
 
 
 def test_a_batch_without_an_error_bar_takes_the_sums_bar_and_says_so() -> None:
-    plain, total = batches(seed=7), TrapezoidSum()
-    feed(total, plain[:2], [1, 2])
+    plain = batches(seed=7)
+    total, _ = feed(plain[:2], [1, 2])
     level, forward, backward, _ = plain[2].terms()
-    total.add(3, level, forward, backward, tensor([math.nan] * 6))
-    predicted = total.add(4, *plain[3].terms()).predicted
+    total, _ = total.add(3, level, forward, backward, tensor([math.nan] * 6))
+    predicted = total.add(4, *plain[3].terms())[1].predicted
     assert predicted.value.isfinite().all()
     assert predicted.stderr.isnan().all()
     assert "too few folds" in predicted.remark
@@ -224,7 +233,7 @@ def test_bars_of_bridged_sums_cover_the_truth() -> None:
 
     one = torch.ones(runs, dtype=torch.float64)
     changes = [noise(1.0) for _ in range(steps)]
-    total, truth, level = TrapezoidSum(), torch.zeros(runs, dtype=torch.float64), 0.0
+    total, truth, level = TrapezoidSum.empty(runs), torch.zeros(runs, dtype=torch.float64), 0.0
     for step in range(steps):
         common = noise(0.3)
         forward = changes[step] - curvature + common + noise(0.4)
@@ -235,7 +244,8 @@ def test_bars_of_bridged_sums_cover_the_truth() -> None:
         quantities = [Quantity("", value, one * math.sqrt(variance), step, batches=one) for value, variance in values]
         if step != 18:  # whose batch is not measured
             half_step = math.sqrt(0.25 * ((1.5 * 0.3) ** 2 + 0.4**2 + 0.3**2))
-            predicted = total.add(step, *quantities, one * half_step).predicted
+            total, terms = total.add(step + 1, *quantities, one * half_step)
+            predicted = terms.predicted
             off = (predicted.value - truth) / predicted.stderr
             if step:
                 assert float((off.abs() < 1.96).double().mean()) > 0.93, step
@@ -247,12 +257,11 @@ def test_bars_of_bridged_sums_cover_the_truth() -> None:
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 4])
 def test_state_through_a_file_continues_as_if_never_stopped(saved_after: int) -> None:
     plain = batches(seed=5)
-    before, steps = TrapezoidSum(), list(range(1, NUM_BATCHES + 1))
-    uninterrupted = feed(TrapezoidSum(), plain, steps)
-    feed(before, plain[:saved_after], steps[:saved_after])
-    resumed = TrapezoidSum()
-    resumed.load_state_dict(load(save({k: v.contiguous() for k, v in before.state_dict().items()})))
-    answers = feed(resumed, plain[saved_after:], steps[saved_after:])
+    steps = list(range(1, NUM_BATCHES + 1))
+    _, uninterrupted = feed(plain, steps)
+    before, _ = feed(plain[:saved_after], steps[:saved_after])
+    resumed = from_tensors(EMPTY, load(save({k: v.clone() for k, v in to_tensors(before).items()})))
+    _, answers = feed(plain[saved_after:], steps[saved_after:], resumed)
     for got, expected in zip(answers, uninterrupted[saved_after:], strict=True):
         for name, one, other in zip(TrapezoidTerms._fields, got, expected, strict=True):
             for key in ("value", "stderr", "batches"):

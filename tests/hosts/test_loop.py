@@ -21,12 +21,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from plain_loop import CLIP, loss_of, microbatches, rollout_of, scores_of, train
 from replay import ReplayTrainer
 from same_estimates import differences, of_records, too_far
+from seen import Seen
 from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
-from rl_training import Estimate, Probe, Rollout, measured_loop
+from rl_training import Estimate, Probe, Reading, Rollout, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy import length_and_reward, paired_effects
@@ -161,11 +162,11 @@ class Drawing(Probe):
 
     name = "drawing"
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         drawn = float(torch.rand(())) + random.random() + float(np.random.random())
-        self._answers = {"drawing/numbers": Estimate(drawn)}
+        return Reading(measured={"drawing/numbers": Estimate(drawn)})
 
-    after_step = prepare
+    after_step = measure
 
 
 def streams() -> tuple[Any, ...]:
@@ -431,7 +432,7 @@ def test_a_number_that_no_loop_can_have_is_refused_by_name(facts: dict[str, Any]
         new_loop([], **facts)
 
 
-class HalfAFold(Probe):
+class HalfAFold(Seen):
     name = "half"
     num_folds = 2.5  # type: ignore[assignment]
 

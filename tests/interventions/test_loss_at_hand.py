@@ -64,10 +64,10 @@ def test_an_intervention_is_missing_where_the_weights_are_not_those_that_it_chan
     make_trainer: Any, kind: Any, own: dict[str, Any], missing: dict[str, str]
 ) -> None:
     probe, trainer = InterventionsProbe(WHICH, every=1), make_trainer(kind, **STEP | own)
-    with attach(trainer, probes=[probe], whole_prompts=True):
+    with attach(trainer, probes=[probe], whole_prompts=True) as attached:
         trainer.train()
     for name in WHICH:
-        found = probe.results()[f"intervention/{name}/delta_h"]
+        found = attached.latest[f"intervention/{name}/delta_h"]
         assert math.isnan(found.value) == (name in missing), name
         if name in missing:
             assert found.reason == NEEDS[missing[name]]

@@ -60,8 +60,11 @@ def test_corrections_are_predicted_against_the_step_as_made(make_trainer: Callab
     probe = InterventionsProbe(["none", "tis:1.001", "lr:0.5"], every=1, num_folds=4)
     simple = SimpleEntropyProbe(num_folds=4)
     stale = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))
-    make_trainer(probes=[simple, probe], beside={"rollout_func": stale}, learning_rate=1e-3, max_steps=3).train()
-    found, forward = probe.results(), simple.results()["delta_h/forward"].value
+    settings = {"beside": {"rollout_func": stale}, "learning_rate": 1e-3, "max_steps": 3}
+    trainer = make_trainer(probes=[simple, probe], **settings)
+    trainer.train()
+    found = trainer.attachment.latest
+    forward = found["delta_h/forward"].value
     assert found["intervention/plain_delta_h"].value == pytest.approx(forward, rel=1e-4)
     assert found["intervention/lr:0.5/delta_h"].value == pytest.approx(-0.5 * forward, rel=1e-3)
     assert abs(found["intervention/none/delta_h"].value) < 1e-6 * abs(forward)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from other_samplers import OtherSampler
 from peft import LoraConfig
-from seen import Seen
+from seen import Kept, Seen
 from simple_twin import Answers, Recorder, Twin
 from torch import Tensor
 from trainers import (
@@ -30,7 +30,7 @@ from trainers import (
     trained_weights,
 )  # fmt: skip
 
-from rl_training import DrGRPOTrainer
+from rl_training import DrGRPOTrainer, Reading
 from rl_training.hosts.trl.policy import SAMPLING
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import intervention
@@ -90,6 +90,10 @@ def test_training_is_that_with_trl_s_own_setting(
     assert float((plain - theirs).norm() / theirs.norm()) > 1e-3
 
 
+class Says(Kept, SamplerProbe):
+    """The probe, with what it said kept."""
+
+
 class LikeVLLM(DrGRPOTrainer):
     """To TRL its other sampler is an engine, for which TRL corrects."""
 
@@ -127,14 +131,14 @@ def test_training_with_a_correction_is_that_with_trl_s_own(
             zip(("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"), bounds, strict=True)
         )
     common = SHAPE | SGD | {"beside": {"rollout_func": STALE}}
-    probe = SamplerProbe()
+    probe = Says()
     own = change_by(make_trainer, **common, interventions=[name])
     theirs = change_by(make_trainer, LikeVLLM, **common | settings, probes=[probe])
     plain = plain_change(make_trainer, **common)
     assert float((own - theirs).norm() / theirs.norm()) < 1e-6
     assert (float((plain - theirs).norm() / theirs.norm()) > 1e-4) == (name != "none")
-    assert 0 < probe.results()["sampler/kl"].value < 0.2
-    assert (probe.results()["sampler/corrected_share"].value > 0) == (name != "none")
+    assert 0 < probe.all[-1]["sampler/kl"].value < 0.2
+    assert (probe.all[-1]["sampler/corrected_share"].value > 0) == (name != "none")
 
 
 def test_a_correction_without_another_sampler_is_refused(make_trainer: Callable[..., Any]) -> None:
@@ -145,11 +149,12 @@ def test_a_correction_without_another_sampler_is_refused(make_trainer: Callable[
 class Weights(Seen):
     """What the loss handed back, and the rollout."""
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         self.rollout, self.weights = step.batch.rollout, step.batch.loss_weights
         self.rows, self.mask = step.batch.microbatch_rows, step.batch.scores.mask
+        return reading
 
 
 def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
@@ -296,8 +301,9 @@ def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_w
         encoding="utf-8",
     )
     probe = InterventionsProbe([f"{tmp_path}/mine.py:drawing", "psr"], every=1, num_folds=8)
-    assert differing(ending(make_trainer(probes=[probe])), bare_ending()) == []
-    assert probe.results()["intervention/drawing/delta_h"].value != 0.0
+    trainer = make_trainer(probes=[probe])
+    assert differing(ending(trainer), bare_ending()) == []
+    assert trainer.attachment.latest["intervention/drawing/delta_h"].value != 0.0
     probe = Weights()
     settings = SHAPE | {"max_steps": 1}
     make_trainer(probes=[probe], interventions=[f"{tmp_path}/mine.py:halving"], **settings).train()
@@ -318,7 +324,7 @@ def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one_whose_scorer
     trainer = make_trainer(probes=[probe], beta=0.1, learning_rate=3e-3)
     trainer.train()
     assert sum(model is trainer.ref_model for model in scored) == 1
-    answers = probe.results()
+    answers = trainer.attachment.latest
     assert abs(answers["intervention/kl:5/delta_h"].value) > 1e-5  # the second step: some way from the first model
     assert "grows with the distance" in answers["intervention/kl:5/delta_h"].reason
     assert math.isfinite(answers["intervention/kl:5/delta_reward"].value)

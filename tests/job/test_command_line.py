@@ -92,17 +92,17 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
 
 OWN = """
 import pathlib, time
-from rl_training import Estimate, Probe
+from rl_training import Estimate, Probe, Reading
 from rl_training.tasks.arithmetic import arithmetic
 
 class Mine(Probe):
     name = "mine"
-    def results(self):
-        return {"mine/five": Estimate(5.0)}
+    def measure(self, ctx, state):
+        return Reading(measured={"mine/five": Estimate(5.0)})
 
 class Waiting(Probe):
     name = "waiting"
-    def prepare(self, ctx):
+    def measure(self, ctx, state):
         pathlib.Path("waiting").touch()
         time.sleep(60)
 

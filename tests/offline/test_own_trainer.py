@@ -13,7 +13,7 @@ from configs import composed
 from trainers import graded
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import Estimate, Probe, analyze, attach
+from rl_training import Estimate, Probe, Reading, analyze, attach
 from rl_training.job.run.analysis import result_files
 from rl_training.job.run.evaluation_plan import read_plan
 from rl_training.offline.buffers import UpdateBuffer
@@ -35,13 +35,11 @@ class Keeps(Probe):
 
     name = "keeps"
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         self.rollout = step.batch.rollout
         self.gradient = torch.cat([part.flatten() for part in step.gradients.mean.values()]).clone()
-
-    def results(self) -> dict[str, Estimate]:
-        return {"keeps/step": Estimate(1.0)}
+        return Reading(measured={"keeps/step": Estimate(1.0)})
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])

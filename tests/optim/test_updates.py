@@ -11,7 +11,7 @@ import torch
 from example_steps import draw, drawn_adamw, shard_of
 from torch import nn
 
-from rl_training.entropy.previous_update import PreviousUpdate
+from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.errors import UserError
 from rl_training.optim.formula import OptimizerState
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
@@ -21,6 +21,7 @@ from rl_training.optim.state import view_optimizer
 from rl_training.optim.updates import OptimizerPieces, compute_update
 from rl_training.parallel import vectors
 from rl_training.parallel.sharding import Shard
+from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
 from rl_training.statistics.jackknife import identity
 from rl_training.step.data import EntropySettings
@@ -153,32 +154,34 @@ def test_steps_of_bf16_weights_are_those_that_torch_makes(optimizer: Any, settin
         assert torch.isclose(moved, parts.total, rtol=1e-5, atol=0.0)[moves].float().mean() > alike
 
 
-def history_of(entries: int) -> PreviousUpdate:
+def history_of(entries: int, state: UpdateState | None = None) -> PreviousUpdate:
     parameters = {"w": torch.zeros(entries)}
-    return PreviousUpdate(shard_of(parameters), EntropySettings())
+    return PreviousUpdate(shard_of(parameters), EntropySettings(), state=state)
 
 
 def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
     history, update, nowhere = history_of(3), [torch.tensor([1.0, -2.0, 0.5])], {"w": torch.zeros(3)}
     assert history.limit(1).code == "first_step"
     history.keep(4, update, nowhere)
-    resumed = history_of(3)
-    resumed.load_state_dict(history.state_dict())
-    for kept in (history, resumed):
+    state = from_tensors(UpdateState(), to_tensors(history.state))
+    for kept in (history, history_of(3, state)):
         assert kept.before(5)[0].tolist() == [1.0, -2.0, 0.5]
         assert kept.limit(5) is None
         assert kept.before(6) is None
         assert kept.limit(6) == STEP_NOT_MEASURED.filled(step=5)
-    with pytest.raises(ValueError, match="not of the 2 numbers that are trained"):
-        history_of(2).load_state_dict(history.state_dict())
-    resumed.load_state_dict({})
-    assert resumed.before(5) is None
-    assert resumed.limit(5).code == "first_step"
+    with pytest.raises(UserError, match="not of the 2 numbers that are trained"):
+        history_of(2, state)
 
 
-def test_averaged_errors_that_another_version_has_written_are_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match="another version has written it"):
-        history_of(3).load_state_dict({"error.sum": torch.zeros(3), "error.weight": torch.ones(1)})
+def test_errors_of_a_step_that_was_not_what_they_are_for_are_not_averaged_later() -> None:
+    history, nowhere = history_of(3), {"w": torch.zeros(3)}
+    averages = []
+    for step, is_valid in enumerate((True, False, True), start=1):
+        history.keep(step, None, nowhere)
+        averages.append(float(history.average_errors(torch.tensor([4.0**step]).double(), step)[0]))
+        if is_valid:
+            history.commit()
+    assert averages == pytest.approx([4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 64) / 1.25])
 
 
 def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:

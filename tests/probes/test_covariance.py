@@ -12,6 +12,7 @@ import torch
 from seen import Kept
 from trainers import FEW, trainer_maker
 
+from rl_training import Reading
 from rl_training.engine.context import StepContext
 from rl_training.entropy.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.policy.scores import Scores
@@ -24,12 +25,12 @@ NAMES = ("covariance/token", "covariance/sequence")
 class Answers(Kept, CovariancePredictorProbe):
     """The probe, with its answers and what it saw kept; padding is nan."""
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
         scores = step.batch.scores
         padded = dataclasses.replace(scores, logps=scores.logps.masked_fill(scores.mask == 0, torch.nan))
         step = dataclasses.replace(step, batch=dataclasses.replace(step.batch, scores=padded))
-        super().prepare(dataclasses.replace(ctx, step=step))
+        return super().measure(dataclasses.replace(ctx, step=step), state)
 
 
 def plain(step: StepData, rows: list[int]) -> list[float]:
@@ -87,8 +88,8 @@ def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
 def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -> None:
     ctx, probe = answers.contexts[-1], CovariancePredictorProbe()
     spread = dataclasses.replace(ctx.step.limits, split_prompts="spread")
-    probe.prepare(dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, limits=spread)))
-    for name, found in probe.results().items():
+    reading = probe.measure(dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, limits=spread)), None)
+    for name, found in reading.estimates.items():
         assert found.value == answers.all[-1][name].value
         assert math.isnan(found.stderr)
         assert found.reason == "spread"

@@ -159,8 +159,8 @@ def test_ratios_beyond_float64_have_no_size_and_say_so(make_trainer) -> None:
     ctx, batch = probe.contexts[0], probe.steps[0].batch
     rollout = dataclasses.replace(batch.rollout, sampling_logps=batch.scores.logps - 1000.0)
     step = dataclasses.replace(ctx.step, batch=dataclasses.replace(batch, rollout=rollout))
-    probe.prepare(dataclasses.replace(ctx, step=step))
-    assert "more than float64 can hold" in probe.results()["ess/importance"].reason
+    reading = probe.measure(dataclasses.replace(ctx, step=step), None)
+    assert "more than float64 can hold" in reading.estimates["ess/importance"].reason
 
 
 def test_prompts_spread_over_steps_have_no_share_and_say_the_fix(make_trainer) -> None:

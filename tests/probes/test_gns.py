@@ -23,10 +23,11 @@ from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.optim.adamw import WARM_STEPS, AdamWState
 from rl_training.optim.updates import sqrt_preconditioner
 from rl_training.parallel.sharding import Shard
+from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe
-from rl_training.probes.gns import BOUNDS
+from rl_training.probes.gns import BOUNDS, NoiseHistory
 from rl_training.statistics.noise_scale import (
     Averages,
     average,
@@ -87,8 +88,14 @@ class NotToBeAsked:
 class Loop:
     """A trainer's loop around the probe: the loss over K, backwards under the hooks, the step, the answers."""
 
-    def __init__(self, probe: GradientNoiseScaleProbe, states: dict[str, AdamWState] | None = None) -> None:
+    def __init__(
+        self,
+        probe: GradientNoiseScaleProbe,
+        states: dict[str, AdamWState] | None = None,
+        state: NoiseHistory | None = None,
+    ) -> None:
         self.probe = probe
+        self.state = state or probe.init()
         self.model = LinearLoss()
         self.shard = Shard(self.model, torch.optim.SGD(self.model.parameters()), None)
         self.layout = self.shard.layout
@@ -113,9 +120,10 @@ class Loop:
             self.rows.arm(rows[k].start)
             loss.backward()
             self.rows.finish_backward()
-        self.probe.prepare(self.view(rows, folds))
+        reading = self.probe.measure(self.view(rows, folds), self.state)
+        self.state = reading.state
         self.model.zero_grad()
-        return self.probe.results()
+        return reading.estimates
 
     def view(self, rows: Sequence[range], folds: Sequence[FoldGroup]) -> StepContext:
         size = rows[-1].stop
@@ -234,13 +242,12 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     between = dict.fromkeys(("gns/noise_scale_prompts", "gns/batch_ratio"), 0)
     hits = dict.fromkeys(expected, 0)
     for _ in range(400):
-        probe = GradientNoiseScaleProbe()
         blocks = truth.draw(39, 4, 8, generator=generator).mean(dim=2)
         squares = blocks.square().sum(dim=2).mean(dim=1), blocks.mean(dim=1).square().sum(dim=1)
         history = torch.full((39, 8, 2), torch.nan, dtype=torch.float64)
         history[:, 0] = noise_moments(*squares, block_size=8, batch_size=32)
-        probe.load_state_dict({"history": history, "steps": torch.arange(-38, 1)})
-        last = Loop(probe).step(truth.draw(4, 8, generator=generator))
+        state = NoiseHistory(history, torch.arange(-38, 1))
+        last = Loop(GradientNoiseScaleProbe(), state=state).step(truth.draw(4, 8, generator=generator))
         for name, value in expected.items():
             assert last[name].num_samples == 18  # 40 steps of unequal weight, whose variance is a sum with weights w²
             hits[name] += abs(last[name].value - value) < last[name].half_width()
@@ -371,11 +378,11 @@ def test_state_stays_small_and_brings_a_resumed_probe_to_the_same_answers() -> N
     loop = Loop(GradientNoiseScaleProbe(decay=decay), states=adamw_states())
     for _ in range(60):
         loop.step(truth.draw(2, 4, generator=generator))
-    resumed = GradientNoiseScaleProbe(decay=decay)
-    resumed.load_state_dict({name: tensor.clone() for name, tensor in loop.probe.state_dict().items()})
-    assert sum(tensor.numel() for tensor in resumed.state_dict().values()) == 42 * (8 * 2 + 1)  # .8^42 < 1e-4
+    saved = to_tensors(loop.state)
+    assert sum(tensor.numel() for tensor in saved.values()) == 42 * (8 * 2 + 1)  # .8^42 < 1e-4
     vectors = truth.draw(2, 4, generator=generator)
-    going_on = Loop(resumed, states=adamw_states())
+    resumed = GradientNoiseScaleProbe(decay=decay)
+    going_on = Loop(resumed, adamw_states(), from_tensors(resumed.init(), saved))
     going_on.steps = loop.steps
     assert repr(going_on.step(vectors)) == repr(loop.step(vectors))
 

@@ -16,7 +16,7 @@ from trainers import FEW, LORA, graded
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from rl_training import attach
+from rl_training import Reading, attach
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import SPLIT
 from rl_training.tasks.models import load_tiny
@@ -29,13 +29,13 @@ NO_DROPOUT = {**LORA, "lora_dropout": 0.0}  # a gradient can then be made again
 class Answers(Kept, GradientNoiseScaleProbe):
     """The probe, with its answers and what the first step started from kept."""
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         if step.number == 1:
             trained = dict(ctx.policy.model.named_parameters())
             self.parameters = {name: trained[name].detach().double().clone() for name in step.gradients.weights}
             self.rollout = copy.deepcopy(step.batch.rollout)
-        super().prepare(ctx)
+        return super().measure(ctx, state)
 
 
 def response_gradients(probe: Answers) -> Tensor:
@@ -103,9 +103,9 @@ def test_it_measures_before_clipping(make_trainer) -> None:
 class Rebuilder(Seen):
     """Makes this rank's gradient again, from `score` and the loss weights of the step."""
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         scores = ctx.policy.score(step.batch.rollout, torch.arange(step.batch.rollout.num_sequences))
         outputs, weights = [scores.logps], [step.batch.loss_weights.logps[:, : scores.logps.shape[1]]]
         self.knows_entropies = step.batch.loss_weights.entropies is not None
@@ -116,6 +116,7 @@ class Rebuilder(Seen):
         rebuilt = torch.autograd.grad(outputs, trained, weights)
         whole = torch.cat([g.flatten() for g in step.gradients.mean.values()])
         self.error = float((torch.cat([g.flatten() for g in rebuilt]) - whole).norm() / whole.norm())
+        return reading
 
 
 OWN_LOSS = [

@@ -24,7 +24,7 @@ from trainers import FEW, L_MAX, differing, ending, trainer_maker
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from rl_training import Estimate
+from rl_training import Reading
 from rl_training.engine.context import StepContext
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.policy.policy import Policy
@@ -60,9 +60,9 @@ class AtEveryStep(Seen):
         self.what = what
         self.given: list[Any] = []
 
-    def prepare(self, ctx: Any) -> None:
-        super().prepare(ctx)
+    def measure(self, ctx: Any, state: Any) -> Reading:
         self.given.append(self.what(ctx))
+        return super().measure(ctx, state)
 
 
 class Validated(TruthProbe):
@@ -74,9 +74,9 @@ class Validated(TruthProbe):
         super().__init__(sequences)
         self.kept: list[dict[str, Any]] = []  # by step
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         self.rollout = self._sample(ctx)[0]
         self.before = ctx.policy.score_rollout(self.rollout)
         size, sides, parameters = 1 / 16, [], dict(ctx.policy.model.named_parameters())
@@ -91,18 +91,18 @@ class Validated(TruthProbe):
                 sides.append(ctx.policy.score_rollout(self.rollout))
         tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
         self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)
+        return reading
 
-    def after_step(self, ctx: Any) -> None:
-        super().after_step(ctx)
+    def after_step(self, ctx: Any, reading: Reading) -> Reading:
+        reading = super().after_step(ctx, reading)
+        answers = {name: (e.value, e.stderr, e.reason) for name, e in reading.estimates.items()}
         after, lengths = ctx.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
         tables = [self.before.logps, self.before.entropies, after.logps, after.entropies, *self.slopes]
         tokens = [[table[i, :length].tolist() for table in tables] for i, length in enumerate(lengths)]
-        self.known = dict(zip(self.rollout.prompt_index.tolist(), tokens, strict=True))
-
-    def results(self) -> dict[str, Estimate]:
-        answers = {name: (e.value, e.stderr, e.reason) for name, e in super().results().items()}
-        self.kept.append({"sequences": self.known, "answers": answers})
-        return self.all[-1]
+        self.kept.append(
+            {"sequences": dict(zip(self.rollout.prompt_index.tolist(), tokens, strict=True)), "answers": answers}
+        )
+        return reading
 
 
 def plain_truth(sequences: list[Any]) -> tuple[float, float]:
@@ -336,15 +336,16 @@ def test_an_error_that_is_no_number_is_not_put_down_to_few_blocks() -> None:
 
 def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
     class Keeps(TruthProbe):
-        def prepare(self, ctx: Any) -> None:
+        def measure(self, ctx: Any, state: Any) -> Reading:
             step = ctx.step
-            super().prepare(ctx)
+            reading = super().measure(ctx, state)
             self.rollout = ctx.policy.sample(16, (self.seed << 32) + step.number)
             self.before = ctx.policy.score_rollout(self.rollout)
+            return reading
 
-        def after_step(self, ctx: Any) -> None:
+        def after_step(self, ctx: Any, reading: Reading) -> Reading:
             self.after = ctx.policy.score_rollout(self.rollout)
-            super().after_step(ctx)
+            return super().after_step(ctx, reading)
 
     probe = Keeps(16)
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
@@ -378,7 +379,7 @@ class Listens(TruthProbe):
         self.prompts: list[set[str]] = []
         self.batches: list[list[list[int]]] = []
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         def listening(rollout: Rollout) -> Scores:
             self.prompts[-1] |= {ctx.policy.decode(ids) for ids in rollout.prompt_ids}
             self.batches[-1].append(rollout.prompt_index.tolist())
@@ -386,7 +387,7 @@ class Listens(TruthProbe):
 
         self.prompts.append(set())
         self.batches.append([])
-        super().prepare(scored_by(ctx, listening))
+        return super().measure(scored_by(ctx, listening), state)
 
 
 def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws_prompts_of_its_own(
@@ -405,12 +406,12 @@ def test_floor_scores_the_same_sequences_in_smaller_batches_and_every_step_draws
 
 def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None:
     class Broken(TruthProbe):
-        def after_step(self, ctx: Any) -> None:
+        def after_step(self, ctx: Any, reading: Reading) -> Reading:
             def broken(rollout: Rollout) -> Scores:
                 scores = ctx.policy.score_rollout(rollout)
                 return dataclasses.replace(scores, logps=scores.logps * math.nan)
 
-            super().after_step(scored_by(ctx, broken))
+            return super().after_step(scored_by(ctx, broken), reading)
 
     probe = Broken(8)
     make_trainer(probes=[probe], max_steps=1, **FEW).train()

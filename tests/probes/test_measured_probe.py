@@ -16,7 +16,7 @@ from seen import Kept
 from torch import Tensor
 from trainers import LORA, graded, trainer_maker
 
-from rl_training import Estimate
+from rl_training import Estimate, Reading
 from rl_training.engine.context import StepContext
 from rl_training.probes import MeasuredStepProbe
 from rl_training.probes.measured import CHANGES, ESS, FIRST, KL, NAMES, OLD_ROLLOUT, SAME, STEPS, rounded_scores_before
@@ -34,13 +34,14 @@ class Answers(Kept, MeasuredStepProbe):
         super().__init__(*args, **options)
         self.models: list[Any] = []
 
-    def prepare(self, ctx: StepContext) -> None:
-        super().prepare(ctx)
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
+        reading = super().measure(ctx, state)
         model: Any = load_tiny()[0]  # no deepcopy: TRL's patched forward would use the original's weights
         if hasattr(ctx.policy.model, "peft_config"):
             model = get_peft_model(model, LoraConfig(**LORA))
         model.load_state_dict(ctx.policy.model.state_dict())
         self.models.append(model.double().eval())
+        return reading
 
 
 def rprop(model: Any) -> torch.optim.Optimizer:
@@ -173,12 +174,11 @@ def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> N
     """Here they are not, so that the two ends can be seen."""
 
     class Central(Answers):
-        def prepare(self, ctx: StepContext) -> None:
-            step = ctx.step
-            if self._kept is not None:
-                rows, before = torch.arange(G * PROMPTS), step.gradients.layout.by_name(self._kept.vector)
+        def measure(self, ctx: StepContext, state: Any) -> Reading:
+            if state.weights:
+                rows, before = torch.arange(G * PROMPTS), state.weights.local(ctx.policy.shard)
                 self.now, self.found = rounded_scores_before(ctx, rows, before)
-            super().prepare(ctx)
+            return super().measure(ctx, state)
 
     probe = Central()
     make_trainer(probes=[probe], max_steps=2, **SHAPE).train()
@@ -212,11 +212,10 @@ def test_under_autocast_it_says_so(make_trainer) -> None:
 
 def test_a_resumed_run_measures_what_the_uninterrupted_one_does(tmp_path: Path) -> None:
     settings = SHAPE | {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 8}
-    whole, resumed = MeasuredStepProbe(), MeasuredStepProbe()
-    trainer = trainer_maker(tmp_path)(probes=[whole], **settings)
+    trainer = trainer_maker(tmp_path)(probes=[MeasuredStepProbe()], **settings)
     trainer.train()
     latest = repr({name: trainer.attachment.latest[name] for name in NAMES})
-    assert math.isfinite(whole.results()[CHANGES[0]].value)
-    trainer = trainer_maker(tmp_path)(probes=[resumed], **settings)
+    assert math.isfinite(trainer.attachment.latest[CHANGES[0]].value)
+    trainer = trainer_maker(tmp_path)(probes=[MeasuredStepProbe()], **settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-2"))
     assert repr({name: trainer.attachment.latest[name] for name in NAMES}) == latest

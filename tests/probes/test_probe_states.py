@@ -59,22 +59,3 @@ def test_a_second_loop_with_the_same_probes_measures_as_one_with_fresh_probes() 
     probes = all_probes()
     first, again = trained(probes), trained(probes)
     assert [*map(without_seconds, again)] == [*map(without_seconds, first)]
-
-
-def test_a_probes_average_of_its_own_begins_anew_and_what_else_it_keeps_is_its_to_forget() -> None:
-    class Own(Probe):
-        name = "own"
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.running, self.count = KeptTokenClasses().running, 3
-
-        def reset(self) -> None:
-            super().reset()
-            self.count = 0
-
-    probe = Own()
-    probe.running["text/end"].state += 1.0
-    probe.reset()
-    assert probe.count == 0
-    assert not probe.running["text/end"].state.any()

@@ -13,6 +13,7 @@ import reference
 import torch
 from example_steps import ALONE
 from other_samplers import COPIES, OtherSampler
+from seen import Kept
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
@@ -27,6 +28,10 @@ from rl_training.step.limits import Limits
 from rl_training.tasks.models import load_tiny
 
 G, PROMPTS, T = 4, 5, 6
+
+
+class Says(Kept, SamplerProbe):
+    """The probe, with what it saw and said kept."""
 
 
 def context(batch: Batch, ranks: Ranks, limits: Limits, policy: Any = None) -> StepContext:
@@ -47,9 +52,7 @@ def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tenso
 
 
 def answers(batch: Batch, ranks: Ranks = ALONE, limits: Limits | None = None) -> dict[str, Estimate]:
-    probe = SamplerProbe()
-    probe.prepare(context(batch, ranks, limits or Limits()))
-    return probe.results()
+    return SamplerProbe().measure(context(batch, ranks, limits or Limits()), None).estimates
 
 
 def random_batch(correction: Correction | None = None) -> Batch:
@@ -129,15 +132,14 @@ def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error
         return Scores(again[rows], again[rows], batch.scores.mask[rows])
 
     policy = SimpleNamespace(in_batches=lambda rows, size: rows.split(size), scorer=SimpleNamespace(score=score))
-    probe = SamplerProbe(numerics=True)
-    probe.prepare(context(batch, ALONE, Limits(), policy))
+    answers = SamplerProbe(numerics=True).measure(context(batch, ALONE, Limits(), policy), None).estimates
     rows = []
     for i in range(0, G * PROMPTS, G):
         apart = (batch.scores.logps[i] - again[i])[batch.scores.mask[i]].tolist()
         outside = sum(not 0.9 <= math.exp(x) <= 1.1 for x in apart)
         rows.append([float(len(apart)), sum(math.exp(x) - 1 - x for x in apart), outside])
     for number, name in enumerate(("kl", "outside"), start=1):
-        found, formula = probe.results()[f"sampler/numerics_{name}"], lambda s, n=number: s[n] / s[0]
+        found, formula = answers[f"sampler/numerics_{name}"], lambda s, n=number: s[n] / s[0]
         assert found.value == pytest.approx(formula([sum(column) for column in zip(*rows, strict=True)]), rel=1e-9)
         assert found.stderr == pytest.approx(reference.jackknife_stderr(formula, rows), rel=1e-8)
         assert found.num_samples == PROMPTS
@@ -216,48 +218,45 @@ def test_a_later_step_of_a_rollout_is_corrected_by_the_ratios_of_its_first() -> 
 
 
 def test_numerics_are_nothing_but_rounding_where_the_batch_s_shape_is_all_that_differs(make_trainer: Any) -> None:
-    probe = SamplerProbe(numerics=True)
-    make_trainer(probes=[probe], max_steps=1, max_completion_length=8).train()
-    found = probe.results()
+    trainer = make_trainer(probes=[SamplerProbe(numerics=True)], max_steps=1, max_completion_length=8)
+    trainer.train()
+    found = trainer.attachment.latest
     assert 0 <= found["sampler/numerics_kl"].value < 1e-9
     assert found["sampler/numerics_outside"].value == 0
 
 
 def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any, tmp_path: Path) -> None:
-    probe = SamplerProbe()
+    probe = Says()
     stale = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))
     trainer = make_trainer(probes=[probe], max_steps=3, beside={"rollout_func": stale}, learning_rate=1e-3)
-    seen = []
-    prepare = probe.prepare
-    probe.prepare = lambda ctx: (prepare(ctx), seen.append((probe.results(), ctx.step.batch.rollout)))[0]
     trainer.train()
-    first, _, third = seen
-    assert first[0]["sampler/kl"].value < 1e-9  # its weights are the policy's still
-    assert third[0]["sampler/kl"].value > 1e-6
-    assert 0 < third[0]["sampler/ess"].value < 1 - 1e-6
-    assert third[1].on_policy
-    assert third[1].old_logps is None
+    first, _, third = probe.all
+    assert first["sampler/kl"].value < 1e-9  # its weights are the policy's still
+    assert third["sampler/kl"].value > 1e-6
+    assert 0 < third["sampler/ess"].value < 1 - 1e-6
+    rollout = probe.steps[-1].batch.rollout
+    assert rollout.on_policy
+    assert rollout.old_logps is None
 
 
 @pytest.mark.parametrize("name", ["int8", "bf16"])
 def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64(make_trainer: Any, name: str) -> None:
     """Response by response, without padding, by the two models themselves."""
-    probe = SamplerProbe()
+    probe = Says()
     trainer = make_trainer(probes=[probe], max_steps=1, beside={"rollout_func": OtherSampler(name)})
     own = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    seen, prepare = [], probe.prepare
-    probe.prepare = lambda ctx: (prepare(ctx), seen.append(ctx.step.batch.rollout))[0]
     trainer.train()
+    seen = probe.steps[0].batch.rollout
     models = [load_tiny()[0].double() for _ in range(2)]
     for model, weights in zip(models, (own, COPIES[name](own)), strict=True):
         model.load_state_dict({name: weight.double() for name, weight in weights.items()}, strict=False)
     terms = []
-    for i in range(seen[0].num_sequences):
-        prompt = seen[0].prompt_ids[i][seen[0].prompt_mask[i].bool()]
-        said = seen[0].completion_ids[i][seen[0].completion_mask[i].bool()]
+    for i in range(seen.num_sequences):
+        prompt = seen.prompt_ids[i][seen.prompt_mask[i].bool()]
+        said = seen.completion_ids[i][seen.completion_mask[i].bool()]
         with torch.no_grad():
             logits = [model(torch.cat([prompt, said])[None]).logits[0, len(prompt) - 1 : -1] for model in models]
         policy, sampler = (each.log_softmax(-1).gather(-1, said[:, None]).squeeze(-1) for each in logits)
         terms += ((policy - sampler).exp() - 1 - (policy - sampler)).tolist()
-    assert probe.results()["sampler/kl"].value == pytest.approx(sum(terms) / len(terms), rel=2e-3)
+    assert probe.all[0]["sampler/kl"].value == pytest.approx(sum(terms) / len(terms), rel=2e-3)
     assert sum(terms) / len(terms) > 1e-7

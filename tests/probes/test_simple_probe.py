@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from trainers import FEW, L_MAX, graded, trainer_maker
 
+from rl_training import Reading
 from rl_training.engine.driver import StepDriver
 from rl_training.entropy.per_decision import per_decision_change
 from rl_training.policy.policy import Policy
@@ -35,8 +36,8 @@ SMOOTH = {"adam_epsilon": 1e-5, "max_grad_norm": 0.05}
 
 def last_update(trainer: Any) -> Tensor:
     """What a checkpoint would keep of the last step: its update, flat."""
-    state = trainer.attachment.driver.state_dict()
-    return torch.cat([values for name, values in state.items() if name.startswith("shard.")])
+    update = trainer.attachment.driver.states()["engine"].update
+    return torch.cat([part.entries for slices in update.slices.values() for part in slices])
 
 
 @pytest.mark.parametrize(
@@ -203,14 +204,16 @@ def test_a_number_of_folds_that_would_split_prompts_is_refused_with_one_that_wou
 ])  # fmt: skip
 def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_trainer, make_optimizer) -> None:
     class Watch(Seen):
-        def prepare(self, ctx: Any) -> None:
+        def measure(self, ctx: Any, state: Any) -> Reading:
             step = ctx.step
-            super().prepare(ctx)
+            reading = super().measure(ctx, state)
             self.before = {n: w.clone() for n, w in step.gradients.weights.items()}
+            return reading
 
-        def after_step(self, ctx: Any) -> None:
+        def after_step(self, ctx: Any, reading: Reading) -> Reading:
             step = ctx.step
             self.change = torch.cat([w - self.before[n] for n, w in step.gradients.weights.items()])
+            return reading
 
     policy, watch = load_tiny()[0].double(), Watch()
     optimizer = make_optimizer(list(policy.parameters()))
@@ -283,13 +286,14 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
 def test_a_step_that_learns_from_responses_again_is_not_predicted_and_says_why(make_trainer) -> None:
     """Each rollout serves two steps. What X alone gives goes on, and so do the steps on a fresh rollout."""
     probe = Answers()
-    make_trainer(probes=[probe, size := EffectiveSampleSizeProbe()], max_steps=4, num_iterations=2, **FEW).train()
+    trainer = make_trainer(probes=[probe, EffectiveSampleSizeProbe()], max_steps=4, num_iterations=2, **FEW)
+    trainer.train()
     assert [math.isfinite(answer["delta_h/forward"].value) for answer in probe.all] == [True, False, True, False]
     assert [math.isfinite(answer["delta_h/backward"].value) for answer in probe.all] == [False, False, True, False]
     for name in ("forward", "backward", "part/momentum", "forward_unclipped"):
         assert probe.all[3][f"delta_h/{name}"].code == "reused"
     assert all(math.isfinite(probe.all[3][name].value) for name in ("entropy/token", "delta_h/reuse"))
-    assert math.isfinite(size.results()["ess/advantage"].value)
+    assert math.isfinite(trainer.attachment.latest["ess/advantage"].value)
 
 
 def nan_in_padding(scores: Any) -> Any:

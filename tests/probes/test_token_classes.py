@@ -17,13 +17,14 @@ from simple_twin import Recorder, Twin
 from torch import Tensor
 from trainers import graded, trainer_maker
 
-from rl_training import Estimate, measured_loop
+from rl_training import Estimate, Reading, measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.entropy.changed_steps import Direction, GradientParts
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.updates import OptimizerPieces
+from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.parallel.vectors import Layout
 from rl_training.policy.scores import Scores
 from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe, token_classes
@@ -52,7 +53,7 @@ class NanInPadding(Answers):
 
     name = "nan_in_padding"
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         scores, padding = step.batch.scores, step.batch.scores.mask == 0
         assert padding.any()
@@ -61,7 +62,7 @@ class NanInPadding(Answers):
         )
         shown = Scores(logps, entropies, scores.mask)
         batch = dataclasses.replace(step.batch, scores=shown, loss_weights=LossWeights(weights, None))
-        super().prepare(dataclasses.replace(ctx, step=dataclasses.replace(step, batch=batch)))
+        return super().measure(dataclasses.replace(ctx, step=dataclasses.replace(step, batch=batch)), state)
 
 
 class InfiniteWeight(Answers):
@@ -69,12 +70,12 @@ class InfiniteWeight(Answers):
 
     name = "infinite_weight"
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         weights = step.batch.loss_weights.logps.clone()
         weights[0] = math.inf
         batch = dataclasses.replace(step.batch, loss_weights=LossWeights(weights, None))
-        super().prepare(dataclasses.replace(ctx, step=dataclasses.replace(step, batch=batch)))
+        return super().measure(dataclasses.replace(ctx, step=dataclasses.replace(step, batch=batch)), state)
 
 
 class TokensTwin(Twin):
@@ -183,7 +184,7 @@ def test_a_gradient_that_is_not_finite_is_said_and_not_kept(make_trainer: Callab
     make_trainer(probes=[probe], max_completion_length=8, reward=graded).train()
     found = {name: e for name, e in probe.all[-1].items() if name.startswith("tokens/position/first_quarter/d")}
     assert [estimate.reason for estimate in found.values()] == ["a gradient of the step is not finite"]
-    assert not probe.state_dict()["position/first_quarter"].any()
+    assert probe.state["position/first_quarter"].num_steps == 0
 
 
 def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
@@ -238,9 +239,7 @@ def test_quantiles_are_exactly_those_of_all_sorted_tokens_of_all_processes(dtype
 
 
 def test_means_go_on_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) -> None:
-    resumed = Answers()
-    resumed.load_state_dict(run[0].state_dict())
-    assert repr(resumed.state_dict()) == repr(run[0].state_dict())
+    assert repr(from_tensors(Answers().init(), to_tensors(run[0].state))) == repr(run[0].state)
     only = run[0].all[-1]  # the first step of Adam is not measured: a mean of one
     for name in ("entropy/top_fifth", "text/number"):
         once, mean = only[f"tokens/{name}/delta_h"], only[f"tokens/{name}/mean_delta_h"]

@@ -10,11 +10,12 @@ from foreign_runs import foreign_run
 from safetensors.torch import save_file
 from torch import nn
 
-from rl_training.entropy.previous_update import PreviousUpdate
+from rl_training.entropy.previous_update import UpdateState
+from rl_training.errors import UserError
+from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import find_flaw
-from rl_training.step.data import EntropySettings
 
 UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
 
@@ -28,31 +29,29 @@ class OneOf(Shard):
         self.num_ranks, self.rank = processes, rank
 
 
-class History(PreviousUpdate):
-    """That of one of several processes, under a name."""
+def entries_of(processes: int, rank: int) -> dict[str, torch.Tensor]:
+    shard = OneOf(processes, rank)
+    return {name: whole[slice(*shard.cut(name, rank))] for name, whole in UPDATE.items()}
 
-    name = "engine"
 
-    def __init__(self, processes: int, rank: int) -> None:
-        shard = OneOf(processes, rank)
-        self.own = {name: whole[slice(*shard.cut(name, rank))] for name, whole in UPDATE.items()}
-        super().__init__(shard, EntropySettings())
-        self.layout = shard.layout
+def write(checkpoint: Path, processes: int, rank: int) -> None:
+    vector = ShardedVector.of(OneOf(processes, rank), entries_of(processes, rank))
+    save_probe_states({"engine": UpdateState(vector, 4)}, checkpoint, processes, rank)
 
-    def keep_own(self) -> History:
-        vector = self.layout.vector(self.own.values())
-        self.keep(4, vector, vector)
-        return self
+
+def read(checkpoint: Path, processes: int, rank: int) -> dict[str, torch.Tensor]:
+    """Return the entries that a process reads."""
+    state = load_probe_states({"engine": UpdateState()}, checkpoint)["engine"]
+    assert state.step == 4
+    return state.update.local(OneOf(processes, rank))
 
 
 def assert_read_by(processes: int, checkpoint: Path) -> None:
     for rank in range(processes):
-        history = History(processes, rank)
-        load_probe_states([history], checkpoint)
-        update = history.before(5)
-        assert update is not None
-        for name, part in history.layout.by_name(update).items():
-            assert torch.equal(part, history.own[name])
+        expected = entries_of(processes, rank)
+        found = read(checkpoint, processes, rank)
+        assert [*found] == [*expected]
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])
@@ -61,7 +60,7 @@ def test_any_number_of_processes_reads_the_entries_of_an_update_that_any_number_
     tmp_path: Path, before: int, after: int
 ) -> None:
     for rank in range(before)[::-1]:  # the first may be the last to write
-        save_probe_states([History(before, rank).keep_own()], tmp_path, before, rank)
+        write(tmp_path, before, rank)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         PROBE_STATES, *(f"probes_{rank}.safetensors" for rank in range(1, before))
     ]  # fmt: skip
@@ -70,19 +69,19 @@ def test_any_number_of_processes_reads_the_entries_of_an_update_that_any_number_
 
 def test_a_missing_file_of_a_process_is_an_error_and_not_a_part_of_an_update(tmp_path: Path) -> None:
     for rank in range(2):
-        save_probe_states([History(2, rank).keep_own()], tmp_path, 2, rank)
+        write(tmp_path, 2, rank)
     (tmp_path / "probes_1.safetensors").unlink()
-    load_probe_states([History(2, 0)], tmp_path)
-    with pytest.raises(ValueError, match=r"lacks 3 entries of weight.of.a: a process's file is missing"):
-        load_probe_states([History(1, 0)], tmp_path)
+    read(tmp_path, 2, 0)
+    with pytest.raises(UserError, match=r"lacks 3 entries of weight.of.a: a process's file is missing"):
+        read(tmp_path, 1, 0)
 
 
 def test_files_of_more_processes_that_wrote_earlier_are_not_read(tmp_path: Path) -> None:
     for rank in range(3):
-        save_probe_states([History(3, rank).keep_own()], tmp_path, 3, rank)
+        write(tmp_path, 3, rank)
     (tmp_path / "probes_2.safetensors").write_bytes(b"of an earlier run")
     for rank in range(2):
-        save_probe_states([History(2, rank).keep_own()], tmp_path, 2, rank)
+        write(tmp_path, 2, rank)
     assert_read_by(1, tmp_path)
 
 

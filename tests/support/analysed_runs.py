@@ -13,7 +13,7 @@ import torch
 from configs import QUICK, composed, composing
 from torch import Tensor
 
-from rl_training import Estimate, Probe
+from rl_training import Estimate, Probe, Reading
 from rl_training.engine.context import StepContext
 from rl_training.job.configuration.run_settings import run_settings
 from rl_training.job.objects.trainer import build_restored
@@ -37,19 +37,18 @@ class Recorder(Probe):
 
     name = "recorder"
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
         self._before = {name: p.detach().clone() for name, p in step.gradients.weights.items()}
         gradient = torch.cat([g.flatten() for g in step.gradients.mean.values()]).clone()
         SEEN[step.number] = {"rollout": step.batch.rollout, "gradient": gradient}
+        return Reading(measured={"recorder/steps": Estimate(float(len(SEEN)))})
 
-    def after_step(self, ctx: StepContext) -> None:
+    def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
         step = ctx.step
         change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.weights.items()]
         SEEN[step.number]["delta"] = torch.cat(change)
-
-    def results(self) -> dict[str, Estimate]:
-        return {"recorder/steps": Estimate(float(len(SEEN)))}
+        return reading
 
 
 @functools.cache

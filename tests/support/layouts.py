@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from rl_training import Estimate, Probe, Rollout, measured_loop
+from rl_training import Estimate, Probe, Reading, Rollout, measured_loop
 from rl_training.engine.context import StepContext
 from rl_training.policy.rollout import take_rows
 from rl_training.probes import (
@@ -62,10 +62,10 @@ class ScoringProbe(Probe):
 
     name = "scoring"
 
-    def prepare(self, ctx: StepContext) -> None:
+    def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
         logps = ctx.policy.score(step.batch.rollout, torch.arange(1)).logps
-        self._answers = {"scoring/logps": Estimate(float(logps.sum()))}
+        return Reading(measured={"scoring/logps": Estimate(float(logps.sum()))})
 
 
 def probes(case: dict[str, Any]) -> list[Any]:

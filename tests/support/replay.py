@@ -21,6 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rl_training import Reading
+
 os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 
 import torch
@@ -113,9 +115,8 @@ class Recorder(Probe):
         super().__init__()
         self.steps: list[dict[str, torch.Tensor]] = []
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        self.max_grad_norm = step.optimizer.max_grad_norm
         rows = step.gradients.layout.by_name(step.gradients.rows)
         kinds = {
             "gradient": step.gradients.mean,
@@ -124,9 +125,7 @@ class Recorder(Probe):
             "exp_avg_sq": {name: state.exp_avg_sq for name, state in step.optimizer.states.items()},
         }
         self.steps.append({f"{kind}/{name}": t.clone() for kind, named in kinds.items() for name, t in named.items()})
-
-    def results(self) -> dict[str, Estimate]:
-        return {"recorder/clipping": Estimate(self.max_grad_norm)}
+        return Reading(measured={"recorder/clipping": Estimate(step.optimizer.max_grad_norm)})
 
 
 def log_collectives() -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_training import Estimate, Probe
+from rl_training import Estimate, Probe, Reading
 
 
 class Seen(Probe):
@@ -17,22 +17,27 @@ class Seen(Probe):
         self.steps: list[Any] = []
         self.contexts: list[Any] = []
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         self.steps.append(ctx.step)
         self.contexts.append(ctx)
-        super().prepare(ctx)
-
-    def results(self) -> dict[str, Estimate]:
-        return {f"{self.name}/step": Estimate(float(self.steps[-1].number))}
+        return Reading(measured={f"{self.name}/step": Estimate(float(ctx.step.number))}, state=state)
 
 
 class Kept(Seen):
-    """Mixed into a probe, before it: keeps its answers, too."""
+    """Mixed into a probe, before it: keeps what it says of each step until it is verified, and its latest state."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.all: list[dict[str, Estimate]] = []
+        self.state: Any = None
 
-    def results(self) -> dict[str, Estimate]:
-        self.all.append(dict(super(Seen, self).results()))
-        return self.all[-1]
+    def measure(self, ctx: Any, state: Any) -> Reading:
+        self.steps.append(ctx.step)
+        self.contexts.append(ctx)
+        return super(Seen, self).measure(ctx, state)
+
+    def after_step(self, ctx: Any, reading: Reading) -> Reading:
+        reading = super().after_step(ctx, reading)
+        self.all.append(reading.estimates)
+        self.state = reading.state
+        return reading

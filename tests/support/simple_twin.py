@@ -17,7 +17,7 @@ from seen import Kept
 from torch import Tensor
 from trainers import L_MAX
 
-from rl_training import Estimate, Probe
+from rl_training import Estimate, Probe, Reading
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
@@ -59,9 +59,8 @@ class Recorder(Probe):
         super().__init__()
         self.steps: list[Snapshot] = []
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        self.number = step.number
         states = [step.optimizer.states[name] for name in step.gradients.weights]
         self.steps.append(
             Snapshot(
@@ -78,13 +77,12 @@ class Recorder(Probe):
                 fold=step.batch.fold.clone(),
             )
         )
+        return Reading(measured={"recorder/step": Estimate(float(step.number))})
 
-    def after_step(self, ctx: Any) -> None:
+    def after_step(self, ctx: Any, reading: Reading) -> Reading:
         step = ctx.step
         self.steps[-1].update = flat(step.gradients.weights.values()) - self.steps[-1].parameters
-
-    def results(self) -> dict[str, Estimate]:
-        return {"recorder/step": Estimate(float(self.number))}
+        return reading
 
 
 class Answers(Kept, SimpleEntropyProbe):

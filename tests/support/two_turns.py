@@ -195,8 +195,7 @@ def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None
     for _ in range(batches):
         drawn = torch.multinomial(chances, FOLDS * G, replacement=True, generator=generator)
         ctx, probe = step_on(logits, drawn, states, sampler), SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
-        probe.prepare(ctx)
-        said = probe.results()
+        said = probe.measure(ctx, probe.init()).estimates
         answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
         assert ctx.step.gradients.rows is not None
         steps.append(mean_step_without_a_fold(ctx.step.gradients.rows[0], states["logits"], logits))

@@ -25,7 +25,7 @@ from rl_training.errors import UserError
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import batches, compatibility
 from rl_training.hosts.trl.attached_run import AttachedRun
-from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks
+from rl_training.hosts.trl.checkpoint_hooks import CheckpointHooks, Resumed
 from rl_training.hosts.trl.compatibility import wrap
 from rl_training.hosts.trl.described import settings_of_probes, settings_of_trainer
 from rl_training.hosts.trl.guard import Guard
@@ -40,7 +40,6 @@ from rl_training.hosts.trl.trained_loss import TrainedLoss
 from rl_training.hosts.trl.trainer_log import TrainerLog
 from rl_training.interventions.named import Intervention
 from rl_training.parallel.ranks import all_ranks
-from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.folder import PAGE_FILE, REPORT_FOLDER
 from rl_training.records.jsonl import Records
 from rl_training.records.provenance import provenance
@@ -101,8 +100,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         )  # fmt: skip
         self._termination = Termination(self._write_before_the_end)
         self._trained = False
-        stateful: list[NamedStateful] = [*self.probes, self.driver, *([self._bound] if self._bound else [])]
-        self._checkpoints = CheckpointHooks(trainer, stateful, self.driver.reset, self._guard)
+        self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.stays  # and not with the block that it is the context of
         self.is_typed = False  # what is advised is typed on a command line
         self._undo = contextlib.ExitStack()
@@ -224,9 +222,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
-        resumed, self._checkpoints.resumed_run = self._checkpoints.resumed_run, None
-        if resumed is None:
-            self.driver.reset()
+        resumed, self._checkpoints.resumed = self._checkpoints.resumed, None
         attached_settings = {
             "whole_prompts": self._rollouts.whole_prompts,
             "interventions": [e.name for e in self._loss.on_loss],
@@ -234,7 +230,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         attached_settings["target_kl_share"] = self._bound and self._bound.share_of_entropy
         settings = settings_of_trainer(self._trainer, attached_settings)
         if self.run is not None:
-            self.run.begin(resumed)
+            self.run.begin(None if resumed is None else resumed.run_name)
             self._checkpoints.run_name = self.run.folder.name
             if all_ranks().number == 0:
                 self._writer.records = self.run.records()
@@ -242,18 +238,19 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 self.run.write_config(settings | about)
                 self._termination.listen()
         if self.probes or self._bound:
-            self._begin_training()
+            self._begin_training(resumed)
         if self._records is not None:
             self._records.start(state.global_step, settings)
         self._log.begin()
         self._writer.begin(f"raise {'trainer.' if self.is_typed else ''}max_completion_length")
 
-    def _begin_training(self) -> None:
+    def _begin_training(self, resumed: Resumed | None) -> None:
         """Tell the driver where parameters and optimizer are: some launches place them only now."""
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
         settings, is_typed = self.loss_settings, self.is_typed
         loop = loop_of(trainer, self._policy, settings, whole_prompts=whole_prompts, is_typed=is_typed)
-        self.driver.start(dataclasses.replace(loop, opening=opening(self.probes, self._place)))
+        loop = dataclasses.replace(loop, opening=opening(self.probes, self._place))
+        self.driver.start(loop, None if resumed is None else resumed.states)
         if trainer.is_deepspeed_enabled:
             wrap(trainer.model_wrapped, "step", self._steps.on_engine_step, self._undo_engine)
         else:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trl import GRPOTrainer
 
+from rl_training.engine.driver import StepDriver
 from rl_training.hosts.trl.guard import Guard
 from rl_training.parallel.ranks import all_ranks
-from rl_training.records.checkpoint_states import NamedStateful, about, load_probe_states, save_probe_states
+from rl_training.records.checkpoint_states import about, load_probe_states, save_probe_states
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was read from a checkpoint."""
+
+    run_name: str  # of the folder of the run that it belongs to; "" where it does not say
+    states: Mapping[str, Any]  # of the probes, by name
 
 
 class CheckpointHooks:
     """Wraps the methods that save and load a trainer's checkpoint.
 
-    resumed_run  name of the folder of the run whose checkpoint was loaded for the training that is about to begin; ""
-                 where the checkpoint does not say; None: none was loaded
+    resumed  what was loaded for the training that is about to begin; None: no checkpoint
     """
 
-    def __init__(
-        self, trainer: GRPOTrainer, stateful: Sequence[NamedStateful], reset: Callable[[], None], guard: Guard
-    ) -> None:
-        self._trainer, self._stateful, self._reset, self._guard = trainer, stateful, reset, guard
+    def __init__(self, trainer: GRPOTrainer, driver: StepDriver, guard: Guard) -> None:
+        self._trainer, self._driver, self._guard = trainer, driver, guard
         self.run_name = ""  # noted in checkpoints
-        self.resumed_run: str | None = None
+        self.resumed: Resumed | None = None
 
     def wrappers(self) -> dict[str, Callable[..., object]]:
         """Return what wraps which method of the trainer."""
@@ -38,9 +46,9 @@ class CheckpointHooks:
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
         ranks = all_ranks()
-        stateful = [] if self._guard.reason else self._stateful  # in the middle of the step that has failed
         with self._guard.watching():
-            save_probe_states(stateful, Path(output_dir), ranks.count, ranks.number, self.run_name)
+            states = {} if self._guard.reason else self._driver.states()  # in the middle of the step that has failed
+            save_probe_states(states, Path(output_dir), ranks.count, ranks.number, self.run_name)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
@@ -49,6 +57,5 @@ class CheckpointHooks:
     def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
         original(checkpoint)
         if checkpoint is not None:
-            self._reset()
-            load_probe_states(self._stateful, Path(checkpoint))
-            self.resumed_run = about(Path(checkpoint)).get("run", "")
+            states = load_probe_states(self._driver.initial_states(), Path(checkpoint))
+            self.resumed = Resumed(about(Path(checkpoint)).get("run", ""), states)

@@ -57,19 +57,21 @@ class Measurement:
     resumed_from  a checkpoint
     """
 
-    name = "verl"  # of its own state in a checkpoint
+    name = "verl"  # of the number of its steps in a checkpoint
 
     def __init__(self, loop: LoopSpec, settings: Mapping[str, Any], resumed_from: Path | None) -> None:
         self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
         self._steps = self._rollout = 0  # optimizer steps made; the rollout that the last one learned from
         self._loop = loop
+        states = None
         if resumed_from is not None:
-            load_probe_states([*self.driver.probes, self.driver, self], resumed_from)
+            states = load_probe_states(self.driver.initial_states() | {self.name: 0}, resumed_from)
+            self._steps = states[self.name]
         records = Records(settings["folder"], settings["rollouts_every"])
         if loop.ranks.number == 0:
             records.start(after_step=self._steps, settings=settings_of_loop(loop))
         self._writer = EstimateWriter(self.driver, records, loop.policy.decode)
-        self.driver.start(loop)
+        self.driver.start(loop, states)
         self._writer.begin()
 
     def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
@@ -126,14 +128,9 @@ class Measurement:
     def save(self, folder: Path) -> None:
         """Write the probes' states beside verl's. On all ranks."""
         ranks = self._loop.ranks
-        save_probe_states([*self.driver.probes, self.driver, self], folder, ranks.count, ranks.number)
+        states = self.driver.states() | {self.name: self._steps}
+        save_probe_states(states, folder, ranks.count, ranks.number)
         torch.distributed.barrier()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"steps": torch.tensor(self._steps)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._steps = int(state["steps"])
 
 
 def _describe_loop(

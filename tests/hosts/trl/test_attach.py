@@ -16,7 +16,7 @@ from trainers import FEW, SHORT_LAST_STEP, bare_ending, differing, ending, grade
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from rl_training import DrGRPOTrainer, Estimate, attach
+from rl_training import DrGRPOTrainer, Estimate, Reading, attach
 from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS
 from rl_training.policy.policy import Policy
 from rl_training.probes import (
@@ -39,20 +39,18 @@ class Witness(Seen):
         super().__init__(every)
         self.heard: list[Any] = []
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
-        self.heard.append(("prepare", step.number))
+        reading = super().measure(ctx, state)
+        self.heard.append(("measure", step.number))
         self.before = {name: weight.clone() for name, weight in step.gradients.weights.items()}
+        return reading
 
-    def after_step(self, ctx: Any) -> None:
+    def after_step(self, ctx: Any, reading: Reading) -> Reading:
         step = ctx.step
         moved = any(not torch.equal(w, self.before[name]) for name, w in step.gradients.weights.items())
         self.heard.append(("after", moved))
-
-    def results(self) -> dict[str, Estimate]:
-        self.heard.append("results")
-        return super().results()
+        return reading
 
 
 def of_other_responses() -> SimpleEntropyProbe:
@@ -79,15 +77,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 def test_hooks_are_called_in_order_and_once(measured) -> None:
     assert measured.witness.heard == [
-        ("prepare", 1), ("after", True), "results",
-        ("prepare", 2), ("after", True), "results",
+        ("measure", 1), ("after", True),
+        ("measure", 2), ("after", True),
     ]  # fmt: skip
 
 
 def test_every_second_step_means_steps_1_3_5(make_trainer) -> None:
     witness = Witness(every=2)
     make_trainer(probes=[witness], max_steps=5, gradient_accumulation_steps=1).train()
-    assert [what[1] for what in witness.heard if what[0] == "prepare"] == [1, 3, 5]
+    assert [what[1] for what in witness.heard if what[0] == "measure"] == [1, 3, 5]
 
 
 def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_trainer) -> None:
@@ -314,11 +312,11 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
     class Interrupted(Witness):
         times = 0
 
-        def prepare(self, ctx: Any) -> None:
+        def measure(self, ctx: Any, state: Any) -> Reading:
             self.times += 1
             if self.times == 1:
                 raise KeyboardInterrupt
-            super().prepare(ctx)
+            return super().measure(ctx, state)
 
     trainer = make_trainer(probes=[Interrupted(), SimpleEntropyProbe()], max_steps=1)
     with pytest.raises(KeyboardInterrupt):
@@ -329,8 +327,8 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
 
 def test_a_log_line_of_several_steps_holds_the_latest_estimate_and_no_average(make_trainer) -> None:
     class Counting(Witness):
-        def results(self) -> dict[str, Estimate]:
-            return {"counting/step": Estimate(float(len(self.steps)))}
+        def after_step(self, ctx: Any, reading: Reading) -> Reading:
+            return Reading(measured={"counting/step": Estimate(float(len(self.steps)))})
 
     trainer = make_trainer(probes=[Counting()], logging_steps=2)
     trainer.train()
@@ -356,23 +354,47 @@ def test_a_second_training_with_probes_is_refused_and_keeps_the_records_of_the_f
     assert [row["step"] for row in before] == [1, 2]
 
 
-def broken(step: Any) -> None:
+ONE = {"witness/one": Estimate(1.0)}
+
+
+def broken(ctx: Any, state: Any) -> None:
     raise RuntimeError("from the probe")
 
 
 @pytest.mark.parametrize(
     ("hook", "does", "said"),
     [
-        ("results", lambda: 0.5, r"probe 'witness': results must return Estimates by name, and returned 0\.5"),
-        ("results", lambda: {"witness/one": 0.5}, "results must return Estimates by name, and returned .*0"),
-        ("results", dict, "returned nothing at step 1"),
-        ("prepare", broken, "from the probe"),
-        ("prepare", lambda ctx: ctx.prediction, r"needs = Need\.ENTROPY_CHANGE"),
+        ("measure", lambda ctx, state: None, "^probe 'witness': measure must return a Reading, and returned None$"),
+        ("measure", lambda ctx, state: {}, "^probe 'witness': measure must return a Reading, and returned a dict$"),
+        (
+            "measure",
+            lambda ctx, state: Reading(measured={"witness/one": 0.5}),
+            "^probe 'witness': measure must return Estimates by name, and 'witness/one' is a float$",
+        ),
+        (
+            "measure",
+            lambda ctx, state: Reading(measured=ONE),
+            "^probe 'witness': measure must return the next state too, an int as from init.., and .* has None$",
+        ),
+        (
+            "measure",
+            lambda ctx, state: Reading(ONE, state=1),
+            r"^probe 'witness': measure must return predictions only with needs = Need\.ENTROPY_GRADIENT",
+        ),
+        ("after_step", lambda ctx, reading: None, "^probe 'witness': after_step must return a Reading"),
+        (
+            "after_step",
+            lambda ctx, reading: Reading(state=1),
+            "^probe 'witness' returned nothing at step 1: return nan with a reason instead$",
+        ),
+        ("measure", broken, "from the probe"),
+        ("measure", lambda ctx, state: ctx.prediction, r"needs = Need\.ENTROPY_CHANGE"),
     ],
 )
 def test_a_probe_that_is_wrong_ends_training_and_is_told_why(make_trainer, hook: str, does: Any, said: str) -> None:
     witness = Witness()
     setattr(witness, hook, does)
+    witness.init = lambda: 0  # type: ignore[method-assign]
     with pytest.raises((ValueError, RuntimeError), match=said):
         make_trainer(probes=[witness], max_steps=1, **FEW).train()
 
@@ -394,9 +416,9 @@ def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_
     class Reader(Witness):
         needs = Need.ENTROPY_CHANGE
 
-        def prepare(self, ctx: Any) -> None:
-            super().prepare(ctx)
+        def measure(self, ctx: Any, state: Any) -> Reading:
             assert ctx.prediction.quantities
+            return super().measure(ctx, state)
 
     asked = []
     score = Policy.score

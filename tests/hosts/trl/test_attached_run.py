@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 
-from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Records, attach
+from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
 from rl_training.hosts.trl.compatibility import METHODS, TESTED
 from rl_training.hosts.trl.termination import Termination
 from rl_training.records.jsonl import read_estimates, read_metrics
@@ -202,8 +202,8 @@ def test_a_training_that_resumes_goes_on_in_its_own_folder(make_trainer, tmp_pat
 class Own(Probe):
     name = "own"
 
-    def results(self) -> dict[str, Estimate]:
-        return {"own/first": Estimate(1.0), "own/second": Estimate(2.0)}
+    def measure(self, ctx: Any, state: Any) -> Reading:
+        return Reading(measured={"own/first": Estimate(1.0), "own/second": Estimate(2.0)})
 
 
 def test_the_trainers_log_gets_the_core_and_the_records_get_all_at_each_step(make_trainer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from trainers import differing, ending, graded
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from rl_training import attach
+from rl_training import Reading, attach
 from rl_training.hosts.trl import generated
 from rl_training.hosts.trl.generated import GeneratedResponses
 from rl_training.probes import (
@@ -49,11 +49,12 @@ class SeenRewards(Seen):
         self._trainer = trainer
         self.rewards: list[tuple[list[float], list[float]]] = []
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         if hasattr(self._trainer, "rewards_of_rows"):
             self.rewards.append((step.batch.rollout.rewards.tolist(), self._trainer.rewards_of_rows.tolist()))
+        return reading
 
 
 def measured(trainer: Any) -> tuple[dict[str, Any], list[Any]]:
@@ -145,7 +146,7 @@ def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(
         assert found[name].code == "not_all_kept"
     for name in ("entropy/visited_prefixes", "ess/zero_advantage_prompts", "gns/trace_step"):
         assert math.isfinite(found[name].value)
-    assert steps[-1].fold_sizes.tolist() == [2.0] * 8
+    assert steps[-1].batch.fold_sizes.tolist() == [2.0] * 8
     assert steps[-1].batch.responses_per_prompt == 2
 
 
@@ -160,7 +161,7 @@ def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(m
         "measured/delta_reward",
     ):
         assert math.isfinite(found[name].value), found[name].reason
-    assert steps[-1].fold_sizes.tolist() == [4.0] * 4
+    assert steps[-1].batch.fold_sizes.tolist() == [4.0] * 4
     assert steps[-1].batch.rollout.num_sequences == 16
 
 
@@ -249,7 +250,7 @@ def test_microbatches_of_sizes_that_nobody_foretold_have_folds_that_add_up_to_th
     assert steps[-1].batch.rollout.num_sequences == 28
     for name in ("delta_h/forward", "gns/trace_step", "entropy/token"):
         assert math.isfinite(found[name].value)
-    gradients, sizes = steps[-1].gradients, steps[-1].fold_sizes
+    gradients, sizes = steps[-1].gradients, steps[-1].batch.fold_sizes
     assert sizes.sum() == 28
     for rows, name in zip(gradients.rows, gradients.layout.buckets, strict=True):
         mean = torch.cat([gradients.mean[entry].reshape(-1) for entry in name.names])

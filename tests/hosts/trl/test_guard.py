@@ -9,12 +9,11 @@ from typing import Any
 
 import forks
 import pytest
-from torch import Tensor
 from trainers import FEW, Ending, differing, ending, trainer_maker
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from rl_training import Estimate, Probe, attach
+from rl_training import Estimate, Probe, Reading, attach
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
@@ -33,28 +32,24 @@ class Failing(Probe):
 
     def __init__(self, hook: str) -> None:
         super().__init__()
-        self.hook, self.number = hook, 0
+        self.hook = hook
 
-    def _at(self, hook: str) -> None:
-        if self.number == 2 and hook == self.hook:
+    def _at(self, hook: str, number: int) -> None:
+        if number == 2 and hook == self.hook:
             raise KeyError("api_key=of-the-user")
 
-    def prepare(self, ctx: Any) -> None:
-        step = ctx.step
-        self.number = step.number
+    def init(self) -> dict[str, Any]:
+        return {"number": 0}
+
+    def measure(self, ctx: Any, state: Any) -> Reading:
         ctx.policy.sample(2, seed=1)
-        self._at("prepare")
+        self._at("measure", ctx.step.number)
+        number = "no number" if self.hook == "state" else ctx.step.number
+        return Reading(measured={"failing/number": Estimate(float(ctx.step.number))}, state={"number": number})
 
-    def after_step(self, ctx: Any) -> None:
-        self._at("after_step")
-
-    def state_dict(self) -> dict[str, Tensor]:
-        self._at("state_dict")
-        return {}
-
-    def results(self) -> dict[str, Estimate]:
-        self._at("results")
-        return {"failing/number": Estimate(float(self.number))}
+    def after_step(self, ctx: Any, reading: Reading) -> Reading:
+        self._at("after_step", ctx.step.number)
+        return reading
 
 
 @functools.cache
@@ -84,7 +79,7 @@ class FailingBackward(TrainerCallback):
             FoldReduction._send = failing_send  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("hook", ["prepare", "after_step", "results", "backward"])
+@pytest.mark.parametrize("hook", ["measure", "after_step", "backward"])
 def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
     make_trainer, tmp_path: Path, caplog, hook: str
 ) -> None:
@@ -118,7 +113,7 @@ def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
 
 def test_a_state_that_cannot_be_saved_costs_no_checkpoint(make_trainer, tmp_path: Path) -> None:
     trainer = make_trainer(**PLAIN | {"save_strategy": "steps", "save_steps": 2})
-    with attach(trainer, probes=Failing("state_dict"), strict=False):
+    with attach(trainer, probes=Failing("state"), strict=False):
         trainer.train()
     later = make_trainer(**PLAIN | {"max_steps": 4})
     with attach(later, probes="ess", strict=False):
@@ -128,8 +123,8 @@ def test_a_state_that_cannot_be_saved_costs_no_checkpoint(make_trainer, tmp_path
 
 def test_an_error_in_a_probe_is_raised_where_it_is_asked_for_or_where_training_follows_from_it(make_trainer) -> None:
     for hook, options in (
-        ("prepare", {"strict": True}), ("backward", {"strict": True}),
-        ("prepare", {"strict": False, "target_kl_share": 2e-3}),
+        ("measure", {"strict": True}), ("backward", {"strict": True}),
+        ("measure", {"strict": False, "target_kl_share": 2e-3}),
     ):  # fmt: skip
         trainer = make_trainer(**PLAIN)
         if hook == "backward":
@@ -141,7 +136,7 @@ def test_an_error_in_a_probe_is_raised_where_it_is_asked_for_or_where_training_f
 def of_two(rank: int, folder: Path) -> None:
     ends = "and the others cannot be told, so training ends"
     for hook, expected in (
-        ("results", f"a probe has failed on this process, {ends}"),
+        ("measure", f"a probe has failed on this process, {ends}"),
         ("backward", f"measuring has failed within this process's backward, {ends}"),
     ):
         trainer = trainer_maker(folder / str(rank))(**PLAIN)

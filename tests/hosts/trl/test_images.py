@@ -17,7 +17,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from trl import GRPOTrainer
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
-from rl_training import attach
+from rl_training import Reading, attach
 from rl_training.hosts.trl import batches
 from rl_training.policy.rollout import Rollout, images_of, join_rollouts
 from rl_training.policy.scores import Scores
@@ -65,9 +65,9 @@ class Contexts(Seen):
         super().__init__()
         self.scored: list[tuple[dict[int, Any], Any]] = []
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
-        super().prepare(ctx)
+        reading = super().measure(ctx, state)
         rows = torch.arange(step.batch.rollout.num_sequences).view(2, -1).T  # pairs of different prompts
         asked = {int(row): (scores, i) for pair in rows for scores in [score(ctx, step.batch.rollout, pair)]
                  for i, row in enumerate(pair)}  # fmt: skip
@@ -75,6 +75,7 @@ class Contexts(Seen):
                   for name, values in step.batch.rollout.images.items()}  # fmt: skip
         swapped = score(ctx, dataclasses.replace(step.batch.rollout, images=others), torch.arange(2))
         self.scored.append((asked, swapped))
+        return reading
 
 
 def score(ctx: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rl_training import Reading
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 os.environ |= {
     "VERL_USE_EXTERNAL_MODULES": "cpu_platform", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
@@ -90,7 +92,7 @@ class Recorder(Probe):
     name = "recorder"
     needs = Need.FOLD_GRADIENTS
 
-    def prepare(self, ctx: Any) -> None:
+    def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         gradients, share = step.gradients, (step.batch.fold_sizes / step.batch.fold_sizes.sum()).float()
         mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before it is clipped
@@ -100,9 +102,7 @@ class Recorder(Probe):
             rows = gradients.layout.by_name(gradients.rows)
             kept["rows"] = {name: share @ row for name, row in rows.items()}
         KEPT.append(kept)
-
-    def results(self) -> dict[str, Estimate]:
-        return {"recorder/steps": Estimate(float(len(KEPT)))}
+        return Reading(measured={"recorder/steps": Estimate(float(len(KEPT)))})
 
 
 KEPT: list[dict[str, Any]] = []

@@ -137,7 +137,7 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(run
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     run_of(run_dir, "resume=latest")
     assert "not bitwise" not in caplog.text
-    save_probe_states([SimpleEntropyProbe()], checkpoint, num_processes=2)
+    save_probe_states({"simple": SimpleEntropyProbe().init()}, checkpoint, num_processes=2)
     shutil.copy(checkpoint / "rng_state.pth", checkpoint / "rng_state_1.pth")
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
     run_of(run_dir, "resume=latest")
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(run
 
 @pytest.mark.parametrize(
     ("probe", "part"),
-    [(SimpleEntropyProbe(), "sum."), (GradientNoiseScaleProbe(), "history")],
+    [(SimpleEntropyProbe(), "level"), (GradientNoiseScaleProbe(), "moments")],
 )
 def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, probe: Probe, part: str) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
@@ -157,12 +157,12 @@ def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, pr
     with pytest.raises(
         ValueError, match=rf"probes\.safetensors: the state of probe '{probe.name}' does not fit.*{part}.* has shape"
     ):
-        load_probe_states([probe], checkpoint)
+        load_probe_states({probe.name: probe.init()}, checkpoint)
 
 
 def test_the_random_states_of_every_process_must_be_there(run_dir: Path) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
-    save_probe_states([], checkpoint, num_processes=2)
+    save_probe_states({}, checkpoint, num_processes=2)
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
     assert find_flaw(checkpoint) == "rng_state_1.pth is missing or damaged"
     shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")

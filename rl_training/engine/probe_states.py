@@ -1,0 +1,91 @@
+"""The states of probes through a training: begun with it, given to each measurement, kept once a step is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_training.engine.context import StepContext
+from rl_training.engine.probe import Probe, Reading
+from rl_training.errors import UserError
+from rl_training.parallel.state_tensors import tensors_by_name
+from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
+from rl_training.step.needs import Need
+
+
+class ProbeStates:
+    """The state of each probe, by its name."""
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        """Begin as a training does.
+
+        Raises:
+            UserError: a state is none that a checkpoint can keep.
+        """
+        self._probes = probes
+        self.values = self.initial()
+        tensors_by_name(self.values)
+
+    def initial(self) -> dict[str, Any]:
+        """Return what a training begins with."""
+        return {probe.name: probe.init() for probe in self._probes}
+
+    def measure(self, probe: Probe, ctx: StepContext) -> Reading:
+        """Return what a probe says before the step."""
+        return self._checked(probe, "measure", probe.measure(ctx, self.values[probe.name]))
+
+    def after_step(self, probe: Probe, ctx: StepContext, reading: Reading) -> Reading:
+        """Return what a probe says once the step has been made."""
+        complete = self._checked(probe, "after_step", probe.after_step(ctx, reading))
+        if not complete.estimates:
+            raise UserError(
+                f"probe {probe.name!r} returned nothing at step {ctx.step.number}: return nan with a reason instead"
+            )
+        return complete
+
+    def commit(self, readings: Mapping[str, Reading], limit: Limit | None) -> dict[str, Reading]:
+        """Keep the states of a step, and return what is said of it.
+
+        Args:
+            readings: of the probes that have measured it, by name.
+            limit: the step was not the optimizer's formula. What was predicted for it is nan, then, and no state that
+                came with a prediction is kept.
+        """
+        is_valid = {name: limit is None or not reading.predicted for name, reading in readings.items()}
+        self.values |= {name: reading.state for name, reading in readings.items() if is_valid[name]}
+        return {
+            name: reading if limit is None else reading.without_predictions(limit) for name, reading in readings.items()
+        }
+
+    def _checked(self, probe: Probe, method: str, reading: Any) -> Reading:
+        """Return what a probe has returned. UserError, naming the probe, where it is not what it must be."""
+        does = f"probe {probe.name!r}: {method} must return"
+        if not isinstance(reading, Reading):
+            raise UserError(f"{does} a Reading, and returned {_described(reading)}")
+        for estimates in (reading.predicted, reading.measured):
+            if not isinstance(estimates, Mapping):
+                raise UserError(f"{does} Estimates by name, and returned {_described(estimates)}")
+            for name, estimate in estimates.items():
+                if not isinstance(estimate, Estimate):
+                    raise UserError(f"{does} Estimates by name, and {name!r} is {_described(estimate)}")
+        twice = reading.predicted.keys() & reading.measured.keys()
+        if twice:
+            raise UserError(f"{does} an estimate once, and {min(twice)!r} is both predicted and measured")
+        if reading.predicted and Need.ENTROPY_GRADIENT not in probe.needs:
+            raise UserError(
+                f"{does} predictions only with needs = Need.ENTROPY_GRADIENT, with which a step is verified: set it, "
+                "or return them as measured"
+            )
+        state = self.values[probe.name]
+        if type(reading.state) is not type(state):
+            raise UserError(
+                f"{does} the next state too, {_described(state)} as from init(), and Reading(..., state=...) has "
+                f"{_described(reading.state)}"
+            )
+        return reading
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

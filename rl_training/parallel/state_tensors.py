@@ -1,0 +1,148 @@
+"""A state as named tensors, which a file can hold, and back.
+
+A state is a value: None, a tensor, a number, a ShardedVector, or a dataclass or mapping of such values. A tensor's name
+is the path to it, `errors.variances`; that of a slice of a sharded vector says which entries it holds, too. A state is
+read back into one of the same kind, so the tensors say nothing about classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_training.errors import UserError
+from rl_training.parallel.sharded_vector import ShardedVector, Slice
+
+SHARD = "shard."  # prefix of the names of tensors that hold one process's entries
+BARE = "value"  # name of a state that is a single tensor or number
+
+
+def to_tensors(state: Any, path: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a state by name; a sharded vector's in host memory.
+
+    Args:
+        path: of the state within a larger one.
+
+    Raises:
+        UserError: a part of it is none of the kinds that a state consists of.
+
+    >>> to_tensors({"count": 2, "mean": torch.tensor([0.5])})
+    {'count': tensor(2), 'mean': tensor([0.5000])}
+    """
+    if state is None:
+        return {}
+    if isinstance(state, Tensor):
+        return {path or BARE: state}
+    if isinstance(state, bool | int | float):
+        return {path or BARE: torch.tensor(state, dtype=torch.float64 if isinstance(state, float) else None)}
+    if isinstance(state, ShardedVector):
+        parts = [(name, part) for name, slices in state.slices.items() for part in slices if part.start < part.stop]
+        return {f"{SHARD}{part.start}.{part.stop}.{path}/{name}": part.entries[:].cpu() for name, part in parts}
+    tensors: dict[str, Tensor] = {}
+    for name, part in _parts(state, path).items():
+        tensors |= to_tensors(part, _joined(path, name))
+    return tensors
+
+
+def tensors_by_name(states: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each probe's state. UserError, naming the probe, where there is none that can be kept."""
+    tensors = {}
+    for name, state in states.items():
+        try:
+            tensors[name] = to_tensors(state)
+        except UserError as error:
+            raise UserError(f"probe {name!r}: {error}") from error
+    return tensors
+
+
+def from_tensors(like: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state that `to_tensors` has taken apart.
+
+    Args:
+        like: a state of the same kind, such as the one that a training begins with. It says what is a number, what a
+            dataclass. Entries of a mapping that the tensors do not have are taken from it, and those that it does not
+            have are left out. A dimension of 0 of its tensors may have any length.
+
+    Raises:
+        UserError: the tensors are of another state.
+    """
+    unread = dict(tensors)
+    state = _read(like, "", unread)
+    if unread:
+        raise UserError(f"it holds {', '.join(sorted(unread))} beside")
+    return state
+
+
+def map_vectors(function: Callable[[ShardedVector], ShardedVector], state: Any) -> Any:
+    """Return the state with each sharded vector in it replaced."""
+    if isinstance(state, ShardedVector):
+        return function(state)
+    if isinstance(state, Mapping) or dataclasses.is_dataclass(state):
+        return _rebuilt(state, {name: map_vectors(function, part) for name, part in _parts(state, "").items()})
+    return state
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _parts(state: Any, path: str) -> Mapping[str, Any]:
+    """Return the parts of a mapping or dataclass by name."""
+    if isinstance(state, Mapping):
+        return state
+    if not dataclasses.is_dataclass(state):
+        what = f"{path} is" if path else "it is"
+        raise UserError(
+            f"a state consists of tensors, numbers, and dataclasses or dictionaries of them, but {what} a "
+            f"{type(state).__name__}"
+        )
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+
+
+def _rebuilt(state: Any, parts: dict[str, Any]) -> Any:
+    return parts if isinstance(state, Mapping) else dataclasses.replace(state, **parts)
+
+
+def _read(like: Any, path: str, unread: dict[str, Tensor]) -> Any:
+    """Return the state at a path, and take its tensors out of those that are unread."""
+    if like is None:
+        return None
+    if isinstance(like, Tensor | bool | int | float):
+        tensor = _taken(path or BARE, unread)
+        if not isinstance(like, Tensor):
+            return type(like)(tensor.item())
+        if tensor.dim() != like.dim() or any(n not in (0, m) for n, m in zip(like.shape, tensor.shape, strict=True)):
+            raise UserError(f"{path or BARE} has shape {tuple(tensor.shape)}, not {tuple(like.shape)}")
+        return tensor
+    if isinstance(like, ShardedVector):
+        return _read_vector(path, unread)
+    parts = {}
+    for name, part in _parts(like, path).items():
+        place = _joined(path, name)
+        names = to_tensors(part, place).keys()
+        is_absent = isinstance(like, Mapping) and bool(names) and names.isdisjoint(unread)
+        parts[name] = part if is_absent else _read(part, place, unread)
+    if isinstance(like, Mapping):
+        for name in [name for name in unread if name.startswith(f"{path}." if path else "")]:
+            del unread[name]
+    return _rebuilt(like, parts)
+
+
+def _read_vector(path: str, unread: dict[str, Tensor]) -> ShardedVector:
+    slices: dict[str, list[Slice]] = {}
+    for key in [key for key in unread if key.startswith(SHARD)]:
+        start, stop, place = key.removeprefix(SHARD).split(".", 2)
+        if place.startswith(f"{path}/"):
+            part = Slice(int(start), int(stop), unread.pop(key))
+            slices.setdefault(place.removeprefix(f"{path}/"), []).append(part)
+    return ShardedVector(slices)
+
+
+def _taken(name: str, unread: dict[str, Tensor]) -> Tensor:
+    if name not in unread:
+        raise UserError(f"it lacks {name}")
+    return unread.pop(name)

@@ -1,0 +1,130 @@
+"""A probe is functions of a step and a state: which state is kept, and what a step that disagrees takes with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from layouts import OPTIONS, model_of
+from plain_loop import CLIP, Action, nothing, train
+from shared_rollouts import MICROBATCH, PROMPTS, G
+
+from rl_training import Estimate, MeasuredStepProbe, Probe, Reading, SimpleEntropyProbe, UserError, measured_loop
+from rl_training.engine.driver import StepDriver
+from rl_training.engine.probe_states import ProbeStates
+from rl_training.hosts.loop import MeasuredLoop
+from rl_training.parallel.state_tensors import to_tensors
+from rl_training.step.needs import Need
+
+
+class Counting(Probe):
+    """Counts the steps that it has been given the state of."""
+
+    def __init__(self, name: str, needs: Need = Need.NOTHING) -> None:
+        self.name, self.needs = name, needs
+        super().__init__()
+        self.during: list[Any] = []  # what the driver holds after each step, before it has verified it
+        self.driver: StepDriver | None = None
+
+    def init(self) -> dict[str, int]:
+        return {"steps": 0}
+
+    def measure(self, ctx: Any, state: dict[str, int]) -> Reading:
+        seen = {f"{self.name}/steps_before": Estimate(float(state["steps"]))}
+        predicted = {f"{self.name}/prediction": Estimate(1.0)} if self.needs else {}
+        return Reading(predicted, seen, {"steps": state["steps"] + 1})
+
+    def after_step(self, ctx: Any, reading: Reading) -> Reading:
+        assert self.driver is not None
+        self.during.append(self.driver.states()[self.name]["steps"])
+        return reading
+
+
+def loop_with(*probes: Probe) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
+    model = model_of(OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-5)
+    measured = measured_loop(
+        model, optimizer, probes, responses_per_prompt=G, microbatch_size=MICROBATCH,
+        microbatches=PROMPTS * G // MICROBATCH, max_grad_norm=CLIP, dr_grpo=True,
+    )  # fmt: skip
+    for probe in probes:
+        if isinstance(probe, Counting):
+            probe.driver = measured._driver
+    return model, optimizer, measured
+
+
+def counted(late: Action = nothing) -> tuple[list[dict[str, Estimate]], Counting, Counting]:
+    """Return the estimates of three steps, and a probe that predicts and one that does not."""
+    predicting, measuring = Counting("predicting", Need.ENTROPY_GRADIENT), Counting("measuring")
+    model, optimizer, measured = loop_with(predicting, measuring)
+    return train(model, optimizer, measured, late=late), predicting, measuring
+
+
+def wrong_at_second() -> Action:
+    """Return what doubles the learning rate of the second step behind the probes' back."""
+    numbers = iter((1, 2, 3))
+
+    def act(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if next(numbers) == 2:
+            group = optimizer.param_groups[0]
+            group["lr"] *= 2.0
+            handle = optimizer.register_step_post_hook(
+                lambda *_: (group.update(lr=group["lr"] / 2.0), handle.remove())[0]
+            )
+
+    return act
+
+
+def test_a_state_is_kept_once_the_step_is_verified_and_no_earlier() -> None:
+    found, predicting, measuring = counted()
+    for probe in (predicting, measuring):
+        assert [step[f"{probe.name}/steps_before"].value for step in found] == [0, 1, 2]
+        assert probe.during == [0, 1, 2]
+
+
+def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_nothing_else() -> None:
+    found, *_ = counted(wrong_at_second())
+    assert [math.isnan(step["predicting/prediction"].value) for step in found] == [False, True, False]
+    assert found[1]["predicting/prediction"].code == "not_the_formula"
+    assert [step["predicting/steps_before"].value for step in found] == [0, 1, 1]
+    assert [step["measuring/steps_before"].value for step in found] == [0, 1, 2]
+
+
+def test_a_step_that_was_not_the_formula_leaves_no_error_bar_behind() -> None:
+    """The third step's error is averaged with the first's alone."""
+    model, optimizer, measured = loop_with(SimpleEntropyProbe())
+    found = train(model, optimizer, measured, late=wrong_at_second())
+    first, third = (float(found[i]["delta_h/forward"].detail["stderr_of_batch"]) for i in (0, 2))
+    expected = math.sqrt((0.25 * first**2 + third**2) / 1.25)
+    assert found[2]["delta_h/forward"].stderr == pytest.approx(expected, rel=1e-6)
+
+
+def test_probes_hold_nothing_of_a_training() -> None:
+    """Two loops at once, with the same objects, step by turns as each would alone."""
+    probes = [SimpleEntropyProbe(), MeasuredStepProbe()]
+    alone = train(*loop_with(SimpleEntropyProbe(), MeasuredStepProbe()), steps=2)
+    inner = loop_with(*probes)
+
+    def train_inner(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if not inner[2].latest:
+            assert repr(train(*inner, steps=2)) == repr(alone)
+
+    assert repr(train(*loop_with(*probes), steps=2, late=train_inner)) == repr(alone)
+
+
+def test_a_state_that_no_checkpoint_can_keep_is_refused_at_once_by_the_probes_name() -> None:
+    class Listing(Counting):
+        def init(self) -> Any:
+            return [0]
+
+    with pytest.raises(UserError, match=r"^probe 'listing': a state consists of tensors, .*, but it is a list$"):
+        ProbeStates([Listing("listing")])
+
+
+def test_states_of_a_loop_are_loaded_before_it_begins() -> None:
+    *_, measured = loop_with(Counting("counting"))
+    with measured, pytest.raises(UserError, match=r"call load_state_dict.* before `with measured_loop"):
+        measured.load_state_dict(measured.state_dict())
+    assert [*to_tensors(measured._driver.states()["counting"])] == ["steps"]

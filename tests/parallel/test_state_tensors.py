@@ -1,0 +1,74 @@
+"""A state is a value that named tensors hold: it comes back as it was, or the mistake is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_training.errors import UserError
+from rl_training.parallel.state_tensors import from_tensors, tensors_by_name, to_tensors
+
+
+@dataclass(frozen=True)
+class Inner:
+    values: Tensor = field(default_factory=lambda: torch.zeros(0, 2))
+    is_full: bool = False
+
+
+@dataclass(frozen=True)
+class Outer:
+    count: int = 0
+    mean: float = math.nan
+    inner: Inner = field(default_factory=Inner)
+    named: dict[str, Inner] = field(default_factory=lambda: {"a.b": Inner(), "a": Inner()})
+    nothing: None = None
+
+
+FULL = Outer(3, 0.1, Inner(torch.ones(2, 2), True), {"a.b": Inner(torch.ones(1, 2)), "a": Inner(is_full=True)})
+
+
+@pytest.mark.parametrize("state", [None, 2, 0.1, torch.ones(2), {"a": 1}, FULL])
+def test_a_state_comes_back_as_it_was(state: Any) -> None:
+    like = Outer() if state is FULL else state
+    assert repr(from_tensors(like, to_tensors(state))) == repr(state)
+
+
+def test_names_are_the_paths_to_the_tensors() -> None:
+    assert [*to_tensors(FULL)] == [
+        "count", "mean", "inner.values", "inner.is_full",
+        "named.a.b.values", "named.a.b.is_full", "named.a.values", "named.a.is_full",
+    ]  # fmt: skip
+
+
+def test_of_a_mapping_what_was_not_there_begins_and_what_is_not_there_any_more_is_left_out() -> None:
+    before = dataclasses.replace(FULL, named={"a": Inner(is_full=True), "gone": Inner()})
+    after = from_tensors(Outer(), to_tensors(before))
+    assert (after.named["a"].is_full, after.named["a.b"].is_full) == (True, False)
+    assert after.named.keys() == {"a", "a.b"}
+
+
+@pytest.mark.parametrize(
+    ("like", "state", "said"),
+    [
+        (Outer(), Inner(), "it lacks count"),
+        (Inner(), {"values": torch.zeros(1, 2), "is_full": False, "more": 1}, "it holds more beside"),
+        (None, 2, "it holds value beside"),
+        (Inner(torch.zeros(3, 2)), Inner(torch.zeros(4, 2)), r"values has shape \(4, 2\), not \(3, 2\)"),
+        (Inner(), Inner(torch.zeros(4, 3)), r"values has shape \(4, 3\), not \(0, 2\)"),
+        (Inner(), Inner(torch.zeros(4)), r"values has shape \(4,\), not \(0, 2\)"),
+    ],
+)
+def test_a_state_of_another_kind_is_refused_by_what_differs(like: Any, state: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        from_tensors(like, to_tensors(state))
+
+
+def test_what_no_checkpoint_can_hold_is_refused_with_its_place_and_the_probe() -> None:
+    with pytest.raises(UserError, match=r"^probe 'mine': a state consists of tensors, .* but inner is a list$"):
+        tensors_by_name({"mine": dataclasses.replace(FULL, inner=[1])})
