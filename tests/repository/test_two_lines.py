@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def test_the_notebook_runs_and_its_cell_runs_twice(tmp_path: Path, monkeypatch: 
         assert names["attached"].latest["delta_h/forward"].stderr > 0.0
     for cell in others:
         exec(cell, names)
+    page = names["attached"].report.read_text(encoding="utf-8")
+    assert f'<iframe srcdoc="{html.escape(page)}"' in names["attached"]._repr_html_()
 
 
 def test_the_notebook_is_stored_as_it_was_executed() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,13 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def report(self) -> Path | None:
         """The page of the run, which is there once training has ended; None where there is no folder."""
         return None if self.run is None else self.run.folder / REPORT_FOLDER / PAGE_FILE
+
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook that shows the attachment: in a frame that needs no file beside it."""
+        if self.report is None or not self.report.is_file():
+            return f"<p>{html.escape(repr(self))}: its report is written when training ends</p>"
+        page = html.escape(self.report.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" width="100%" height="700" frameborder="0"></iframe>'
 
     @property
     def _records(self) -> Records | None:

@@ -12,6 +12,7 @@ from rl_training.records.report.verdict import LOST, RISES, SPENT, STEADY, Verdi
 
 # Lines by name whose setting comes before a change of the loss, where entropy is lost, in this order.
 FIRST = ("jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference")
+NOTHING_YET = "There is nothing to do yet."
 SETTING = "Setting: "  # how a line's setting begins, where it is one
 # Fields of GRPOConfig by the intervention that does the same; a number is its strength.
 FIELDS: Mapping[str, tuple[str, str]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rl_training.records.report.advice import advice
+from rl_training.records.report.advice import NOTHING_YET, advice
 from rl_training.records.report.hindrance import hindrance
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.standing_out import standing_out
@@ -38,7 +38,10 @@ def opening(run: Run) -> Opening:
     further = spoken(_whether_predictions_hold(run), _bound(run))
     hindered, headline = on_one_line(hindrance(run)), verdict.headline
     evidence = f" {headline}{verdict.evidence}" if hindered else verdict.evidence
-    return Opening(hindered or headline, evidence, advice(run, verdict, lines), further, lines)
+    change = advice(run, verdict, lines)
+    if hindered and change == NOTHING_YET:
+        change = "What to do first is in the first sentence."
+    return Opening(hindered or headline, evidence, change, further, lines)
 
 
 def _whether_predictions_hold(run: Run) -> str:
