@@ -73,8 +73,8 @@ class GradientNoiseScaleProbe(Probe):
 
     decay          weight of an optimizer step relative to the next, measured or not, in the running average; .95
                    remembers about 40 steps
-    split_prompts  so many prompts of each step and rank are used to split tr Σ into between and within prompts; each
-                   costs a forward pass and two backwards over its G responses, and two gradients for that moment
+    split_prompts  prompts of each step and process from which the noise is split into between and within prompts; each
+                   costs a forward pass and two backwards over its responses, and briefly two gradients
     every          measure each `every`-th step
     """
 

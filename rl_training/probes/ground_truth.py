@@ -66,8 +66,8 @@ class GroundTruthProbe(Probe):
     """Measures the true change of entropy over each `every`-th optimizer step. See the module's docstring.
 
     every      measure each `every`-th step, the first one included
-    sequences  N, over all ranks; the error falls as 1/√N
-    seed       of the evaluation buffers. Step s of a run has its own, whether the run was resumed or not
+    sequences  fresh responses, over all processes; the error falls as one over their root
+    seed       seed of the fresh responses. Each step of a run has its own, whether the run was resumed or not
     """
 
     name = "ground_truth"

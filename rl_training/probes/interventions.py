@@ -69,7 +69,7 @@ class InterventionsProbe(Probe):
 
     which      interventions by name, see interventions/named.py: bonus, bonus:0.02, my.py:softer, …
     every      measure each `every`-th step
-    num_folds  folds of whole prompts, over all processes; None for what another probe says
+    num_folds  folds of whole prompts, over all processes; None: as many as the other probes use
     decay      weight of an optimizer step relative to the next in the means: 0.9 is about ten steps, measured or not
     """
 

@@ -72,9 +72,9 @@ class WeightsBefore:
 class MeasuredStepProbe(Probe):
     """Measures the change of entropy, length and reward by the last step. See the module's docstring.
 
-    responses_per_prompt  responses of every prompt that are scored again, the first ones; baselines use all
+    responses_per_prompt  responses to every prompt that are scored again, the first ones; baselines use all
     error_decay           weight of an optimizer step relative to the next, measured or not, in the average of the
-                          variances of single steps; None: half of a measured step's, which is three of these
+                          variances of single steps; None: a half for each measured step, which averages about three
     every                 measure each `every`-th step: the change by all steps since the last measured one
     """
 

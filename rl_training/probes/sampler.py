@@ -49,7 +49,7 @@ class SamplerProbe(Probe):
     """Measures how far the sampler is from the policy that is trained. See the module's docstring.
 
     every     measure each `every`-th step
-    numerics  score some rows again, one by one, to tell numerics from staleness: a forward pass for each of them
+    numerics  also score some rows one by one, to tell numerics from staleness: a forward pass for each of them
     """
 
     name = "sampler"

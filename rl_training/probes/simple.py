@@ -44,16 +44,17 @@ VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
 class SimpleEntropyProbe(Probe):
     """Measures the first-order change of the policy's entropy at each optimizer step. See the module's docstring.
 
-    responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
+    responses_per_prompt  responses to every prompt from which the entropy gradient is computed; more cost more, with
+                          less noise
     num_folds             folds of whole prompts, over all processes; None: 8 to 15 where that takes no further pass.
-                          More than there are microbatches costs what another forward pass and backward do
-    per_sequence          predict in nats per sequence too, `…_sequence`, and length and reward: a second backward,
-                          from which error bars per token have the noise of the H_tok inside of X as well
-    offload               keep the gradients of the folds in the CPU's memory
-    rows_dtype            keep them in it: "float32", or "bfloat16" in half the memory
+                          More folds than microbatches cost another forward and backward pass
+    per_sequence          also predict nats per sequence (`…_sequence`), length and reward, for a second backward; error
+                          bars per token then include the noise of the entropy level
+    offload               keep the gradients of the folds in host memory
+    rows_dtype            dtype of the folds' gradients: "float32", or "bfloat16" in half the memory
     error_decay           weight of an optimizer step relative to the next, measured or not, in the average of the
-                          variances of single steps; None: half of a measured step's, which is three of these; 0: the
-                          bar of the batch alone, which is in probes.jsonl in any case (`stderr_of_batch`)
+                          variances of single steps; None: a half for each measured step, which averages about three;
+                          0: the error bar of the batch alone, which probes.jsonl always has as `stderr_of_batch`
     every                 measure each `every`-th step; backward, trapezoid and the sums need every=1
     """
 

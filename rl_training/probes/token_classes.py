@@ -54,7 +54,7 @@ class TokenClassesProbe(Probe):
     """Splits the fresh gradient's part of δH among classes of tokens. See the module's docstring.
 
     every      measure each `every`-th step
-    num_folds  folds of whole prompts, over all processes; None for what another probe says
+    num_folds  folds of whole prompts, over all processes; None: as many as the other probes use
     """
 
     name = "token_classes"
