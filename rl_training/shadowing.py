@@ -5,6 +5,7 @@ Python looks in the folder of the script before it looks for its own modules and
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import traceback
@@ -19,20 +20,29 @@ def explain_shadowing(error: BaseException) -> str:
     An error comes of such a file where it names the file or the module, or was raised in it.
     """
     script_folder = Path(sys.path[0] or ".").resolve()
-    if script_folder in {Path(folder).resolve() for folder in sysconfig.get_paths().values()}:
+    if not script_folder.is_dir() or script_folder in {
+        Path(folder).resolve() for folder in sysconfig.get_paths().values()
+    }:
         return ""
     other_folders = [entry for entry in sys.path[1:] if entry]
     errors = list(_chain(error))
     texts = " ".join(f"{link} {getattr(link, 'name', '')}" for link in errors)
-    raised_in = {Path(frame.filename) for link in errors for frame in traceback.extract_tb(link.__traceback__)}
-    loaded = {Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
-    for path in sorted(loaded | raised_in):
-        place = path.parent if path.name == "__init__.py" else path
+    raised_in = {frame.f_code.co_filename for link in errors for frame, _ in traceback.walk_tb(link.__traceback__)}
+    loaded = {str(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
+    beside = set(os.listdir(script_folder))  # of thousands of loaded modules, few can lie there
+    for file in sorted(file for file in loaded | raised_in if os.path.basename(_place(file)) in beside):
+        place = Path(_place(file))
         name = place.stem
-        is_named = path in raised_in or str(path) in texts or f"'{name}" in texts
-        if is_named and place.parent.resolve() == script_folder and _is_elsewhere(name, path, other_folders):
-            return f"{path} was imported in the place of the module {name} that others need: rename this file"
+        is_named = file in raised_in or file in texts or f"'{name}" in texts
+        if is_named and place.parent.resolve() == script_folder and _is_elsewhere(name, Path(file), other_folders):
+            return f"{file} was imported in the place of the module {name} that others need: rename this file"
     return ""
+
+
+def _place(file: str) -> str:
+    """Return what is looked for by a module's name: its file, or the folder of a package."""
+    folder, name = os.path.split(file)
+    return folder if name == "__init__.py" else file
 
 
 def _is_elsewhere(name: str, path: Path, folders: list[str]) -> bool:

@@ -20,8 +20,8 @@ def spare_trainings() -> None:
     it was asked to. accelerate and `attach`, which ask again and again which libraries are installed and in which
     versions, are answered from memory. The rows of the default task, which no training changes, are drawn once for this
     process and its forks, and its model is read once and copied. Pictures are drawn by one process: what fails there,
-    again in one of its own; the templates of pages are compiled once. Settings are read by libyaml, as each command
-    composes them twice.
+    again in one of its own; the templates of pages are compiled once. Settings are read by libyaml, and a command
+    composes them once: Hydra does so before, to see whether they ask for a sweep, which no file of conf/ does.
     """
     if page := sys.modules.get("rl_training.records.report.page"):
         ask, run = start_drawing(), page._run
@@ -34,6 +34,11 @@ def spare_trainings() -> None:
     if models := sys.modules.get("rl_training.tasks.models"):
         _read_tiny_once(models)
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if hydra := sys.modules.get("hydra._internal.hydra"):
+        ask_mode = hydra.Hydra.get_mode
+        hydra.Hydra.get_mode = lambda self, config_name, overrides: (
+            ask_mode(self, config_name, overrides) if "hydra.mode" in str(overrides) else None
+        )
     gc.freeze()
     if memory := sys.modules.get("accelerate.utils.memory"):
         memory.gc = SimpleNamespace(collect=int)

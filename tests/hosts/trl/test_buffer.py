@@ -392,6 +392,7 @@ def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options
     run = built("buffer=filtered", "buffer.floor=0.3", "seed=5")
     assert (run.trainer.buffer.floor, run.trainer.buffer.seed) == (0.3, 5)
     run.train()
+    run.end()
     (row,) = [row for row in summarize(read_run(run.run_dir)) if row.label == "accepted prompts"]
     acceptance = run.trainer.state.log_history[0]["buffer/acceptance"]
     assert (row.value, row.note) == (f"{acceptance:.3f}", "share of the prompts generated; step 1 alone")
