@@ -158,11 +158,11 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
               "Σ / Σ true, length")  # fmt: skip
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for condition in [*dict.fromkeys(row["condition"] for row in rows), None]:
-        own = [row for row in rows if condition in (None, row["condition"])]
+        rows_of_condition = [row for row in rows if condition in (None, row["condition"])]
         for count in SCORED:
-            number = sum(len(row[str(count)]) for row in own)
-            held, ratio, error = cells(own, str(count), ENTROPY)
-            held_length, ratio_length, _ = cells(own, str(count), LENGTH)
+            number = sum(len(row[str(count)]) for row in rows_of_condition)
+            held, ratio, error = cells(rows_of_condition, str(count), ENTROPY)
+            held_length, ratio_length, _ = cells(rows_of_condition, str(count), LENGTH)
             print(f"| {condition or 'all'} | {count} of {RESPONSES} | {number} | {held} | {ratio} | {error} "
                   f"| {held_length} | {ratio_length} |")  # fmt: skip
 
@@ -173,10 +173,10 @@ def cells(rows: Sequence[dict[str, Any]], count: str, name: str) -> list[str]:
     for row in rows:
         value, noise = row[name]
         batches = [batch[name] for batch in row[count]]
-        held += [interval_covers(found - value, stderr, units, noise) for found, stderr, units in batches]
-        squares += [(found - value) ** 2 - noise**2 for found, _, _ in batches]
+        held += [interval_covers(estimate - value, stderr, units, noise) for estimate, stderr, units in batches]
+        squares += [(estimate - value) ** 2 - noise**2 for estimate, _, _ in batches]
         if len(batches) > 1:
-            values = [found for found, _, _ in batches]
+            values = [estimate for estimate, _, _ in batches]
             total, true = total + statistics.fmean(values), true + value
             variance += statistics.variance(values) / len(values) + noise**2
     ratio = f"{total / true:.3f} ± {math.sqrt(variance) / abs(true):.3f}"

@@ -162,35 +162,37 @@ class Corrections(InterventionsProbe):
         if ctx.prediction.limit:
             return reading
         loss = loss_inputs(step.batch, ctx.ranks.reduce)  # by microbatch: some choose tokens within each
-        weights = [torch.cat([each.weights(part).stacked() for part in loss], dim=1) for each in self.which]
+        weights = [torch.cat([correction.weights(part).stacked() for part in loss], dim=1) for correction in self.which]
         pairs = [[logps, entropies if entropies.any() else None] for logps, entropies in weights]
         gradients = gradients_of(ctx.policy, step.batch.rollout, pairs)
         made, *changed = (self.run.step(gradient, self.state) for gradient in gradients)
-        for each, other in zip(self.which[1:], changed, strict=True):
+        for correction, other in zip(self.which[1:], changed, strict=True):
             difference = {name: other[name] - made[name] for name in made}
             for quantity, parts in (("delta_h", self.truth.entropy), ("delta_reward", self.truth.reward)):
                 along = [inner(part, difference) for part in parts]
-                said = reading.predicted[f"intervention/{each.name}/{quantity}"]
+                said = reading.predicted[f"intervention/{correction.name}/{quantity}"]
                 error = statistics.stdev(along) / math.sqrt(len(along))
-                self.cases.append((each.name, quantity, said, statistics.fmean(along), error))
+                self.cases.append((correction.name, quantity, said, statistics.fmean(along), error))
         return reading
 
     def report(self) -> None:
         print(f"  {len(self.cases) // 2 // (len(self.which) - 1)} of {self.batches} batches")
-        for each in self.which[1:]:
-            print_cases(each.name, [case for case in self.cases if case[0] == each.name])
+        for correction in self.which[1:]:
+            print_cases(correction.name, [case for case in self.cases if case[0] == correction.name])
 
 
 def print_cases(name: str, cases: Sequence[tuple[str, str, Estimate, float, float]]) -> None:
     """Print the coverage and the asserted signs of ΔH and Δreward."""
     for quantity in ("delta_h", "delta_reward"):
-        own = [(said, truth, error) for _, each, said, truth, error in cases if each == quantity]
-        held = [interval_covers(said.value - truth, said.stderr, said.num_samples, error) for said, truth, error in own]
-        asserted = [said.value * truth > 0 for said, truth, _ in own if abs(said.value) > said.half_width()]
+        listed = [(said, truth, error) for _, of, said, truth, error in cases if of == quantity]
+        held = [
+            interval_covers(said.value - truth, said.stderr, said.num_samples, error) for said, truth, error in listed
+        ]
+        asserted = [said.value * truth > 0 for said, truth, _ in listed if abs(said.value) > said.half_width()]
         print(f"    {name} {quantity}: covered {statistics.fmean(held):.3f} of {len(held)}, signs {sum(asserted)} of "
-              f"{len(asserted)}, mean said {milli([said.value for said, *_ in own])}, true "
-              f"{milli([truth for _, truth, _ in own])}, errors of the truth / of what is said "
-              f"{statistics.median(error / said.stderr for said, _, error in own):.2f}", flush=True)  # fmt: skip
+              f"{len(asserted)}, mean said {milli([said.value for said, *_ in listed])}, true "
+              f"{milli([truth for _, truth, _ in listed])}, errors of the truth / of what is said "
+              f"{statistics.median(error / said.stderr for said, _, error in listed):.2f}", flush=True)  # fmt: skip
 
 
 def milli(values: Sequence[float]) -> str:
@@ -199,8 +201,8 @@ def milli(values: Sequence[float]) -> str:
     return f"{1e3 * statistics.fmean(values):.4g} ± {1e3 * error:.2g}"
 
 
-def inner(one: Named, other: Named) -> float:
-    return sum(float((one[name].double() * other[name]).sum()) for name in other)
+def inner(first: Named, other: Named) -> float:
+    return sum(float((first[name].double() * other[name]).sum()) for name in other)
 
 
 def product(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
@@ -214,18 +216,18 @@ def product(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
 def gradients_of(policy: Any, rollout: Any, weights: Sequence[Sequence[Tensor | None]]) -> list[Named]:
     """Return Σ c ∂log π + d ∂h for each pair of weights (c, d), (B, T); without d where it is None."""
     parameters = dict(policy.model.named_parameters())
-    found = [{name: torch.zeros_like(p) for name, p in parameters.items()} for _ in weights]
+    by_weighting = [{name: torch.zeros_like(p) for name, p in parameters.items()} for _ in weights]
     for rows in torch.arange(rollout.num_sequences).split(64):
         fresh = policy.score(rollout, rows)
         width = fresh.logps.shape[1]
-        for sums, (logps, entropies) in zip(found, weights, strict=True):
+        for sums, (logps, entropies) in zip(by_weighting, weights, strict=True):
             pairs = [(fresh.logps, logps), (fresh.entropies, entropies)]
             outputs = [output for output, w in pairs if w is not None]
             given = [w[rows, :width] for _, w in pairs if w is not None]
             gradients = torch.autograd.grad(outputs, list(parameters.values()), given, retain_graph=True)
             for name, gradient in zip(parameters, gradients, strict=True):
                 sums[name] += gradient
-    return found
+    return by_weighting
 
 
 def large_sample(trainer: DrGRPOTrainer, count: int, seed: int, part_size: int = PART) -> Truth:

@@ -105,16 +105,16 @@ def jobs() -> list[Job]:
     untrained = [Job(name, "untrained", 0.0, 0) for name in SETTINGS]
     first = [
         Job(name, rule, rate, 0)
-        for name, one in SETTINGS.items()
-        for rate in one.rates
+        for name, options in SETTINGS.items()
+        for rate in options.rates
         for rule in ("bounded", "fixed")
     ]
     beside = [
         Job(name, rule, rate, 0)
         for rule in ("adaptive", "linear")
-        for name, one in SETTINGS.items()
-        if one.model != "million"
-        for rate in one.rates[SOME]
+        for name, options in SETTINGS.items()
+        if options.model != "million"
+        for rate in options.rates[SOME]
     ]
     return [*untrained, *first, *beside, *(dataclasses.replace(job, seed=1) for job in first)]
 

@@ -83,7 +83,7 @@ def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
         why = step.limits(loop, learned={1} if rank == 0 else set(), mismatch=None)
         return torch.tensor([bool(why.split_prompts), bool(why.mixed_prompts), bool(why.reused)])
 
-    assert [each.tolist() for each in on_two_ranks(found)] == [[False, False, True]] * 2
+    assert [flags.tolist() for flags in on_two_ranks(found)] == [[False, False, True]] * 2
 
 
 def measured(probes: list[Probe], responses_per_prompt: int = G_OF_LOOP, **settings: Any) -> list[dict[str, Estimate]]:
@@ -105,14 +105,14 @@ def test_single_responses_have_no_entropy_gradient_and_say_why_and_training_goes
         return dataclasses.replace(rollout, prompt_index=torch.arange(rollout.num_sequences))
 
     monkeypatch.setattr(plain_loop, "rollout_of", each_a_prompt)
-    _, found = measured([SimpleEntropyProbe(), MeasuredStepProbe(), GradientNoiseScaleProbe()], responses_per_prompt=1)
-    assert found["delta_h/forward"].code == found["measured/delta_h"].code == "one_response"
-    assert found["gns/trace"].value > 0
+    _, answer = measured([SimpleEntropyProbe(), MeasuredStepProbe(), GradientNoiseScaleProbe()], responses_per_prompt=1)
+    assert answer["delta_h/forward"].code == answer["measured/delta_h"].code == "one_response"
+    assert answer["gns/trace"].value > 0
 
 
 def test_norms_of_slices_are_measured_at_steps_whose_other_probes_keep_no_gradients() -> None:
-    found = measured([SimpleEntropyProbe(num_folds=PROMPTS, every=2), GradientNoiseScaleProbe()])
-    assert all(math.isfinite(each["gns/trace_step"].value) for each in found)
+    answer = measured([SimpleEntropyProbe(num_folds=PROMPTS, every=2), GradientNoiseScaleProbe()])
+    assert all(math.isfinite(answer["gns/trace_step"].value) for answer in answer)
 
 
 def test_a_loop_that_is_in_autocast_from_end_to_end_is_measured_in_full_precision() -> None:
@@ -122,8 +122,8 @@ def test_a_loop_that_is_in_autocast_from_end_to_end_is_measured_in_full_precisio
         return torch.autocast("cpu", torch.bfloat16)
 
     with autocast():
-        *_, found = measured([SimpleEntropyProbe()], autocast=autocast)
-    assert found["delta_h/forward"].reason == ""
+        *_, answer = measured([SimpleEntropyProbe()], autocast=autocast)
+    assert answer["delta_h/forward"].reason == ""
 
 
 class AdamW(torch.optim.Optimizer):

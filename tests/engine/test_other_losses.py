@@ -80,8 +80,8 @@ def test_a_share_of_the_loss_is_a_share_of_its_bonus_for_entropy_too() -> None:
     ones = torch.ones(2, 1)
     fresh = Scores(2 * theta * ones, 5 * theta * ones, ones)
     loss = LossWeights(torch.tensor([[1.0], [7.0], [2.0]]), torch.tensor([[10.0], [70.0], [20.0]]))
-    own = loss.of_rows(torch.tensor([0, 2]), 1, torch.tensor([[0.5], [0.25]]))
-    (gradient,) = gradient_of(fresh, own.logps, own.entropies, [theta])
+    weights_of_rows = loss.of_rows(torch.tensor([0, 2]), 1, torch.tensor([[0.5], [0.25]]))
+    (gradient,) = gradient_of(fresh, weights_of_rows.logps, weights_of_rows.entropies, [theta])
     assert float(gradient) == pytest.approx(0.5 * 52 + 0.25 * 104)
 
 

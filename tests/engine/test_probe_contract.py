@@ -78,27 +78,27 @@ def wrong_at_second() -> Action:
 
 
 def test_a_state_is_kept_once_the_step_is_verified_and_no_earlier() -> None:
-    found, predicting, measuring = counted()
+    answers, predicting, measuring = counted()
     for probe in (predicting, measuring):
-        assert [step[f"{probe.name}/steps_before"].value for step in found] == [0, 1, 2]
+        assert [step[f"{probe.name}/steps_before"].value for step in answers] == [0, 1, 2]
         assert probe.during == [0, 1, 2]
 
 
 def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_nothing_else() -> None:
-    found, *_ = counted(wrong_at_second())
-    assert [math.isnan(step["predicting/prediction"].value) for step in found] == [False, True, False]
-    assert found[1]["predicting/prediction"].code == "not_the_formula"
-    assert [step["predicting/steps_before"].value for step in found] == [0, 1, 1]
-    assert [step["measuring/steps_before"].value for step in found] == [0, 1, 2]
+    answers, *_ = counted(wrong_at_second())
+    assert [math.isnan(step["predicting/prediction"].value) for step in answers] == [False, True, False]
+    assert answers[1]["predicting/prediction"].code == "not_the_formula"
+    assert [step["predicting/steps_before"].value for step in answers] == [0, 1, 1]
+    assert [step["measuring/steps_before"].value for step in answers] == [0, 1, 2]
 
 
 def test_a_step_that_was_not_the_formula_leaves_no_error_bar_behind() -> None:
     """The third step's error is averaged with the first's alone."""
     model, optimizer, measured = loop_with(SimpleEntropyProbe())
-    found = train(model, optimizer, measured, late=wrong_at_second())
-    first, third = (float(found[i]["delta_h/forward"].detail["stderr_of_batch"]) for i in (0, 2))
+    answers = train(model, optimizer, measured, late=wrong_at_second())
+    first, third = (float(answers[i]["delta_h/forward"].detail["stderr_of_batch"]) for i in (0, 2))
     expected = math.sqrt((0.25 * first**2 + third**2) / 1.25)
-    assert found[2]["delta_h/forward"].stderr == pytest.approx(expected, rel=1e-6)
+    assert answers[2]["delta_h/forward"].stderr == pytest.approx(expected, rel=1e-6)
 
 
 def test_probes_hold_nothing_of_a_training() -> None:

@@ -49,8 +49,8 @@ class BothGradients(Seen):
             self.gradient = self.found.factor * joined([p.grad for p in params])
         elif self.found.weights is not None:
             fresh = ctx.policy.score(rollout, torch.arange(rollout.num_sequences))
-            own = self.found.weights.of_rows(torch.arange(rollout.num_sequences), fresh.logps.shape[1])
-            self.gradient = joined(gradient_of(fresh, own.logps, None, params))
+            weights = self.found.weights.of_rows(torch.arange(rollout.num_sequences), fresh.logps.shape[1])
+            self.gradient = joined(gradient_of(fresh, weights.logps, None, params))
         return reading
 
 
@@ -86,9 +86,9 @@ def test_the_gradient_of_the_reward_is_that_of_rewards_whatever_the_loss_makes_o
     """Dr-GRPO's own, with a longest response that changes; another loss; other advantages; missing rewards; a term."""
     classes = {"gmpo": GMPOTrainer, "psr": PositiveSamples, "sft": WithSupervision}
     more: dict[str, Any] = {"per_device_train_batch_size": 16, "max_completion_length": 16}
-    own = more | {"config_class": GMPOConfig} if kind == "gmpo" else {}
-    own |= more | {"reward": some_rewards} if kind == "none" else {}
-    trainer = make_trainer(classes.get(kind, GRPOTrainer), **PLAIN | STEP | own)
+    settings_of_kind = more | {"config_class": GMPOConfig} if kind == "gmpo" else {}
+    settings_of_kind |= more | {"reward": some_rewards} if kind == "none" else {}
+    trainer = make_trainer(classes.get(kind, GRPOTrainer), **PLAIN | STEP | settings_of_kind)
     if kind == "longer":
         trainer.add_callback(Longer(trainer))
     for step in found_by(trainer):
@@ -124,9 +124,9 @@ def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(m
         trainer.train()
     rollout = seen.steps[-1].batch.rollout
     assert 0.1 < float(rollout.rewards.isnan().float().mean()) < 0.7
-    found = attached.latest["measured/delta_reward"]
-    assert found.value != 0.0
-    assert math.isfinite(found.stderr)
+    weights = attached.latest["measured/delta_reward"]
+    assert weights.value != 0.0
+    assert math.isfinite(weights.stderr)
 
 
 def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward() -> None:
@@ -141,9 +141,9 @@ def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward(
         )
         scores, zeros = Scores(ones, ones, ones), torch.zeros_like(ones)
         batch: Any = SimpleNamespace(rollout=rollout, scores=scores, log_ratios=lambda: zeros)
-        found = reward_gradient(batch, Ranks(2, reduce, rank), Limits(other_terms=OTHER_TERMS)).weights
-        assert found is not None
-        return found.logps.flatten()
+        weights = reward_gradient(batch, Ranks(2, reduce, rank), Limits(other_terms=OTHER_TERMS)).weights
+        assert weights is not None
+        return weights.logps.flatten()
 
     first, other = on_two_ranks(weights)
     assert (6 / 2 * first).tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
@@ -155,19 +155,19 @@ def test_a_supervised_term_leaves_a_change_of_the_reward_by_rewards_alone(make_t
 
     Taken as a multiple of the step's own gradient, J had the term in it, and the change was a hundred times as large.
     """
-    found = {}
+    estimates = {}
     for trainer_class in (GRPOTrainer, WithSupervision):
         probes = [SimpleEntropyProbe(per_sequence=True), InterventionsProbe(["lr"], every=1)]
         trainer = make_trainer(trainer_class, **PLAIN | WIDER | {"max_steps": 1, "learning_rate": 1e-4})
         with attach(trainer, probes=probes, whole_prompts=True) as attachment:
             trainer.train()
-        found[trainer_class] = attachment.latest
-    with_term = found[WithSupervision]
+        estimates[trainer_class] = attachment.latest
+    with_term = estimates[WithSupervision]
     assert math.isnan(with_term["delta_reward/forward"].value)
     assert with_term["delta_reward/forward"].code == "other_terms"
-    lr = [each["intervention/lr/delta_reward"] for each in found.values()]
+    lr = [answer["intervention/lr/delta_reward"] for answer in estimates.values()]
     assert abs(lr[1].value) < 3 * (abs(lr[0].value) + lr[0].stderr)
-    assert math.isfinite(found[GRPOTrainer]["delta_reward/forward"].value)
+    assert math.isfinite(estimates[GRPOTrainer]["delta_reward/forward"].value)
 
 
 def test_the_split_of_the_noise_is_missing_where_the_loss_has_another_term(make_trainer: Any) -> None:

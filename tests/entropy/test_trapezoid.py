@@ -135,7 +135,7 @@ def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_o
             forward, backward = plain[last - 1], plain[last]
             of_forward = zip(forward.forward_var, forward.forward_batches, strict=True)
             of_backward = zip(backward.backward_var, backward.backward_batches, strict=True)
-            known = [(*one, *other) for one, other in zip(of_forward, of_backward, strict=True)]
+            known = [(*first, *other) for first, other in zip(of_forward, of_backward, strict=True)]
             of = [((f + b) / (f / math.sqrt(n) + b / math.sqrt(m))) ** 2 for f, n, b, m in known]
             close(terms.trapezoid.batches, tensor(of))
             pairs = zip(forward.forward_batches, backward.backward_batches, strict=True)
@@ -144,10 +144,10 @@ def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_o
 
 def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_allow() -> None:
     """½F, half steps and ½B have the variances 1, then 2, then 3, and 1: (Σv)²/Σv² of the batches so far."""
-    one, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum.empty(), []
+    unit, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum.empty(), []
     for step, half_step_variance in enumerate((9.0, 2.0, 3.0, 9.0)):  # that of an end is not asked for
-        stderr, half_step = 2 * one, one * math.sqrt(half_step_variance)
-        level, change = quantity(one, one, one), quantity(one, stderr, one)
+        stderr, half_step = 2 * unit, unit * math.sqrt(half_step_variance)
+        level, change = quantity(unit, unit, unit), quantity(unit, stderr, unit)
         total, terms = total.add(step + 1, level, change, change, half_step)
         known.append(float(terms.predicted.batches))
     assert known[1:] == pytest.approx([(1 + 1) ** 2 / 2, (1 + 2 + 1) ** 2 / 6, (1 + 2 + 3 + 1) ** 2 / 15])
@@ -165,8 +165,8 @@ def test_a_step_that_was_left_out_is_bridged_by_the_measured_change_and_said() -
     assert answers[3].trapezoid.value.isnan().all()
     # ½F_1; the half step of batch 2; ½B_3 and the level of batch 3, which it has both; the level of batch 4.
     both = [
-        (0.5 * math.sqrt(b) + math.sqrt(own)) ** 2
-        for b, own in zip(plain[2].backward_var, plain[2].level_var, strict=True)
+        (0.5 * math.sqrt(b) + math.sqrt(variance)) ** 2
+        for b, variance in zip(plain[2].backward_var, plain[2].level_var, strict=True)
     ]
     parts = zip(plain[0].forward_var, both, plain[3].level_var, strict=True)
     others = tensor([0.25 * forward + third + fourth for forward, third, fourth in parts])
@@ -231,7 +231,7 @@ def test_bars_of_bridged_sums_cover_the_truth() -> None:
     def noise(sd: float) -> Tensor:
         return sd * torch.randn(runs, generator=generator, dtype=torch.float64)
 
-    one = torch.ones(runs, dtype=torch.float64)
+    unit = torch.ones(runs, dtype=torch.float64)
     changes = [noise(1.0) for _ in range(steps)]
     total, truth, level = TrapezoidSum.empty(runs), torch.zeros(runs, dtype=torch.float64), 0.0
     for step in range(steps):
@@ -241,10 +241,10 @@ def test_bars_of_bridged_sums_cover_the_truth() -> None:
         if step in (6, 13):
             forward = forward * math.nan
         values = zip((level + common + noise(0.5), forward, backward), (0.34, 0.25, 0.1125), strict=True)
-        quantities = [Quantity("", value, one * math.sqrt(variance), step, batches=one) for value, variance in values]
+        quantities = [Quantity("", value, unit * math.sqrt(variance), step, batches=unit) for value, variance in values]
         if step != 18:  # whose batch is not measured
             half_step = math.sqrt(0.25 * ((1.5 * 0.3) ** 2 + 0.4**2 + 0.3**2))
-            total, terms = total.add(step + 1, *quantities, one * half_step)
+            total, terms = total.add(step + 1, *quantities, unit * half_step)
             predicted = terms.predicted
             off = (predicted.value - truth) / predicted.stderr
             if step:
@@ -263,7 +263,7 @@ def test_state_through_a_file_continues_as_if_never_stopped(saved_after: int) ->
     resumed = from_tensors(EMPTY, load(save({k: v.clone() for k, v in to_tensors(before).items()})))
     _, answers = feed(plain[saved_after:], steps[saved_after:], resumed)
     for got, expected in zip(answers, uninterrupted[saved_after:], strict=True):
-        for name, one, other in zip(TrapezoidTerms._fields, got, expected, strict=True):
+        for name, first, other in zip(TrapezoidTerms._fields, got, expected, strict=True):
             for key in ("value", "stderr", "batches"):
-                assert torch.equal(getattr(one, key).nan_to_num(-7), getattr(other, key).nan_to_num(-7)), (name, key)
+                assert torch.equal(getattr(first, key).nan_to_num(-7), getattr(other, key).nan_to_num(-7)), (name, key)
     close(answers[-1].predicted.value, twin_sum(plain, NUM_BATCHES - 1))

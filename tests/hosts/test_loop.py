@@ -83,10 +83,10 @@ def test_averages_are_over_the_tokens_that_are_there_and_say_nothing_of_rewards_
     part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.tensor([0, 0, 1, 1]))
     part = dataclasses.replace(part, completion_mask=mask, completion_ids=torch.ones(4, 2))
     scores = Scores(torch.zeros(4, 2), torch.tensor([[2.0, 5.0]] * 4), mask)
-    found = _averages(StepRecorder(1, [], rollouts=[part], scores=[scores]))
-    assert (found["entropy"], found["completions/mean_length"]) == (2.0, 1.0)
-    assert math.isnan(found["reward"])
-    assert math.isnan(found["frac_reward_zero_std"])
+    averages = _averages(StepRecorder(1, [], rollouts=[part], scores=[scores]))
+    assert (averages["entropy"], averages["completions/mean_length"]) == (2.0, 1.0)
+    assert math.isnan(averages["reward"])
+    assert math.isnan(averages["frac_reward_zero_std"])
 
 
 def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
@@ -108,10 +108,10 @@ def trained(model: Any, optimizer: Any, measured: MeasuredLoop, steps: int = STE
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def off_from(expected: Path, found: Path) -> dict[str, float]:
+def off_from(expected: Path, run: Path) -> dict[str, float]:
     both = [
         {key: row for key, row in of_records(folder).items() if key[1] not in NOT_OF_A_LOOP}
-        for folder in (expected, found)
+        for folder in (expected, run)
     ]
     return differences(*both)
 
@@ -500,9 +500,9 @@ def test_an_optimizer_of_accelerates_is_measured_as_the_one_inside_it() -> None:
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
     outer = AcceleratedOptimizer(optimizer)
     measured = measured_loop(model, outer, [SimpleEntropyProbe()], max_grad_norm=CLIP, **shape)
-    found = train(model, outer, measured, steps=1)[0]
+    estimates = train(model, outer, measured, steps=1)[0]
     plain = new_loop([SimpleEntropyProbe()])
-    assert found["delta_h/forward"] == train(*plain, steps=1)[0]["delta_h/forward"]
+    assert estimates["delta_h/forward"] == train(*plain, steps=1)[0]["delta_h/forward"]
 
 
 def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason() -> None:
@@ -523,7 +523,7 @@ def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason(
 
 def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass(monkeypatch) -> None:
     """The loop does not say what its loss divides by. Where no multiple is one, rows of its own give the same."""
-    found, passes, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
+    rewards, passes, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
 
     def counted(batch: Any, runtime: Any, weights: Any) -> Any:
         passes.append(len(weights))
@@ -533,11 +533,11 @@ def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass
     for rounding in (length_and_reward.ROUNDING, -1.0):
         monkeypatch.setattr(length_and_reward, "ROUNDING", rounding)
         loop = new_loop([InterventionsProbe(["lr"], every=1)], dr_grpo=True)
-        found.append(train(*loop, steps=1)[0]["intervention/lr/delta_reward"])
+        rewards.append(train(*loop, steps=1)[0]["intervention/lr/delta_reward"])
     assert passes == [0, 1]
-    assert found[0].value != 0
-    for one, other in zip(*((reward.value, reward.stderr) for reward in found), strict=True):
-        assert one == pytest.approx(other, rel=1e-3)
+    assert rewards[0].value != 0
+    for first, other in zip(*((reward.value, reward.stderr) for reward in rewards), strict=True):
+        assert first == pytest.approx(other, rel=1e-3)
 
 
 def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,16 +584,16 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
         "set loss_type='dr_grpo', delta=None, mask_truncated_completions=False, "
         "vllm_importance_sampling_correction=False, no intervention"
     )
-    for own in (Fixes(), Fixes("do this", "do that"), of_trl):
+    for words in (Fixes(), Fixes("do this", "do that"), of_trl):
         shape = SimpleNamespace(responses_per_prompt=4)
         shard = SimpleNamespace(leaves={})
-        loop: Any = SimpleNamespace(fixes=own, limits=Limits(), shape=shape, ranks=all_ranks(), shard=shard)
+        loop: Any = SimpleNamespace(fixes=words, limits=Limits(), shape=shape, ranks=all_ranks(), shard=shard)
         part: Any = SimpleNamespace(prompt_index=torch.zeros(2), num_sequences=2, origin=Origin())
         step = StepRecorder(1, [], plan_folds([2], 4), sizes=[2], responses_per_prompt=4, rollouts=[part])
         why = step.limits(loop, set(), mismatch=None)
         reasons = why.split_prompts, why.mixed_prompts
-        assert all(reason.endswith(f": {own.whole_prompts}") for reason in reasons)
-        assert why.dr_grpo_fix == own.dr_grpo
+        assert all(reason.endswith(f": {words.whole_prompts}") for reason in reasons)
+        assert why.dr_grpo_fix == words.dr_grpo
         assert not any("attach" in reason or "Trainer" in reason for reason in reasons)
 
 

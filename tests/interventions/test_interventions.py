@@ -229,7 +229,7 @@ def test_corrections_for_the_sampler_are_those_of_the_twin(name: str) -> None:
     torch.testing.assert_close(intervention(name).weights(loss).logps, double(expected), rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", [name for name, each in INTERVENTIONS.items() if each.nothing_on_policy])
+@pytest.mark.parametrize("name", [name for name, change in INTERVENTIONS.items() if change.nothing_on_policy])
 def test_on_policy_what_works_on_ratios_changes_exactly_nothing(name: str) -> None:
     loss = known()
     assert intervention(name).weights(loss) is loss.weights
@@ -238,7 +238,7 @@ def test_on_policy_what_works_on_ratios_changes_exactly_nothing(name: str) -> No
 
 def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
     lr, clip, bonus = map(intervention, ("lr:0.5", "max_grad_norm:0.2", "bonus:0.2"))
-    assert [(each.function is None, each.lr_factor, each.max_grad_norm) for each in (lr, clip, bonus)] == [
+    assert [(change.function is None, change.lr_factor, change.max_grad_norm) for change in (lr, clip, bonus)] == [
         (True, 0.5, None),
         (True, 1.0, 0.2),
         (False, 1.0, None),
@@ -275,8 +275,8 @@ def test_a_token_whose_chance_the_sampler_does_not_know_is_not_corrected() -> No
     loss = dataclasses.replace(known(), sampling_logps=sampled)
     for name in ("tis:2", "mis:2", "seq_mask:3", "ppo_clip:0.2", "exact"):
         assert bool(intervention(name).weights(loss).logps.isfinite().all()), name
-    found = intervention("tis:2").weights(loss).logps
-    assert float(found[0, 1]) == pytest.approx(plain()[0][1])
+    logps = intervention("tis:2").weights(loss).logps
+    assert float(logps[0, 1]) == pytest.approx(plain()[0][1])
 
 
 def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
@@ -316,7 +316,7 @@ def test_a_mistake_is_reported_in_one_line(text: str, said: str) -> None:
 
 @pytest.mark.parametrize("later", ["tis:2", "mis:0.5,2", "exact", "clip_higher"])
 def test_what_would_undo_another_one_is_trained_with_first_or_not_at_all(later: str) -> None:
-    assert [each.name for each in interventions_to_train([later, "psr"])] == [intervention(later).name, "psr"]
+    assert [change.name for change in interventions_to_train([later, "psr"])] == [intervention(later).name, "psr"]
     for names in (["psr", later], ["none", later]):
         with pytest.raises(ValueError, match=re.escape(f"{intervention(later).name} would undo those before it")):
             interventions_to_train(names)

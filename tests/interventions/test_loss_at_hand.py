@@ -33,23 +33,23 @@ class Pulled(GRPOTrainer):
     """Pulls every log-probability towards 0, whatever its advantage is."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        found = []
+        kept = []
         forward = self._get_per_token_logps_and_entropies
 
         def keep(*args: Any, **kwargs: Any) -> Any:
-            found.append(forward(*args, **kwargs))
-            return found[-1]
+            kept.append(forward(*args, **kwargs))
+            return kept[-1]
 
         self._get_per_token_logps_and_entropies = keep
         try:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self._get_per_token_logps_and_entropies = forward
-        return loss - 1e-4 * (found[0][0] * inputs["completion_mask"]).sum()
+        return loss - 1e-4 * (kept[0][0] * inputs["completion_mask"]).sum()
 
 
 @pytest.mark.parametrize(
-    ("kind", "own", "missing"),
+    ("kind", "settings", "missing"),
     [
         (GRPOTrainer, {}, {}),
         (
@@ -61,16 +61,16 @@ class Pulled(GRPOTrainer):
     ],
 )
 def test_an_intervention_is_missing_where_the_weights_are_not_those_that_it_changes(
-    make_trainer: Any, kind: Any, own: dict[str, Any], missing: dict[str, str]
+    make_trainer: Any, kind: Any, settings: dict[str, Any], missing: dict[str, str]
 ) -> None:
-    probe, trainer = InterventionsProbe(WHICH, every=1), make_trainer(kind, **STEP | own)
+    probe, trainer = InterventionsProbe(WHICH, every=1), make_trainer(kind, **STEP | settings)
     with attach(trainer, probes=[probe], whole_prompts=True) as attached:
         trainer.train()
     for name in WHICH:
-        found = attached.latest[f"intervention/{name}/delta_h"]
-        assert math.isnan(found.value) == (name in missing), name
+        estimate = attached.latest[f"intervention/{name}/delta_h"]
+        assert math.isnan(estimate.value) == (name in missing), name
         if name in missing:
-            assert found.reason == NEEDS[missing[name]]
+            assert estimate.reason == NEEDS[missing[name]]
 
 
 def test_training_with_an_intervention_is_refused_where_a_subclass_has_a_loss_of_its_own(make_trainer: Any) -> None:
@@ -120,5 +120,5 @@ def test_the_spread_of_a_group_s_rewards_is_that_of_those_that_are_there() -> No
         weights, Scores(torch.zeros(5, 1), torch.zeros(5, 1), torch.ones(5, 1)), torch.ones(5),
         torch.tensor([0, 0, 0, 1, 1]), rewards=torch.tensor([1.0, math.nan, 3.0, 2.0, math.nan]),
     )  # fmt: skip
-    found = INTERVENTIONS["std_norm"].weights(loss).logps.flatten().tolist()
-    assert found == pytest.approx([1 / (math.sqrt(2) + 1e-4)] * 3 + [1e4] * 2)
+    logps = INTERVENTIONS["std_norm"].weights(loss).logps.flatten().tolist()
+    assert logps == pytest.approx([1 / (math.sqrt(2) + 1e-4)] * 3 + [1e4] * 2)

@@ -47,12 +47,12 @@ def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_s
     ]
     of_sequence = torch.tensor(chance, dtype=torch.float64).repeat_interleave(2) / 2 * len(drawn)
     surrogate = (of_sequence.unsqueeze(1) * weights.logps * logps.masked_fill(mask == 0, 0.0)).sum()
-    found = torch.autograd.grad(surrogate, logits, retain_graph=True)[0]
+    gradient = torch.autograd.grad(surrogate, logits, retain_graph=True)[0]
     every = torch.arange(len(OUTCOMES))
-    own = tables(every, logits)
+    joined = tables(every, logits)
     by_environment = torch.tensor([o.chance for o in OUTCOMES], dtype=torch.float64)
-    reward = (by_environment * own[0].masked_fill(own[2] == 0, 0.0).sum(dim=1).exp() * REWARDS).sum()
-    torch.testing.assert_close(found, torch.autograd.grad(reward, logits)[0], rtol=0, atol=1e-12)
+    reward = (by_environment * joined[0].masked_fill(joined[2] == 0, 0.0).sum(dim=1).exp() * REWARDS).sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(reward, logits)[0], rtol=0, atol=1e-12)
 
 
 def test_corrections_are_predicted_against_the_step_as_made(make_trainer: Callable[..., Any]) -> None:
@@ -63,10 +63,10 @@ def test_corrections_are_predicted_against_the_step_as_made(make_trainer: Callab
     settings = {"beside": {"rollout_func": stale}, "learning_rate": 1e-3, "max_steps": 3}
     trainer = make_trainer(probes=[simple, probe], **settings)
     trainer.train()
-    found = trainer.attachment.latest
-    forward = found["delta_h/forward"].value
-    assert found["intervention/plain_delta_h"].value == pytest.approx(forward, rel=1e-4)
-    assert found["intervention/lr:0.5/delta_h"].value == pytest.approx(-0.5 * forward, rel=1e-3)
-    assert abs(found["intervention/none/delta_h"].value) < 1e-6 * abs(forward)
-    assert 1e-6 * abs(forward) < abs(found["intervention/tis:1.001/delta_h"].value) < abs(forward)
-    assert math.isfinite(found["intervention/tis:1.001/delta_reward"].value)
+    estimates = trainer.attachment.latest
+    forward = estimates["delta_h/forward"].value
+    assert estimates["intervention/plain_delta_h"].value == pytest.approx(forward, rel=1e-4)
+    assert estimates["intervention/lr:0.5/delta_h"].value == pytest.approx(-0.5 * forward, rel=1e-3)
+    assert abs(estimates["intervention/none/delta_h"].value) < 1e-6 * abs(forward)
+    assert 1e-6 * abs(forward) < abs(estimates["intervention/tis:1.001/delta_h"].value) < abs(forward)
+    assert math.isfinite(estimates["intervention/tis:1.001/delta_reward"].value)

@@ -84,9 +84,9 @@ def test_training_is_that_with_trl_s_own_setting(
     By SGD: a cold Adam makes steps of full size of gradients that are their own rounding.
     """
     common = SHAPE | SGD | common
-    own, theirs = (change_by(make_trainer, **common | changed) for changed in ({"interventions": names}, settings))
+    ours, theirs = (change_by(make_trainer, **common | changed) for changed in ({"interventions": names}, settings))
     plain = plain_change(make_trainer, **common)
-    assert float((own - theirs).norm() / theirs.norm()) < 1e-6
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
     assert float((plain - theirs).norm() / theirs.norm()) > 1e-3
 
 
@@ -132,10 +132,10 @@ def test_training_with_a_correction_is_that_with_trl_s_own(
         )
     common = SHAPE | SGD | {"beside": {"rollout_func": STALE}}
     probe = Says()
-    own = change_by(make_trainer, **common, interventions=[name])
+    ours = change_by(make_trainer, **common, interventions=[name])
     theirs = change_by(make_trainer, LikeVLLM, **common | settings, probes=[probe])
     plain = plain_change(make_trainer, **common)
-    assert float((own - theirs).norm() / theirs.norm()) < 1e-6
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
     assert (float((plain - theirs).norm() / theirs.norm()) > 1e-4) == (name != "none")
     assert 0 < probe.all[-1]["sampler/kl"].value < 0.2
     assert (probe.all[-1]["sampler/corrected_share"].value > 0) == (name != "none")
@@ -172,9 +172,9 @@ def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[
     assert positive.any()
     torch.testing.assert_close(probe.weights.logps, -0.5 * positive / (8 * 2 * L_MAX), rtol=1e-5, atol=1e-12)
     for rows in probe.rows:
-        own = slice(rows.start, rows.stop)
-        expected = -0.1 * probe.mask[own] / (2 * probe.mask[own].sum())
-        torch.testing.assert_close(probe.weights.entropies[own], expected, rtol=1e-5, atol=1e-12)
+        part_rows = slice(rows.start, rows.stop)
+        expected = -0.1 * probe.mask[part_rows] / (2 * probe.mask[part_rows].sum())
+        torch.testing.assert_close(probe.weights.entropies[part_rows], expected, rtol=1e-5, atol=1e-12)
 
 
 def test_prompts_without_advantage_count_over_the_whole_rollout(make_trainer: Callable[..., Any]) -> None:
@@ -252,9 +252,9 @@ def test_in_the_short_last_step_of_an_epoch_the_bonus_is_of_fewer_microbatches(m
         losses.append(trainer.state.log_history[0]["loss"])
     assert len(probe.rows) == 2
     for rows in probe.rows:
-        own = slice(rows.start, rows.stop)
-        expected = -0.1 * probe.mask[own] / (2 * probe.mask[own].sum())
-        torch.testing.assert_close(probe.weights.entropies[own], expected, rtol=1e-5, atol=1e-12)
+        part_rows = slice(rows.start, rows.stop)
+        expected = -0.1 * probe.mask[part_rows] / (2 * probe.mask[part_rows].sum())
+        torch.testing.assert_close(probe.weights.entropies[part_rows], expected, rtol=1e-5, atol=1e-12)
     assert losses[0] == losses[1]
 
 
@@ -339,8 +339,8 @@ def test_what_needs_a_whole_group_is_neither_predicted_nor_trained_where_a_promp
     probe = InterventionsProbe(["std_norm", "lr:0.5"], every=1)
     trainer = make_trainer(probes=[probe], reward=graded, max_steps=1, **shape)
     trainer.train()
-    found = trainer.attachment.latest
-    assert "these lie in several" in found["intervention/std_norm/delta_h"].reason
-    assert math.isfinite(found["intervention/lr:0.5/delta_h"].value)
+    estimates = trainer.attachment.latest
+    assert "these lie in several" in estimates["intervention/std_norm/delta_h"].reason
+    assert math.isfinite(estimates["intervention/lr:0.5/delta_h"].value)
     with pytest.raises(ValueError, match="intervention=std_norm: it needs all responses to a prompt in one microbatch"):
         make_trainer(interventions=["std_norm"], reward=graded, max_steps=1, **shape).train()

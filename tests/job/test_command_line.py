@@ -320,8 +320,13 @@ def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path) -> None:
 
 
 def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: Path) -> None:
-    own = ["probe=none", "+probes.mine._target_=my_file.Mine", "data._target_=my_file.task", "trainer.max_steps=1"]
-    command = train_with_own(tmp_path, *own)
+    overrides = [
+        "probe=none",
+        "+probes.mine._target_=my_file.Mine",
+        "data._target_=my_file.task",
+        "trainer.max_steps=1",
+    ]
+    command = train_with_own(tmp_path, *overrides)
     assert command.end() == 0, command.lines
     assert read_metrics(tmp_path / "run" / "logs")[0]["mine/five"] == 5
 

@@ -67,13 +67,13 @@ def test_an_attached_runs_checkpoint_has_results_and_pages_as_those_of_the_comma
         trainer.train()
     page = tmp_path / "run" / "report" / "report.html"
     before = page.read_text()
-    found = analyze(
+    analysis = analyze(
         make_trainer(**PLAIN), Path(trainer.args.output_dir) / "checkpoint-1", tmp_path / "run", settings=SMALL
     )
-    assert found["deltaH1_se"] > 0.0
-    assert found["deltaH_true_se"] > 0.0
+    assert analysis["deltaH1_se"] > 0.0
+    assert analysis["deltaH_true_se"] > 0.0
     table = analysis_results(tmp_path / "run")
-    assert table.query("kind == 'whole'")["deltaH1"].tolist() == [found["deltaH1"]]
+    assert table.query("kind == 'whole'")["deltaH1"].tolist() == [analysis["deltaH1"]]
     assert list((tmp_path / "run" / "offline").rglob("*.html"))
     assert page.read_text() != before  # with a section of them
 

@@ -37,10 +37,10 @@ def plain(step: StepData, rows: list[int]) -> list[float]:
     """−Cov over these sequences, per token and per sequence, a value at a time."""
     tokens, sequences = [], []
     for i in rows:
-        own = step.batch.scores.logps[i][step.batch.scores.mask[i].bool()].double().tolist()
+        logps = step.batch.scores.logps[i][step.batch.scores.mask[i].bool()].double().tolist()
         advantage = float(step.batch.rollout.advantages[i])
-        tokens += [(x, advantage) for x in own]
-        sequences.append((sum(own), advantage))
+        tokens += [(x, advantage) for x in logps]
+        sequences.append((sum(logps), advantage))
     return [-float(torch.tensor(pairs, dtype=torch.float64).T.cov(correction=0)[0, 1]) for pairs in (tokens, sequences)]
 
 
@@ -54,9 +54,9 @@ def test_it_is_the_entropys_derivative_along_the_natural_gradient_of_a_softmax()
     actions = torch.repeat_interleave(torch.arange(4), counts)
     logps = logits.detach()[actions].unsqueeze(1)
     scores = Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
-    found = minus_covariance(covariance_terms(scores, gain[actions]).sum(dim=0))
-    torch.testing.assert_close(found, (slope @ gain).expand(2))
-    assert float(found[0]) < 0  # the likely action is rewarded
+    covariance = minus_covariance(covariance_terms(scores, gain[actions]).sum(dim=0))
+    torch.testing.assert_close(covariance, (slope @ gain).expand(2))
+    assert float(covariance[0]) < 0  # the likely action is rewarded
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 def test_a_step_is_centred_over_its_whole_batch(answers: Answers) -> None:
-    for step, found in zip(answers.steps, answers.all, strict=True):
-        values = [found[name].value for name in NAMES]
+    for step, answer in zip(answers.steps, answers.all, strict=True):
+        values = [answer[name].value for name in NAMES]
         assert values == pytest.approx(plain(step, list(range(32))), rel=1e-6)
         per_microbatch = [plain(step, list(rows)) for rows in step.batch.microbatch_rows]
         centred_within = sum(of_tokens for of_tokens, _ in per_microbatch) / len(per_microbatch)
@@ -77,26 +77,26 @@ def test_a_step_is_centred_over_its_whole_batch(answers: Answers) -> None:
 
 
 def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
-    step, found = answers.steps[-1], answers.all[-1]
+    step, answer = answers.steps[-1], answers.all[-1]
     folds = step.batch.fold.tolist()
     assert len(set(folds)) == 8
     without = torch.tensor([plain(step, [i for i in range(32) if folds[i] != k]) for k in range(8)])
     expected = (7 / 8 * (without - without.mean(dim=0)).square().sum(dim=0)).sqrt()
-    assert [found[name].stderr for name in NAMES] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert [answer[name].stderr for name in NAMES] == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def test_folds_of_parts_of_prompts_have_a_value_and_no_error(answers: Answers) -> None:
     ctx, probe = answers.contexts[-1], CovariancePredictorProbe()
     spread = dataclasses.replace(ctx.step.limits, split_prompts="spread")
     reading = probe.measure(dataclasses.replace(ctx, step=dataclasses.replace(ctx.step, limits=spread)), None)
-    for name, found in reading.estimates.items():
-        assert found.value == answers.all[-1][name].value
-        assert math.isnan(found.stderr)
-        assert found.reason == "spread"
+    for name, estimate in reading.estimates.items():
+        assert estimate.value == answers.all[-1][name].value
+        assert math.isnan(estimate.stderr)
+        assert estimate.reason == "spread"
 
 
 def test_few_folds_have_a_value_and_no_error(make_trainer: Callable[..., Any]) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
-    assert {found.code for found in probe.all[0].values()} == {"few_folds"}
-    assert all(math.isnan(found.stderr) for found in probe.all[0].values())
+    assert {estimate.code for estimate in probe.all[0].values()} == {"few_folds"}
+    assert all(math.isnan(estimate.stderr) for estimate in probe.all[0].values())

@@ -192,9 +192,9 @@ def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> 
         assert first["answers"] == second["answers"]
         together = {int(i): tokens for i, tokens in (first["sequences"] | second["sequences"]).items()}
         assert_as_defined(first["answers"], [together[i] for i in range(13)], size=1)
-    one = said[0]["answers"][0]
-    assert 1 < one["delta_h/ess"] <= 13
-    assert one["delta_h/true"] != 0
+    answer = said[0]["answers"][0]
+    assert 1 < answer["delta_h/ess"] <= 13
+    assert answer["delta_h/true"] != 0
 
 
 def train_twice(rank: int, out: Path) -> None:
@@ -328,10 +328,10 @@ def test_an_error_that_is_no_number_is_not_put_down_to_few_blocks() -> None:
     without = torch.zeros(8, 2, dtype=torch.float64)
     true = Replicates(without[0], without)
     predicted = Replicates(without[0], without.index_fill(0, torch.tensor([3]), math.nan))
-    found = _compared(predicted, true)["delta_h/evaluation"]
-    assert (found.value, found.num_samples) == (0.0, 8)
-    assert math.isnan(found.stderr)
-    assert "is not a finite number" in found.reason
+    estimate = _compared(predicted, true)["delta_h/evaluation"]
+    assert (estimate.value, estimate.num_samples) == (0.0, 8)
+    assert math.isnan(estimate.stderr)
+    assert "is not a finite number" in estimate.reason
 
 
 def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:

@@ -93,19 +93,19 @@ class InterventionsTwin(Twin):
         j = -self.gradients * L_MAX * G / (G - 1)
         sizes = torch.tensor([len(fold) for fold in self.folds]).double()
         tokens = torch.tensor([sum(self.lengths[i] for i in fold) for fold in self.folds]).double()
-        found = {}
+        products_by_name = {}
         for quantity, direction, units in (("delta_h", x, tokens), ("delta_reward", j, sizes)):
-            own = torch.linalg.vecdot(direction, without)  # X_k · Δ_(−k)
-            found[quantity] = float(sizes @ own / units.sum())
+            products = torch.linalg.vecdot(direction, without)  # X_k · Δ_(−k)
+            products_by_name[quantity] = float(sizes @ products / units.sum())
             values = []
             for out in range(len(sizes)):
                 kept = [k for k in range(len(sizes)) if k != out]
-                moved = own if direction is x else own + direction @ (without[out] - whole)
+                moved = products if direction is x else products + direction @ (without[out] - whole)
                 values.append(float(sizes[kept] @ moved[kept] / units[kept].sum()))
             mean = sum(values) / len(values)
             variance = (len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values)
-            found[f"{quantity}_se"] = math.sqrt(variance)
-        return found
+            products_by_name[f"{quantity}_se"] = math.sqrt(variance)
+        return products_by_name
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,10 @@ def twin(run: tuple[Answers, Recorder]) -> InterventionsTwin:
 def test_it_is_the_difference_of_the_steps_of_the_twin(run, twin: InterventionsTwin, name: str) -> None:
     answers, expected = run[0].all[-1], twin.answers(name)
     for quantity in ("delta_h", "delta_reward"):
-        found = answers[f"intervention/{name}/{quantity}"]
-        assert found.value == pytest.approx(expected[quantity], rel=1e-3, abs=1e-3 * found.stderr), quantity
-        assert found.stderr == pytest.approx(expected[f"{quantity}_se"], rel=1e-3), quantity
-        assert found.num_samples == NUM_FOLDS
+        estimate = answers[f"intervention/{name}/{quantity}"]
+        assert estimate.value == pytest.approx(expected[quantity], rel=1e-3, abs=1e-3 * estimate.stderr), quantity
+        assert estimate.stderr == pytest.approx(expected[f"{quantity}_se"], rel=1e-3), quantity
+        assert estimate.num_samples == NUM_FOLDS
 
 
 def test_the_step_as_it_is_is_that_of_the_twin(run: tuple[Answers, Recorder], twin: InterventionsTwin) -> None:

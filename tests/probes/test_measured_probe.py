@@ -102,17 +102,19 @@ def plain(before: Any, now: Any, step: StepData, scored: int, steps: int = 1) ->
 
     values = changes([sum(column) for column in zip(*table, strict=True)])
     errors = [reference.jackknife_stderr(lambda sums, i=i: changes(sums)[i], table) for i in range(6)]
-    found = dict(zip((*CHANGES, KL, ESS), zip(values, errors, strict=True), strict=True))
-    return found | {STEPS: (float(steps), math.nan)}
+    changes_with_errors = dict(zip((*CHANGES, KL, ESS), zip(values, errors, strict=True), strict=True))
+    return changes_with_errors | {STEPS: (float(steps), math.nan)}
 
 
-def assert_same(found: dict[str, Estimate], expected: dict[str, tuple[float, float]], tolerance: float = 2e-3) -> None:
+def assert_same(
+    estimates: dict[str, Estimate], expected: dict[str, tuple[float, float]], tolerance: float = 2e-3
+) -> None:
     """To a share of value or error: the training is fp32's."""
-    assert found.keys() == expected.keys()
+    assert estimates.keys() == expected.keys()
     for name, (value, stderr) in expected.items():
         scale = max(abs(value), 0.0 if math.isnan(stderr) else stderr)
-        assert found[name].value == pytest.approx(value, abs=tolerance * scale), name
-        error = float(found[name].detail.get("stderr_of_batch", found[name].stderr))
+        assert estimates[name].value == pytest.approx(value, abs=tolerance * scale), name
+        error = float(estimates[name].detail.get("stderr_of_batch", estimates[name].stderr))
         assert error == pytest.approx(stderr, rel=5 * tolerance, nan_ok=True), name
 
 
@@ -162,12 +164,12 @@ def test_with_every_above_one_it_is_the_change_since_the_last_measured_step(make
 def test_far_steps_have_no_change_but_say_how_far_they_are(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], learning_rate=3e-2, **SHAPE).train()
-    found = probe.all[1]
-    assert found[ESS].value < 0.5
-    share = f"{found[ESS].value:.2f} of the responses, below 0.5"
+    estimates = probe.all[1]
+    assert estimates[ESS].value < 0.5
+    share = f"{estimates[ESS].value:.2f} of the responses, below 0.5"
     reason = f"the effective sample size is {share}: measure smaller steps, or every=1"
-    assert {found[name].reason for name in CHANGES} == {reason}
-    assert found[KL].value > 0.1
+    assert {estimates[name].reason for name in CHANGES} == {reason}
+    assert estimates[KL].value > 0.1
 
 
 def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> None:
@@ -205,9 +207,9 @@ def test_under_autocast_it_says_so(make_trainer) -> None:
     make_trainer(probes=[probe], bf16=True, use_cpu=True, max_steps=2, **settings).train()
     expected = plain(*probe.models, probe.steps[1], 4)
     for name in CHANGES:
-        found = probe.all[1][name]
-        assert found.reason.startswith("a central difference over ± 3 steps")
-        assert found.value == pytest.approx(expected[name][0], abs=expected[name][1]), name
+        estimate = probe.all[1][name]
+        assert estimate.reason.startswith("a central difference over ± 3 steps")
+        assert estimate.value == pytest.approx(expected[name][0], abs=expected[name][1]), name
 
 
 def test_a_resumed_run_measures_what_the_uninterrupted_one_does(tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def test_a_second_training_with_the_same_probes_measures_as_one_with_fresh_probe
     for trainer in (*trainers, fresh):
         set_seed(trainer.args.seed)
         trainer.train()
-    found = [trainer.attachment.latest for trainer in (trainers[1], fresh)]
-    assert without_seconds(dict(found[0])) == without_seconds(dict(found[1]))
-    assert found[0]["delta_h/cumulative_predicted"].value != 0
+    estimates = [trainer.attachment.latest for trainer in (trainers[1], fresh)]
+    assert without_seconds(dict(estimates[0])) == without_seconds(dict(estimates[1]))
+    assert estimates[0]["delta_h/cumulative_predicted"].value != 0
 
 
 def test_a_second_loop_with_the_same_probes_measures_as_one_with_fresh_probes() -> None:

@@ -67,9 +67,9 @@ def test_the_gap_of_rewards_is_that_of_the_responses_that_have_one() -> None:
     """Two of three have rewards 1 and 0, ratios 2 and 1: (2 · 1) / 3 − 1 / 2."""
     logps = torch.tensor([[math.log(2)], [0.0], [math.log(5)]], dtype=torch.float64)
     batch = batch_of(logps, torch.zeros_like(logps), torch.ones(3, 1), torch.tensor([1.0, 0.0, math.nan]))
-    found = answers(batch)
-    assert found["sampler/reward_gap"].value == pytest.approx(2 / 3 - 1 / 2)
-    assert found["sampler/mean_ratio"].value == pytest.approx(8 / 3)
+    estimates = answers(batch)
+    assert estimates["sampler/reward_gap"].value == pytest.approx(2 / 3 - 1 / 2)
+    assert estimates["sampler/mean_ratio"].value == pytest.approx(8 / 3)
 
 
 def by_loops(batch: Batch, upper: float) -> dict[str, Any]:
@@ -96,13 +96,13 @@ def by_loops(batch: Batch, upper: float) -> dict[str, Any]:
 
 def test_every_metric_and_its_error_over_prompts_equal_the_loops() -> None:
     batch = random_batch(Correction(high=1.15))
-    found = answers(batch)
+    estimates = answers(batch)
     for name, (formula, rows) in by_loops(batch, 1.15).items():
-        estimate = found[f"sampler/{name}"]
+        estimate = estimates[f"sampler/{name}"]
         assert estimate.value == pytest.approx(formula([sum(c) for c in zip(*rows, strict=True)]), rel=1e-10), name
         assert estimate.stderr == pytest.approx(reference.jackknife_stderr(formula, rows), rel=1e-8), name
         assert estimate.num_samples == PROMPTS
-    assert 0 < found["sampler/corrected_share"].value < 1
+    assert 0 < estimates["sampler/corrected_share"].value < 1
 
 
 def test_prompts_on_another_process_count_as_those_here() -> None:
@@ -119,8 +119,8 @@ def test_prompts_on_another_process_count_as_those_here() -> None:
 def test_parts_of_prompts_on_other_processes_give_values_and_no_error() -> None:
     batch = random_batch()
     whole, parts = answers(batch), answers(batch, limits=Limits(split_prompts="spread"))
-    assert {each.value for each in whole.values()} == {each.value for each in parts.values()}
-    assert all(math.isnan(each.stderr) and each.reason == "spread" for each in parts.values())
+    assert {estimate.value for estimate in whole.values()} == {estimate.value for estimate in parts.values()}
+    assert all(math.isnan(estimate.stderr) and estimate.reason == "spread" for estimate in parts.values())
 
 
 def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error() -> None:
@@ -139,25 +139,25 @@ def test_numerics_are_those_of_one_response_of_each_prompt_and_so_is_their_error
         outside = sum(not 0.9 <= math.exp(x) <= 1.1 for x in apart)
         rows.append([float(len(apart)), sum(math.exp(x) - 1 - x for x in apart), outside])
     for number, name in enumerate(("kl", "outside"), start=1):
-        found, formula = answers[f"sampler/numerics_{name}"], lambda s, n=number: s[n] / s[0]
-        assert found.value == pytest.approx(formula([sum(column) for column in zip(*rows, strict=True)]), rel=1e-9)
-        assert found.stderr == pytest.approx(reference.jackknife_stderr(formula, rows), rel=1e-8)
-        assert found.num_samples == PROMPTS
+        estimate, formula = answers[f"sampler/numerics_{name}"], lambda s, n=number: s[n] / s[0]
+        assert estimate.value == pytest.approx(formula([sum(column) for column in zip(*rows, strict=True)]), rel=1e-9)
+        assert estimate.stderr == pytest.approx(reference.jackknife_stderr(formula, rows), rel=1e-8)
+        assert estimate.num_samples == PROMPTS
 
 
 def test_without_another_sampler_every_ratio_is_one_and_off_policy_they_are_missing() -> None:
     batch = random_batch()
-    own = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, sampling_logps=None))
-    values = [each.value for each in answers(own).values()]
+    on_policy = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, sampling_logps=None))
+    values = [estimate.value for estimate in answers(on_policy).values()]
     assert values == [0, 0, 1, 1, 0, 0]
-    later = dataclasses.replace(own, rollout=dataclasses.replace(own.rollout, on_policy=False))
-    assert all(each.code == "no_sampling_logps" for each in answers(later).values())
+    later = dataclasses.replace(on_policy, rollout=dataclasses.replace(on_policy.rollout, on_policy=False))
+    assert all(estimate.code == "no_sampling_logps" for estimate in answers(later).values())
 
 
 @pytest.mark.parametrize(("top_p", "flagged"), [(0.95, True), (1.0, False)])
 def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p: float, flagged: bool) -> None:
     """64 prompts × 4 responses of 12 tokens; without a cut the sampler has noise on its logits, in 100 steps."""
-    found = []
+    estimates = []
     for seed in range(3 if flagged else 100):
         draw = torch.Generator().manual_seed(seed)
         logits = 2.0 * torch.randn(256, 12, 16, generator=draw, dtype=torch.float64)
@@ -168,10 +168,10 @@ def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p:
             sampler = logits.masked_fill(cut.bool(), -math.inf)
         table = sampler.log_softmax(-1)
         tokens = torch.multinomial(table.exp().flatten(0, 1), 1, generator=draw).view(256, 12, 1)
-        logps, sampled = (each.gather(-1, tokens).squeeze(-1) for each in (logits.log_softmax(-1), table))
+        logps, sampled = (table_logps.gather(-1, tokens).squeeze(-1) for table_logps in (logits.log_softmax(-1), table))
         mask, rewards = torch.ones_like(logps), torch.zeros(256, dtype=torch.float64)
-        found.append(answers(batch_of(logps, sampled, mask, rewards))["sampler/mean_ratio"])
-    assert [each.reason == CUT for each in found] == [flagged] * len(found)
+        estimates.append(answers(batch_of(logps, sampled, mask, rewards))["sampler/mean_ratio"])
+    assert [table_logps.reason == CUT for table_logps in estimates] == [flagged] * len(estimates)
     batch = batch_of(logps, sampled, mask, rewards)
     later = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, on_policy=False))
     assert answers(later)["sampler/mean_ratio"].reason == ""  # it may have learned from these responses
@@ -184,10 +184,10 @@ def test_the_effective_size_falls_by_twice_the_divergence_of_the_whole_response(
     logits = 2.0 * torch.randn(4096, length, 16, generator=draw, dtype=torch.float64)
     sampler = (logits + noise * torch.randn(logits.shape, generator=draw, dtype=torch.float64)).log_softmax(-1)
     tokens = torch.multinomial(sampler.exp().flatten(0, 1), 1, generator=draw).view(4096, length, 1)
-    logps, sampled = (each.gather(-1, tokens).squeeze(-1) for each in (logits.log_softmax(-1), sampler))
-    found = answers(batch_of(logps, sampled, torch.ones_like(logps), torch.zeros(4096, dtype=torch.float64)))
-    expected = math.exp(-2.0 * found["sampler/kl"].value * length)
-    assert found["sampler/ess"].value == pytest.approx(expected, rel=0.05)
+    logps, sampled = (table_logps.gather(-1, tokens).squeeze(-1) for table_logps in (logits.log_softmax(-1), sampler))
+    estimates = answers(batch_of(logps, sampled, torch.ones_like(logps), torch.zeros(4096, dtype=torch.float64)))
+    expected = math.exp(-2.0 * estimates["sampler/kl"].value * length)
+    assert estimates["sampler/ess"].value == pytest.approx(expected, rel=0.05)
     assert expected < 0.91
 
 
@@ -212,17 +212,17 @@ def test_a_later_step_of_a_rollout_is_corrected_by_the_ratios_of_its_first() -> 
     old = batch.rollout.sampling_logps
     later = dataclasses.replace(batch.rollout, on_policy=False, old_logps=old)
     moved = dataclasses.replace(batch.scores, logps=(old + 1.0).masked_fill(batch.scores.mask == 0, 0.0))
-    found = answers(dataclasses.replace(batch, rollout=later, scores=moved))
-    assert found["sampler/ratio_outside"].value == 1.0
-    assert found["sampler/corrected_share"].value == 0.0
+    estimates = answers(dataclasses.replace(batch, rollout=later, scores=moved))
+    assert estimates["sampler/ratio_outside"].value == 1.0
+    assert estimates["sampler/corrected_share"].value == 0.0
 
 
 def test_numerics_are_nothing_but_rounding_where_the_batch_s_shape_is_all_that_differs(make_trainer: Any) -> None:
     trainer = make_trainer(probes=[SamplerProbe(numerics=True)], max_steps=1, max_completion_length=8)
     trainer.train()
-    found = trainer.attachment.latest
-    assert 0 <= found["sampler/numerics_kl"].value < 1e-9
-    assert found["sampler/numerics_outside"].value == 0
+    estimates = trainer.attachment.latest
+    assert 0 <= estimates["sampler/numerics_kl"].value < 1e-9
+    assert estimates["sampler/numerics_outside"].value == 0
 
 
 def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any, tmp_path: Path) -> None:
@@ -244,11 +244,11 @@ def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64
     """Response by response, without padding, by the two models themselves."""
     probe = Says()
     trainer = make_trainer(probes=[probe], max_steps=1, beside={"rollout_func": OtherSampler(name)})
-    own = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     seen = probe.steps[0].batch.rollout
     models = [load_tiny()[0].double() for _ in range(2)]
-    for model, weights in zip(models, (own, COPIES[name](own)), strict=True):
+    for model, weights in zip(models, (weights_before, COPIES[name](weights_before)), strict=True):
         model.load_state_dict({name: weight.double() for name, weight in weights.items()}, strict=False)
     terms = []
     for i in range(seen.num_sequences):
@@ -256,7 +256,7 @@ def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64
         said = seen.completion_ids[i][seen.completion_mask[i].bool()]
         with torch.no_grad():
             logits = [model(torch.cat([prompt, said])[None]).logits[0, len(prompt) - 1 : -1] for model in models]
-        policy, sampler = (each.log_softmax(-1).gather(-1, said[:, None]).squeeze(-1) for each in logits)
+        policy, sampler = (table_logps.log_softmax(-1).gather(-1, said[:, None]).squeeze(-1) for table_logps in logits)
         terms += ((policy - sampler).exp() - 1 - (policy - sampler)).tolist()
     assert probe.all[0]["sampler/kl"].value == pytest.approx(sum(terms) / len(terms), rel=2e-3)
     assert sum(terms) / len(terms) > 1e-7

@@ -89,11 +89,11 @@ def test_every_estimate_equals_the_plain_twin(
         assert answer["entropy/sequence"].value == pytest.approx(sum(twin.entropy_of) / len(twin.lengths), **same)
         if both:
             length = twin.change(twin.update_without, per_length), twin.stderr(twin.update_without, per_length)
-            found = answer["delta_length/forward"]
-            assert (found.value, found.stderr) == pytest.approx(length, **same)
-            found = answer["delta_reward/forward"]
-            assert found.code == "other_loss" if masked else not found.reason
-            assert masked or (found.value, found.stderr) == pytest.approx(twin.reward(), **same)
+            estimate = answer["delta_length/forward"]
+            assert (estimate.value, estimate.stderr) == pytest.approx(length, **same)
+            estimate = answer["delta_reward/forward"]
+            assert estimate.code == "other_loss" if masked else not estimate.reason
+            assert masked or (estimate.value, estimate.stderr) == pytest.approx(twin.reward(), **same)
             cut = twin.step.rollout.truncated.double().mean()
             assert answer["delta_length/truncated"].value == pytest.approx(float(cut))
     first, second, third = probe.all

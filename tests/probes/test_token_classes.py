@@ -89,22 +89,22 @@ class TokensTwin(Twin):
         ordered = sorted(self.entropies[i][t].item() for i, t in self.tokens())
         half, most = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.8))
         rollout, pieces = self.step.rollout, load_tiny()[1].convert_ids_to_tokens
-        found: dict[str, dict[tuple[int, int], str]] = {kind: {} for kind in CLASSES}
+        texts: dict[str, dict[tuple[int, int], str]] = {kind: {} for kind in CLASSES}
         for i, t in self.tokens():
             entropy, advantage = self.entropies[i][t].item(), float(rollout.advantages[i])
             quarter = CLASSES["position"][sum(4 * t >= q * self.lengths[i] for q in (1, 2, 3))]
             piece = pieces(int(rollout.completion_ids[i, t]))
-            found["entropy"][i, t] = "lower_half" if entropy <= half else "middle" if entropy <= most else "top_fifth"
-            found["position"][i, t] = quarter
-            found["advantage"][i, t] = "positive" if advantage > 0 else "negative" if advantage < 0 else "zero"
-            found["text"][i, t] = (
+            texts["entropy"][i, t] = "lower_half" if entropy <= half else "middle" if entropy <= most else "top_fifth"
+            texts["position"][i, t] = quarter
+            texts["advantage"][i, t] = "positive" if advantage > 0 else "negative" if advantage < 0 else "zero"
+            texts["text"][i, t] = (
                 "end" if piece in ("<eos>", "<pad>", "<unk>")
                 else "tag" if piece[0] == "<" and len(piece) > 1
                 else "space" if piece in ("Ġ", "Ċ")
                 else "number" if piece.isdigit()
                 else "word" if piece.isalpha() else "sign"
             )  # fmt: skip
-        return found
+        return texts
 
     def of_tokens(self) -> dict[tuple[int, int], Tensor]:
         """What each token has in the loss's gradient, summed over responses, (P,)."""
@@ -122,14 +122,14 @@ class TokensTwin(Twin):
         x = self.x[0] - self.level * self.x[1]
         sizes = torch.tensor([len(fold) for fold in self.folds]).double()
         tokens = torch.tensor([sum(self.lengths[i] for i in fold) for fold in self.folds]).double()
-        own, values = torch.linalg.vecdot(x, parts), []
+        products, values = torch.linalg.vecdot(x, parts), []
         for out in range(len(sizes)):
             kept = [k for k in range(len(sizes)) if k != out]
-            values.append(float(sizes[kept] @ own[kept] / tokens[kept].sum()))
+            values.append(float(sizes[kept] @ products[kept] / tokens[kept].sum()))
         mean = sum(values) / len(values)
         variance = (len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values)
         lengths = x.norm(dim=1) * parts.norm(dim=1)
-        return float(sizes @ own / tokens.sum()), math.sqrt(variance), float(sizes @ lengths / tokens.sum())
+        return float(sizes @ products / tokens.sum()), math.sqrt(variance), float(sizes @ lengths / tokens.sum())
 
     def factor(self, gradients: Tensor) -> Tensor:
         """What the optimizer and clipping make of each entry; 0 of an embedding that is not used."""
@@ -158,10 +158,10 @@ def test_a_class_is_the_sum_over_its_tokens_of_a_backward_for_each(run: tuple[An
             members = [at for at in twin.tokens() if of_kind[at] == name]
             share = answers[f"tokens/{kind}/{name}/share_of_tokens"].value
             assert share == pytest.approx(len(members) / sum(twin.lengths)), (kind, name)
-            found = answers[f"tokens/{kind}/{name}/delta_h"]
+            texts = answers[f"tokens/{kind}/{name}/delta_h"]
             value, stderr, scale = twin.answer(members, of_tokens)
-            assert found.value == pytest.approx(value, abs=1e-5 * scale), (kind, name)
-            assert found.stderr == pytest.approx(stderr, abs=1e-5 * scale), (kind, name)
+            assert texts.value == pytest.approx(value, abs=1e-5 * scale), (kind, name)
+            assert texts.stderr == pytest.approx(stderr, abs=1e-5 * scale), (kind, name)
             compared += value != 0
     assert compared >= 10
 
@@ -182,8 +182,8 @@ def test_values_in_padded_positions_do_not_matter(run: tuple[Any, ...]) -> None:
 def test_a_gradient_that_is_not_finite_is_said_and_not_kept(make_trainer: Callable[..., Any]) -> None:
     probe = InfiniteWeight()
     make_trainer(probes=[probe], max_completion_length=8, reward=graded).train()
-    found = {name: e for name, e in probe.all[-1].items() if name.startswith("tokens/position/first_quarter/d")}
-    assert [estimate.reason for estimate in found.values()] == ["a gradient of the step is not finite"]
+    estimates = {name: e for name, e in probe.all[-1].items() if name.startswith("tokens/position/first_quarter/d")}
+    assert [estimate.reason for estimate in estimates.values()] == ["a gradient of the step is not finite"]
     assert probe.state["position/first_quarter"].num_steps == 0
 
 
@@ -195,10 +195,10 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
     layout = Layout({"w": torch.zeros(1).double()})
     state = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
     pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
-    one, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
+    weight, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
-    steps = LeaveOneOutUpdates(pieces, fold_means([one], [rows], sizes), math.inf, identity)
-    basis = fold_means([0.5 * one], [0.5 * rows], sizes)
+    steps = LeaveOneOutUpdates(pieces, fold_means([weight], [rows], sizes), math.inf, identity)
+    basis = fold_means([0.5 * weight], [0.5 * rows], sizes)
     direction = Direction([torch.tensor([[1.0], [2.0]]).double()])
     ((products, _),) = GradientParts(steps, identity, basis).products([None], [direction])
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
@@ -232,8 +232,8 @@ def test_quantiles_are_exactly_those_of_all_sorted_tokens_of_all_processes(dtype
         expected = torch.stack([entropies > limit for limit in limits]).sum(dim=0)
 
         def classes(rank: int, reduce: Callable[[Tensor], Tensor], entropies: Tensor = entropies) -> Tensor:
-            own = entropies[rank : rank + 1]
-            return token_classes.entropy_classes(own, torch.ones_like(own).bool(), reduce)
+            local = entropies[rank : rank + 1]
+            return token_classes.entropy_classes(local, torch.ones_like(local).bool(), reduce)
 
         assert torch.equal(torch.cat(on_two_ranks(classes)), expected)
 
@@ -291,14 +291,14 @@ def in_a_loop(decode: Callable[[Tensor], str] | None) -> dict[str, Estimate]:
 
 
 def test_without_a_tokenizer_only_kinds_of_text_are_missing_and_the_reason_says_what_to_give() -> None:
-    found = in_a_loop(None)
-    missing = {name.split("/")[1] for name, estimate in found.items() if math.isnan(estimate.value)}
+    estimates = in_a_loop(None)
+    missing = {name.split("/")[1] for name, estimate in estimates.items() if math.isnan(estimate.value)}
     assert missing == {"text"}
-    assert "decode=" in found["tokens/text/word/delta_h"].reason
+    assert "decode=" in estimates["tokens/text/word/delta_h"].reason
 
 
 def test_texts_that_are_the_numbers_of_their_tokens_are_texts() -> None:
     """As of a vocabulary of digits."""
-    found = in_a_loop(lambda ids: str(int(ids[0])))
-    assert found["tokens/text/number/share_of_tokens"].value == 1.0
-    assert math.isfinite(found["tokens/text/number/delta_h"].value)
+    estimates = in_a_loop(lambda ids: str(int(ids[0])))
+    assert estimates["tokens/text/number/share_of_tokens"].value == 1.0
+    assert math.isfinite(estimates["tokens/text/number/delta_h"].value)

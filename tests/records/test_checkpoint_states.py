@@ -49,9 +49,9 @@ def read(checkpoint: Path, processes: int, rank: int) -> dict[str, torch.Tensor]
 def assert_read_by(processes: int, checkpoint: Path) -> None:
     for rank in range(processes):
         expected = entries_of(processes, rank)
-        found = read(checkpoint, processes, rank)
-        assert [*found] == [*expected]
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        states_read = read(checkpoint, processes, rank)
+        assert [*states_read] == [*expected]
+        assert all(torch.equal(states_read[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])

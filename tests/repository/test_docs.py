@@ -99,7 +99,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def rows_of_the_page() -> dict[str, re.Pattern[str]]:
     """The metrics of docs/reference/metrics.md, and what matches them: …, NAME and KIND stand for anything."""
     lines = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8").splitlines()
-    names = [found[1] for line in lines if (found := re.match(r"\| `([^`]+)` \|", line))]
+    names = [match[1] for line in lines if (match := re.match(r"\| `([^`]+)` \|", line))]
     return {
         name: re.compile(re.sub("…|NAME|KIND", ".+", re.escape(name)) + "(_sequence)?(_se|_low|_high)?")
         for name in names
@@ -127,9 +127,9 @@ def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp
         first = trained_weights(trainer)
         trainer.train()
         changes.append(trained_weights(trainer) - first)
-    guide, own, plain = changes
-    assert float((guide - own).norm() / own.norm()) < 1e-6
-    assert float((guide - plain).norm() / own.norm()) > 1e-3
+    guide, by_loop, plain = changes
+    assert float((guide - by_loop).norm() / by_loop.norm()) < 1e-6
+    assert float((guide - plain).norm() / by_loop.norm()) > 1e-3
 
 
 def test_the_guides_probe_says_of_long_responses_what_their_share_of_a_linear_step_is(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_the_guides_probe_says_of_long_responses_what_their_share_of_a_linear_st
 
     trainer = trainer_maker(tmp_path)(probes=[WithShare()], max_steps=1, max_grad_norm=0.0, **SHAPE | SGD)
     trainer.train()
-    found = trainer.attachment.latest["long_responses/delta_h"]
-    assert found.value == pytest.approx(-shares[0], rel=1e-4)
-    assert found.value != 0.0
-    assert found.stderr > 0.0
+    estimate = trainer.attachment.latest["long_responses/delta_h"]
+    assert estimate.value == pytest.approx(-shares[0], rel=1e-4)
+    assert estimate.value != 0.0
+    assert estimate.stderr > 0.0
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formu
     for page, rows in said.items():
         text = (DOCS / page).read_text(encoding="utf-8")
         for pattern, bytes_of_formula in rows:
-            assert [float(found) for found in re.findall(pattern, text)] == [
+            assert [float(figure) for figure in re.findall(pattern, text)] == [
                 pytest.approx(bytes_of_formula, rel=0.05)
             ], page
 
@@ -219,9 +219,9 @@ def test_pages_name_the_versions_of_python_that_setup_cfg_does() -> None:
     said = {
         page.name: set(re.findall(r"Python [≥\d][^,;.]*(?:\.\d+[^,;.]*)*", page.read_text("utf-8"))) for page in pages
     }
-    found = {name: texts for name, texts in said.items() if texts}
-    assert found.keys() >= {"README.md", "install.md", "gpu_and_cluster.md"}
-    assert set().union(*found.values()) == {f"Python {' or '.join(versions)}"}
+    texts_by_name = {name: texts for name, texts in said.items() if texts}
+    assert texts_by_name.keys() >= {"README.md", "install.md", "gpu_and_cluster.md"}
+    assert set().union(*texts_by_name.values()) == {f"Python {' or '.join(versions)}"}
 
 
 def test_attach_without_probes_is_what_training_with_probes_is_bitwise(tmp_path: Path) -> None:

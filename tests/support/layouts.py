@@ -145,7 +145,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-4, eps=1e-5, weight_decay=0.1)
     count = PROMPTS * G // world // case["microbatch"]
-    found = []
+    scored_rows = []
     torch.manual_seed(1 + rank)
     with measured_loop(
         model, optimizer, probes(case), responses_per_prompt=G, microbatch_size=case["microbatch"],
@@ -167,9 +167,14 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                 metrics["grad_norm"] = float(clip_grad_norm_(trained, CLIP))
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})
+            scored_rows.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})
         sent, during = measured._driver._runtime.reduction.bytes_sent, num_groups()
-    return {"estimates": found, "digest": digest(trained, optimizer), "sent": sent, "groups": (during, num_groups())}
+    return {
+        "estimates": scored_rows,
+        "digest": digest(trained, optimizer),
+        "sent": sent,
+        "groups": (during, num_groups()),
+    }
 
 
 def num_groups() -> int:

@@ -92,10 +92,12 @@ class GivenRollouts(GRPOTrainer):
         whole = given_rollout(self.state.global_step + 1)
         share = len(inputs)
         rows = slice(self.accelerator.process_index * share, (self.accelerator.process_index + 1) * share)
-        own = {key: (value[rows] if value.ndim else value).to(self.accelerator.device) for key, value in whole.items()}
-        width = int(own["completion_mask"].sum(dim=1).max())  # a process pads to its own longest sequence
-        own |= {key: own[key][:, :width] for key in ("completion_ids", "completion_mask")}
-        return own | {REWARD: own["advantages"]}
+        rank_inputs = {
+            key: (value[rows] if value.ndim else value).to(self.accelerator.device) for key, value in whole.items()
+        }
+        width = int(rank_inputs["completion_mask"].sum(dim=1).max())  # a process pads to its own longest sequence
+        rank_inputs |= {key: rank_inputs[key][:, :width] for key in ("completion_ids", "completion_mask")}
+        return rank_inputs | {REWARD: rank_inputs["advantages"]}
 
 
 class ReplayTrainer(GivenRollouts, DrGRPOTrainer):

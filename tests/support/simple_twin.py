@@ -273,20 +273,21 @@ class Twin:
         """The change of the mean reward by the steps without each fold, and its error, as `stderr` has it."""
         rewards, prompts = self.step.rollout.rewards.tolist(), self.step.rollout.prompt_index.tolist()
         above = []
-        for i, own in enumerate(rewards):
+        for i, reward in enumerate(rewards):
             others = [r for j, r in enumerate(rewards) if j != i and prompts[j] == prompts[i]]
-            above.append(own - sum(others) / len(others))
-        each = torch.stack([x * self.gradient(logps.sum()) for x, logps in zip(above, self.logps, strict=True)])
-        sizes, by_fold = [len(fold) for fold in self.folds], torch.stack([each[fold].sum(dim=0) for fold in self.folds])
-        own = torch.linalg.vecdot(by_fold, self.update_without)
+            above.append(reward - sum(others) / len(others))
+        gradients = torch.stack([x * self.gradient(logps.sum()) for x, logps in zip(above, self.logps, strict=True)])
+        sizes = [len(fold) for fold in self.folds]
+        by_fold = torch.stack([gradients[fold].sum(dim=0) for fold in self.folds])
+        products = torch.linalg.vecdot(by_fold, self.update_without)
         less = [by_fold @ (update - self.update) for update in self.update_without]
         without = [
-            sum(float(own[k] + less[out][k]) for k in range(len(sizes)) if k != out) / (sum(sizes) - sizes[out])
+            sum(float(products[k] + less[out][k]) for k in range(len(sizes)) if k != out) / (sum(sizes) - sizes[out])
             for out in range(len(sizes))
         ]
         mean = sum(without) / len(without)
         spread = sum((value - mean) ** 2 for value in without)
-        return float(own.sum()) / sum(sizes), math.sqrt((len(sizes) - 1) / len(sizes) * spread)
+        return float(products.sum()) / sum(sizes), math.sqrt((len(sizes) - 1) / len(sizes) * spread)
 
 
 def dot_product(a: list[float], b: list[float]) -> float:

@@ -133,15 +133,15 @@ def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -
 
 
 def test_prompts_that_span_microbatches_are_measured_as_those_that_do_not(make_trainer) -> None:
-    found = []
+    rows = []
     for size, count in ((4, 4), (2, 8)):
         shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count, "max_completion_length": 8}
         trainer = make_trainer(
             probes=[SimpleEntropyProbe()], reward=graded, max_steps=1, adam_epsilon=1e-5, dtype=torch.float64, **shape
         )
         trainer.train()
-        found.append(trainer.attachment.latest["delta_h/forward"])
-    whole, cut = found
+        rows.append(trainer.attachment.latest["delta_h/forward"])
+    whole, cut = rows
     assert (cut.value, cut.stderr) == pytest.approx((whole.value, whole.stderr), rel=1e-4)
 
 
@@ -457,9 +457,9 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_not_updated_and_m
     assert torch.equal(measured["unused"], torch.ones(3))
     assert latest[0].keys() >= latest[1].keys()
     for name, estimate in latest[1].items():
-        found = latest[0][name]
+        latest_estimate = latest[0][name]
         expected = pytest.approx((estimate.value, estimate.stderr), rel=1e-5, abs=1e-9, nan_ok=True)
-        assert (found.value, found.stderr) == expected, name
+        assert (latest_estimate.value, latest_estimate.stderr) == expected, name
 
 
 def test_gradients_that_are_used_up_within_the_backward_are_an_error(make_trainer) -> None:

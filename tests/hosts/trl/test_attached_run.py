@@ -85,10 +85,10 @@ def test_the_report_is_there_after_an_error_of_the_users_which_stays_what_it_is(
     raised = error("of the user's")
     trainer.add_callback(Raising(raised))
     attached = attach(trainer, tmp_path / "run", "ess")
-    with pytest.raises(error) as found, attached if is_block else contextlib.nullcontext():
+    with pytest.raises(error) as caught, attached if is_block else contextlib.nullcontext():
         trainer.train()
     line = f"{how}; the report: {tmp_path / 'run' / 'report' / 'report.html'}"
-    assert found.value is raised
+    assert caught.value is raised
     assert raised.__notes__ == [line]
     assert caplog.messages[-1] == line
     assert files_in(tmp_path / "run") == FILES

@@ -62,7 +62,7 @@ def measured(trainer: Any) -> tuple[dict[str, Any], list[Any]]:
     seen = SeenRewards(trainer)
     with attach(trainer, probes=[*probes(), seen], whole_prompts=True) as attachment:
         trainer.train()
-    assert all(found == own for found, own in seen.rewards)
+    assert all(logged == reward for logged, reward in seen.rewards)
     return dict(attachment.latest), seen.steps
 
 
@@ -93,25 +93,27 @@ def test_replayed_responses_have_their_own_rewards_and_are_weighed_by_the_log_pr
     make_trainer: Any,
 ) -> None:
     trainer = make_trainer(Replay, **STEP)
-    found, steps = measured(trainer)
+    estimates, steps = measured(trainer)
     assert trainer.replayed > 0
     assert trainer.true_ess < 31.5
-    assert found["ess/importance"].value == pytest.approx(trainer.true_ess, rel=1e-4)
-    assert found["sampler/ess"].value == pytest.approx(trainer.true_ess / 32, rel=1e-4)
+    assert estimates["ess/importance"].value == pytest.approx(trainer.true_ess, rel=1e-4)
+    assert estimates["sampler/ess"].value == pytest.approx(trainer.true_ess / 32, rel=1e-4)
     assert [step.batch.rollout.on_policy for step in steps] == [True, False]
     assert steps[0].batch.rollout.sampling_logps is None
     for name in ("delta_h/forward", "delta_h/backward", "intervention/lr/delta_h"):
-        assert found[name].code == "reused"
+        assert estimates[name].code == "reused"
 
 
 def test_replayed_responses_without_log_probabilities_are_a_sample_of_no_known_policy(make_trainer: Any) -> None:
     trainer = make_trainer(Replay, **STEP)
     trainer.keeps_logps = False
-    found, _ = measured(trainer)
+    estimates, _ = measured(trainer)
     assert trainer.replayed > 0
     for name in ("entropy/token", "delta_h/forward", "ess/importance", "measured/delta_h"):
-        assert f"{trainer.replayed} of the 32 responses in this batch were not generated for it" in found[name].reason
-    assert math.isfinite(found["entropy/visited_prefixes"].value)
+        assert (
+            f"{trainer.replayed} of the 32 responses in this batch were not generated for it" in estimates[name].reason
+        )
+    assert math.isfinite(estimates["entropy/visited_prefixes"].value)
 
 
 def test_replayed_responses_of_a_hotter_rollout_are_no_samples_of_the_policy(make_trainer: Any) -> None:
@@ -123,36 +125,38 @@ def test_replayed_responses_of_a_hotter_rollout_are_no_samples_of_the_policy(mak
             trainer.generation_config.temperature = [1.5, 1.0][state.global_step]
 
     trainer.add_callback(Cools())
-    found, _ = measured(trainer)
+    estimates, _ = measured(trainer)
     assert trainer.replayed > 0
     for name in ("entropy/token", "ess/importance"):
-        assert found[name].reason.startswith("temperature=1.5 in trainer.generation_config makes the sampled policy")
+        assert estimates[name].reason.startswith(
+            "temperature=1.5 in trainer.generation_config makes the sampled policy"
+        )
 
 
 def test_prompts_that_are_drawn_again_keep_their_own_rewards_and_are_measured(make_trainer: Any) -> None:
     trainer = make_trainer(
         DrawsAgain, **STEP | {"reward": lambda completions, **k: [float(len(c) > 4) for c in completions]}
     )
-    found, steps = measured(trainer)
+    estimates, steps = measured(trainer)
     assert all(step.batch.rollout.on_policy for step in steps)
     for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "gns/trace_between"):
-        assert math.isfinite(found[name].value) or not found[name].reason.startswith("the ")
+        assert math.isfinite(estimates[name].value) or not estimates[name].reason.startswith("the ")
 
 
 def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(make_trainer: Any) -> None:
     """What describes the batch and its gradient is measured, from the folds that the smaller batch has."""
-    found, steps = measured(keeps(make_trainer, shortest_half))
+    estimates, steps = measured(keeps(make_trainer, shortest_half))
     for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "ess/importance", "measured/delta_h"):
-        assert found[name].code == "not_all_kept"
+        assert estimates[name].code == "not_all_kept"
     for name in ("entropy/visited_prefixes", "ess/zero_advantage_prompts", "gns/trace_step"):
-        assert math.isfinite(found[name].value)
+        assert math.isfinite(estimates[name].value)
     assert steps[-1].batch.fold_sizes.tolist() == [2.0] * 8
     assert steps[-1].batch.responses_per_prompt == 2
 
 
 def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(make_trainer: Any) -> None:
     """Microbatches of two responses: a fold takes two of them."""
-    found, steps = measured(keeps(make_trainer, half_of_the_prompts, learning_rate=3e-4))
+    estimates, steps = measured(keeps(make_trainer, half_of_the_prompts, learning_rate=3e-4))
     for name in (
         "entropy/token",
         "delta_h/forward",
@@ -160,16 +164,16 @@ def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(m
         "delta_reward/forward",
         "measured/delta_reward",
     ):
-        assert math.isfinite(found[name].value), found[name].reason
+        assert math.isfinite(estimates[name].value), estimates[name].reason
     assert steps[-1].batch.fold_sizes.tolist() == [4.0] * 4
     assert steps[-1].batch.rollout.num_sequences == 16
 
 
 def test_prompts_with_unlike_numbers_of_responses_are_named(make_trainer: Any) -> None:
-    found, _ = measured(keeps(make_trainer, unlike_numbers))
+    estimates, _ = measured(keeps(make_trainer, unlike_numbers))
     for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
-        assert found[name].code == "uneven_prompts"
-    assert math.isfinite(found["ess/zero_advantage"].value)
+        assert estimates[name].code == "uneven_prompts"
+    assert math.isfinite(estimates["ess/zero_advantage"].value)
 
 
 def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None:
@@ -187,9 +191,9 @@ def with_logps(make_trainer: Any, change: Any) -> Any:
     class Handed(Replay):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             out = GRPOTrainer._generate_and_score_completions(self, inputs)
-            own = self.scores_of(out)
-            out["old_per_token_logps"] = change(own)
-            logs = ((own - out["old_per_token_logps"]) * out["completion_mask"]).sum(dim=1).double()
+            logps = self.scores_of(out)
+            out["old_per_token_logps"] = change(logps)
+            logs = ((logps - out["old_per_token_logps"]) * out["completion_mask"]).sum(dim=1).double()
             self.true_ess = float(logs.exp().sum() ** 2 / (2 * logs).exp().sum())
             return out
 
@@ -197,19 +201,19 @@ def with_logps(make_trainer: Any, change: Any) -> Any:
 
 
 def test_old_log_probabilities_that_are_the_policy_s_own_leave_the_step_on_policy(make_trainer: Any) -> None:
-    found, steps = measured(with_logps(make_trainer, torch.clone))
+    estimates, steps = measured(with_logps(make_trainer, torch.clone))
     assert steps[0].batch.rollout.on_policy
     assert steps[0].batch.rollout.sampling_logps is None
-    assert found["ess/importance"].value == 32.0
-    assert math.isfinite(found["intervention/psr/delta_h"].value)
+    assert estimates["ess/importance"].value == 32.0
+    assert math.isfinite(estimates["intervention/psr/delta_h"].value)
 
 
 def test_old_log_probabilities_of_another_policy_are_kept(make_trainer: Any) -> None:
     trainer = with_logps(make_trainer, lambda logps: logps + 0.1 * torch.sin(1e4 * logps))
-    found, steps = measured(trainer)
+    estimates, steps = measured(trainer)
     assert not steps[0].batch.rollout.on_policy
     assert 16 < trainer.true_ess < 31.9
-    assert found["ess/importance"].value == pytest.approx(trainer.true_ess, rel=1e-4)
+    assert estimates["ess/importance"].value == pytest.approx(trainer.true_ess, rel=1e-4)
 
 
 def test_a_response_that_was_written_by_somebody_else_is_noticed(make_trainer: Any) -> None:
@@ -219,9 +223,9 @@ def test_a_response_that_was_written_by_somebody_else_is_noticed(make_trainer: A
             out["completion_ids"][0, 0] = 7 if out["completion_ids"][0, 0] != 7 else 8
             return out
 
-    found, _ = measured(make_trainer(Shown, **STEP))
-    assert found["entropy/token"].reason.startswith("1 of the 32 responses in this batch were not generated")
-    assert found["measured/delta_reward"].reason.startswith("1 of the 32")
+    estimates, _ = measured(make_trainer(Shown, **STEP))
+    assert estimates["entropy/token"].reason.startswith("1 of the 32 responses in this batch were not generated")
+    assert estimates["measured/delta_reward"].reason.startswith("1 of the 32")
 
 
 def test_a_batch_that_a_subclass_makes_anew_keeps_its_prompts_and_knows_no_rewards(make_trainer: Any) -> None:
@@ -246,10 +250,10 @@ def test_microbatches_of_sizes_that_nobody_foretold_have_folds_that_add_up_to_th
             return {key: value[:rows] if value.ndim else value for key, value in inputs.items()}
 
     settings = STEP | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
-    found, steps = measured(make_trainer(Shrinks, **settings))
+    estimates, steps = measured(make_trainer(Shrinks, **settings))
     assert steps[-1].batch.rollout.num_sequences == 28
     for name in ("delta_h/forward", "gns/trace_step", "entropy/token"):
-        assert math.isfinite(found[name].value)
+        assert math.isfinite(estimates[name].value)
     gradients, sizes = steps[-1].gradients, steps[-1].batch.fold_sizes
     assert sizes.sum() == 28
     for rows, name in zip(gradients.rows, gradients.layout.buckets, strict=True):
@@ -315,9 +319,9 @@ def test_responses_of_earlier_rollouts_are_told_from_new_ones_and_forgotten_at_l
     responses.begin_next(first[:1])
     assert not responses
     second = keys_of(responses, [([1], [2]), ([1], [4])])
-    found, fresh = responses.find([first[1], second[0], first[0]])
+    places, fresh = responses.find([first[1], second[0], first[0]])
     assert fresh == [False, True, True]  # the same tokens, sampled again, are a fresh sample
-    assert [response.learned for response in found] == [False, False, False]
+    assert [response.learned for response in places] == [False, False, False]
     responses.begin_next(second)
     keys_of(responses, [([9], [9])])
     assert responses.find([first[0]])[0][0].learned
@@ -331,8 +335,8 @@ def test_a_response_that_was_learned_from_stays_so_where_the_same_is_generated_a
     responses = GeneratedResponses()
     for learned in (1, 0):
         responses.begin_next(keys_of(responses, [([1], [2]), ([1], [3])])[:learned])
-    found, _ = responses.find(keys_of(GeneratedResponses(), [([1], [2]), ([1], [3])]))
-    assert [response is not None and response.learned for response in found] == [True, False]
+    places, _ = responses.find(keys_of(GeneratedResponses(), [([1], [2]), ([1], [3])]))
+    assert [response is not None and response.learned for response in places] == [True, False]
 
 
 def test_rewards_of_another_number_of_rows_are_not_taken() -> None:

@@ -118,19 +118,21 @@ def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
     """Return this rank's share of a rollout in verl's form; uids are the numbers of prompts."""
     rollout = given_rollout(step)
     share = PROMPTS * G // world
-    own = {n: v[rank * share : (rank + 1) * share] for n, v in rollout.items() if n != "num_items_in_batch"} | changes
-    prompt, mask = own["prompt_mask"], own["completion_mask"]
+    rank_rows = {
+        n: v[rank * share : (rank + 1) * share] for n, v in rollout.items() if n != "num_items_in_batch"
+    } | changes
+    prompt, mask = rank_rows["prompt_mask"], rank_rows["completion_mask"]
     tokens = torch.cat([prompt, mask], dim=1)
     last = torch.nn.functional.one_hot(mask.sum(dim=1) - 1, mask.shape[1])
     data = {
-        "prompts": nested(own["prompt_ids"], prompt),
-        "responses": nested(own["completion_ids"], mask),
+        "prompts": nested(rank_rows["prompt_ids"], prompt),
+        "responses": nested(rank_rows["completion_ids"], mask),
         "response_mask": nested(mask, mask),
         "loss_mask": nested(mask, mask),
-        "input_ids": nested(torch.cat([own["prompt_ids"], own["completion_ids"]], dim=1), tokens),
+        "input_ids": nested(torch.cat([rank_rows["prompt_ids"], rank_rows["completion_ids"]], dim=1), tokens),
         "position_ids": nested((tokens.cumsum(dim=1) - 1).clamp(min=0), tokens),
-        "advantages": nested(own["advantages"].unsqueeze(1) * mask, mask),
-        "rm_scores": nested(own["advantages"].unsqueeze(1) * last, mask),
+        "advantages": nested(rank_rows["advantages"].unsqueeze(1) * mask, mask),
+        "rm_scores": nested(rank_rows["advantages"].unsqueeze(1) * last, mask),
     }
     batch = TensorDict(data, batch_size=share)
     tensordict_utils.assign_non_tensor_stack(batch, "uid", [str((rank * share + i) // G) for i in range(share)])
@@ -241,9 +243,9 @@ def one_rank(rank: int, folder: Path, world: int, names: list[str], store: str) 
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for name in names:
-        own = folder / f"{name}_{world}"
-        own.mkdir(parents=True, exist_ok=True)
-        torch.save(train(name, own, folder / "model"), own / f"{rank}.pt")
+        run_folder = folder / f"{name}_{world}"
+        run_folder.mkdir(parents=True, exist_ok=True)
+        torch.save(train(name, run_folder, folder / "model"), run_folder / f"{rank}.pt")
     dist.barrier()
     os._exit(0)
 
