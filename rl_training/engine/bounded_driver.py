@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import BoundState, KLBound
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import LoopSpec
 from rl_training.policy.rollout import join_rollouts
 from rl_training.statistics.estimate import Estimate
 

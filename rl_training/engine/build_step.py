@@ -11,7 +11,8 @@ from torch import Tensor
 from rl_training.engine.fold_placement import choose_folds
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import TermsCheck, mismatch_of
-from rl_training.engine.recorder import JoinedMicrobatches, LoopSpec, StepRecorder
+from rl_training.engine.loop_spec import LoopSpec
+from rl_training.engine.recorder import JoinedMicrobatches, StepRecorder
 from rl_training.engine.requirements import needs_of
 from rl_training.gradients.folds import FoldGroup
 from rl_training.optim.state import gradients_and_states, view_optimizer

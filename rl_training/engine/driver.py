@@ -26,11 +26,12 @@ from rl_training.engine.build_step import build_step
 from rl_training.engine.context import StepContext
 from rl_training.engine.fold_recorder import FoldRecorder
 from rl_training.engine.gradient_check import TermsCheck
+from rl_training.engine.loop_spec import LoopSpec, StepShape
 from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.predictions import Predictions
 from rl_training.engine.probe import Probe
 from rl_training.engine.probe_states import ProbeStates
-from rl_training.engine.recorder import LoopSpec, SeenPrompts, StepRecorder, StepShape
+from rl_training.engine.recorder import SeenPrompts, StepRecorder
 from rl_training.engine.requirements import Requirements, announcement, needs_of
 from rl_training.engine.timing import SHARED, Clock, Costs
 from rl_training.engine.verifier import refuse_other_parameters
@@ -191,15 +192,25 @@ class StepDriver:
             data, prediction = self._data_of(step, self._runtime), None
             if self._predictions is not None:
                 prediction = self._predictions.predict(data, self._runtime, step.probes)
-            step.view = view = StepContext(data, self._runtime, prediction)
+            step.context = ctx = StepContext(data, self._runtime, prediction)
         for probe in step.probes:
             with self._clock.timed(probe.name):
-                step.readings[probe.name] = self._states.measure(probe, view)
+                step.readings[probe.name] = self._states.measure(probe, ctx)
         reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
+
+    def _data_of(self, step: StepRecorder, runtime: Runtime) -> StepData:
+        """Return the data of a step whose gradients are all in. A collective."""
+        loop, joined = self._loop, step.join(self._loop.ranks)
+        edited = None if self._predictions is None else self._predictions.edit_limit()
+        padded = self._padding.limit(joined.rollout, loop.policy, loop.ranks.reduce)
+        told = joined.rollout.sampling_mismatch
+        mismatch = (loop.limits.sampling_mismatch if told is None else told) or edited or padded
+        limits = step.limits(loop, self._learned.numbers, mismatch)
+        return build_step(step, joined, limits, loop, runtime, self._rows, self._terms)
 
     def about_to_step(self) -> None:
         """Look at the weights right before the optimizer's step, where a loop knows when that is."""
-        if self._predictions is not None and self.open_step is not None and self.open_step.view is not None:
+        if self._predictions is not None and self.open_step is not None and self.open_step.context is not None:
             self._predictions.about_to_step()
 
     def stepped(self, made: bool = True) -> None:
@@ -210,7 +221,7 @@ class StepDriver:
         step = self.open_step
         if step is not None and made:
             self._learned.add(step.rollouts)  # also where this step is not measured: a later one on them may be
-        if step is None or step.view is None:
+        if step is None or step.context is None:
             return
         if self._predictions is not None:
             with self.measuring():
@@ -219,7 +230,7 @@ class StepDriver:
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     reading = step.readings[probe.name]
-                    step.readings[probe.name] = self._states.after_step(probe, step.view, reading)
+                    step.readings[probe.name] = self._states.after_step(probe, step.context, reading)
             with self.measuring():
                 self._verify(step, made)
 
@@ -244,11 +255,11 @@ class StepDriver:
         step, self.open_step = self.open_step, None
         answers: dict[str, dict[str, Estimate]] = {}
         num_bytes = self._costs.num_bytes
-        if step is not None and step.view is not None:
+        if step is not None and step.context is not None:
             answers = {name: reading.estimates for name, reading in step.readings.items()}
             if step.check:
                 answers[self.name] = dict(step.check)
-            num_folds = step.view.step.batch.num_folds
+            num_folds = step.context.step.batch.num_folds
             vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # one probe after another
             of_engine = (part.most_bytes for part in (self._rows, self._predictions) if part is not None)
             num_bytes = sum(of_engine) + vectors * self._layout.num_bytes
@@ -287,13 +298,3 @@ class StepDriver:
         """Return what a resumed run needs: the probes' states by name, and the engine's own."""
         update = self._update_state if self._predictions is None else self._predictions.state
         return {**self._states.values, self.name: update}
-
-    def _data_of(self, step: StepRecorder, runtime: Runtime) -> StepData:
-        """Return the data of a step whose gradients are all in. A collective."""
-        loop, joined = self._loop, step.join(self._loop.ranks)
-        edited = None if self._predictions is None else self._predictions.edit_limit()
-        padded = self._padding.limit(joined.rollout, loop.policy, loop.ranks.reduce)
-        told = joined.rollout.sampling_mismatch
-        mismatch = (loop.limits.sampling_mismatch if told is None else told) or edited or padded
-        limits = step.limits(loop, self._learned.numbers, mismatch)
-        return build_step(step, joined, limits, loop, runtime, self._rows, self._terms)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import LoopSpec
 from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.verifier import UpdateVerifier
 from rl_training.entropy.prediction import predict_entropy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.context import StepContext
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.engine.probe import Probe, Reading
 from rl_training.gradients.folds import FoldGroup, ranges_of
 from rl_training.gradients.loss_weights import LossWeights
 from rl_training.parallel.ranks import Ranks
-from rl_training.parallel.sharding import Shard
-from rl_training.policy.policy import Policy
 from rl_training.policy.rollout import Rollout, join_origins, join_rollouts, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
@@ -28,59 +26,13 @@ from rl_training.step.limits import (
     HOOKED,
     MISMATCHED,
     MIXED_PROMPTS,
-    ONE_FOLD,
     ONE_RESPONSE,
     OTHER_SIZES,
     OTHER_TERMS,
     REUSED,
     SPLIT_PROMPTS,
-    Fixes,
     Limits,
 )
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """How an optimizer step of a loop is cut into microbatches."""
-
-    responses_per_prompt: int
-    microbatch_size: int  # sequences of one forward and backward
-    microbatches: int  # of an optimizer step on this rank; the last step of an epoch may have fewer
-    num_ranks: int
-
-    @property
-    def sizes(self) -> list[int]:
-        """Sequences of each microbatch of a whole step."""
-        return [self.microbatch_size] * self.microbatches
-
-
-@dataclass(frozen=True)
-class LoopSpec:
-    """What the driver must know about a training loop, once its parameters are laid out over processes."""
-
-    shape: StepShape
-    shard: Shard
-    policy: Policy
-    ranks: Ranks
-    dr_grpo: bool = True  # by its settings the loss is Dr-GRPO's and nothing else's
-    loss_settings: LossSettings | None = None  # when training begins; None where they are not known
-    # Those of all steps, as far as they are known when training begins; `reused` is one of some.
-    limits: Limits = field(default_factory=Limits)
-    fixes: Fixes = field(default_factory=Fixes)
-    opening: str = ""  # what the host says first, before what is measured
-
-    def one_fold_limit(self, probes: Sequence[Probe]) -> Limit:
-        """Return the limit of a step of one fold that these probes measure, with what to type so that it has enough."""
-        more = self.more_folds(probes)
-        return ONE_FOLD.filled(more=more)
-
-    def more_folds(self, probes: Sequence[Probe]) -> str:
-        """Return what to type so that a step that these probes measure has enough folds."""
-        shape = self.shape
-        cutting = (probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters)
-        return self.fixes.more_folds(
-            shape.responses_per_prompt, shape.microbatch_size, shape.microbatches, shape.num_ranks, next(cutting, None)
-        )
 
 
 @dataclass
@@ -125,7 +77,7 @@ class StepRecorder:
     other_terms: bool = False  # the loss has terms beside these
     loss_settings: LossSettings | None = None  # of its latest microbatch
     is_ready: bool = False  # all gradients are in
-    view: StepContext | None = None  # then, if it is measured
+    context: StepContext | None = None  # then, if it is measured
     readings: dict[str, Reading] = field(default_factory=dict)  # of the probes, by name
     check: Mapping[str, Estimate] = field(default_factory=dict)  # of what was predicted, once the optimizer has stepped
 

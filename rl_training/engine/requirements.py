@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from rl_training.engine.loop_spec import LoopSpec, StepShape
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import LoopSpec, StepShape
 from rl_training.engine.timing import SHARED
 from rl_training.errors import UserError
 from rl_training.gradients.folds import DEFAULT_NUM_FOLDS, FoldGroup, plan_folds, plan_prompt_folds

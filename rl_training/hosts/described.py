@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn, optim
 
-from rl_training.engine.recorder import LoopSpec
+from rl_training.engine.loop_spec import LoopSpec
 
 # Of a parameter group: what a step is made of, whichever optimizer has it.
 OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")

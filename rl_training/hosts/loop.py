@@ -34,9 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 from rl_training.engine.bounded_driver import BoundedDriver
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.kl_bound import KLBound
+from rl_training.engine.loop_spec import LoopSpec, StepShape
 from rl_training.engine.loss_check import MadeLoss
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import LoopSpec, StepRecorder, StepShape
+from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.described import settings_of_loop

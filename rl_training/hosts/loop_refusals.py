@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.amp import grad_scaler
 
+from rl_training.engine.loop_spec import StepShape
 from rl_training.engine.probe import Probe
-from rl_training.engine.recorder import StepRecorder, StepShape
+from rl_training.engine.recorder import StepRecorder
 from rl_training.errors import UserError
 from rl_training.options import check_num_folds
 from rl_training.policy.policy import Policy

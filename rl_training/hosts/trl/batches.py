@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
-from rl_training.engine.recorder import StepShape
+from rl_training.engine.loop_spec import StepShape
 from rl_training.errors import UserError
 from rl_training.hosts.trl.generated import rows_as_bytes
 from rl_training.parallel.ranks import all_ranks

@@ -6,7 +6,7 @@ import dataclasses
 
 from trl import GRPOTrainer
 
-from rl_training.engine.recorder import LoopSpec
+from rl_training.engine.loop_spec import LoopSpec
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.policy import TrainerPolicy, fresh_responses_limit, sampling_limit
 from rl_training.hosts.trl.sharding import shard_of

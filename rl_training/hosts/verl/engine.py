@@ -23,8 +23,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
 from rl_training.engine.driver import StepDriver
+from rl_training.engine.loop_spec import LoopSpec, StepShape
 from rl_training.engine.loss_check import MadeLoss
-from rl_training.engine.recorder import LoopSpec, StepShape
 from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
