@@ -40,7 +40,7 @@ class ShardedVector:
         return cls({name: (Slice(*shard.cut(name, shard.rank), part),) for name, part in entries.items()})
 
     def local(self, shard: Shard) -> dict[str, Tensor]:
-        """Return this process's entries, by name, (n,) each: as they are where it has kept them, else assembled.
+        """Return this process's entries by name, (n,) each, in the layout's order: its own, or assembled from others'.
 
         Raises:
             UserError: the vector is another model's, or lacks entries of this process.
@@ -52,7 +52,7 @@ class ShardedVector:
                 f"the vector in the checkpoint is not of the {sum(sizes.values())} numbers that are trained: it "
                 "belongs to another model. Delete its probes*.safetensors, and the probes start afresh"
             )
-        return {name: _assemble(name, self.slices[name], shard) for name in shard.trained}
+        return {name: _assemble(name, self.slices[name], shard) for name in shard.layout.names}
 
 
 def _assemble(name: str, slices: Sequence[Slice], shard: Shard) -> Tensor:
