@@ -31,7 +31,7 @@ from rl_training.probes import (
 )
 
 STEP: dict[str, Any] = PLAIN | {
-    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 8, "reward": graded,
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": 8, "reward": graded,
     "max_steps": 2,
 }  # fmt: skip
 

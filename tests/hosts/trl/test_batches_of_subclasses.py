@@ -284,8 +284,9 @@ def test_a_step_whose_loss_nobody_sees_has_no_estimates_and_says_so_once(make_tr
 def test_training_on_another_batch_is_bitwise_the_training_without_probes(make_trainer: Any, kind: str) -> None:
     def trainer() -> Any:
         if kind == "unlike numbers":
-            return keeps(make_trainer, unlike_numbers)
-        return make_trainer({"replay": Replay, "drawn again": DrawsAgain}[kind], **STEP)
+            return keeps(make_trainer, unlike_numbers, gradient_accumulation_steps=4)
+        kinds = {"replay": Replay, "drawn again": DrawsAgain}
+        return make_trainer(kinds[kind], **STEP | {"gradient_accumulation_steps": 4})
 
     bare = ending(trainer())
     with attach(probed := trainer(), probes=probes(), whole_prompts=False):
