@@ -46,8 +46,9 @@ LONG = [
     "test_sequence_kernel", "test_loggers", "test_config", "test_training_with_interventions", "test_secrets",
     "test_several_turns", "test_bitwise", "test_offline", "test_verifier", "test_attach", "test_offline_probe",
     "test_buffer", "test_report", "test_train", "test_real_scale", "test_evaluate", "test_interventions_probe",
-    "test_token_classes", "test_cuda", "test_offline_real", "test_sweep", "test_restored", "test_gns",
-    "test_offline_ends", "test_branch", "test_measured_probe", "test_values", "test_tasks_gsm8k",
+    "test_token_classes", "test_attached_run", "test_cuda", "test_offline_real", "test_sweep", "test_restored",
+    "test_gns", "test_offline_ends", "test_branch", "test_loss_check", "test_kl_bound", "test_measured_probe",
+    "test_values", "test_guard", "test_token_advantages", "test_reward_gradient", "test_tasks_gsm8k",
     "test_bias", "test_gns_in_training", "test_compare", "test_floors", "test_trl_features", "test_kernel_structure",
     "test_report_interventions", "test_scorer", "test_sync", "test_tiny",
 ]  # fmt: skip

@@ -140,7 +140,7 @@ TURNS: dict[str, dict[str, Any]] = {
 
 
 def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[Ending, Any, GRPOTrainer]:
-    """Train two steps of 8 prompts with 4 responses."""
+    """Train two steps of 8 prompts, or 4, with 4 responses."""
     Weather.dice = random.Random(0)
     prompts = [[{"role": "user", "content": f"{a}+{a % 7}="}] for a in range(16)]
     experimental = pytest.warns(UserWarning, match="experimental feature")
@@ -149,8 +149,8 @@ def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) ->
             DrGRPOTrainer if kind == "tool" else GRPOTrainer, dtype=torch.float64, beside=TURNS[kind],
             reward=lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
             train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=calling_tokenizer(),
-            per_device_train_batch_size=4, gradient_accumulation_steps=8, max_tool_calling_iterations=1,
-            adam_epsilon=1e-5, max_grad_norm=0.05, **settings,
+            per_device_train_batch_size=4, gradient_accumulation_steps=8 if kind == "tool" else 4,
+            max_tool_calling_iterations=1, adam_epsilon=1e-5, max_grad_norm=0.05, **settings,
         )  # fmt: skip
     if kind == "tool":
         trainer.attachment.remove()
