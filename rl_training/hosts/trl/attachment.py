@@ -34,7 +34,7 @@ from rl_training.hosts.trl.loop import loop_of
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
-from rl_training.hosts.trl.spoken import how_it_ended, opening
+from rl_training.hosts.trl.spoken import beside_the_bar, how_it_ended, opening
 from rl_training.hosts.trl.step_hooks import StepHooks
 from rl_training.hosts.trl.termination import Termination
 from rl_training.hosts.trl.trained_loss import TrainedLoss
@@ -237,20 +237,25 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         }
         attached_settings["target_kl_share"] = self._bound and self._bound.share_of_entropy
         settings = settings_of_trainer(self._trainer, attached_settings)
+        with beside_the_bar():
+            self._begin(resumed, settings)
+        if self._records is not None:
+            self._records.start(state.global_step, settings)
+        self._log.begin()
+        self._writer.begin(f"raise {'trainer.' if self.is_typed else ''}max_completion_length")
+
+    def _begin(self, resumed: Resumed | None, settings: Mapping[str, Any]) -> None:
+        """Begin the run, if there is one, and measuring; both say so."""
         if self.run is not None:
             self.run.begin(None if resumed is None else resumed.run_name)
             self._checkpoints.run_name = self.run.folder.name
             if all_ranks().number == 0:
                 self._writer.records = self.run.records()
                 about = {"probes": settings_of_probes(self.probes), "provenance": provenance()}
-                self.run.write_config(settings | about)
+                self.run.write_config({**settings, **about})
                 self._termination.listen()
         if self.probes or self._bound:
             self._begin_training(resumed)
-        if self._records is not None:
-            self._records.start(state.global_step, settings)
-        self._log.begin()
-        self._writer.begin(f"raise {'trainer.' if self.is_typed else ''}max_completion_length")
 
     def _begin_training(self, resumed: Resumed | None) -> None:
         """Tell the driver where parameters and optimizer are: some launches place them only now."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
 
+from tqdm import tqdm
 from trl import GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.compatibility import TESTED
 from rl_training.parallel.ranks import all_ranks
 from rl_training.version import VERSION
+
+
+def beside_the_bar() -> AbstractContextManager[None]:
+    """A context whose lines on stderr have rows of their own, where a bar over steps stands in the latest one."""
+    return tqdm.external_write_mode(file=sys.stderr)
 
 
 def opening(probes: Sequence[Probe], folder: Path | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import forks
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
 from trainers import FEW, differing, ending, trainer_maker
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
@@ -20,6 +22,7 @@ from trl import GRPOTrainer
 
 from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
 from rl_training.hosts.trl.compatibility import METHODS, TESTED
+from rl_training.hosts.trl.spoken import beside_the_bar
 from rl_training.hosts.trl.termination import Termination
 from rl_training.records.jsonl import read_estimates, read_metrics
 
@@ -62,6 +65,14 @@ def test_two_lines_leave_records_settings_and_a_report_with_predictions(make_tra
     assert first.startswith("rl-training 0.1.0 with trl ")
     assert f"one process trains and writes {tmp_path / 'run'}; probes: simple, ess. Probes measure 8 folds" in first
     assert last == f"training has finished after 2 steps; the report: {tmp_path / 'run' / 'report' / 'report.html'}"
+
+
+def test_the_first_line_has_a_row_of_its_own_beside_the_bar_over_steps(capsys) -> None:
+    with tqdm(total=3, file=sys.stderr), beside_the_bar():
+        print("rl-training", file=sys.stderr)
+    (row,) = [row for row in capsys.readouterr().err.split("\n") if "rl-training" in row]
+    *_, cleared, line = row.split("\r")
+    assert (cleared.strip(), line) == ("", "rl-training")
 
 
 def test_records_alone_are_named_as_what_is_written(make_trainer, tmp_path: Path, caplog) -> None:
