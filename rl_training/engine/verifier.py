@@ -40,7 +40,7 @@ KEPT = 0.9  # share of a step below which what is lost is worth a remark
 NOT_TO_NEAREST = "; if all of that is so, it rounds otherwise than to nearest, and its steps are not predicted"
 SHARE = "update/surviving_share"
 LEAST = f"{SHARE}/least"  # of a layer, which its detail names; outside of layers, of a kind of module
-NO_STEP = "the formula moves no weight here"
+NO_STEP = Limit("no_step", "the formula moves no weight here")
 NO_BAR = "no error bar: it describes this step"
 LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
 

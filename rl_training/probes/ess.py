@@ -24,12 +24,13 @@ from rl_training.engine.context import StepContext
 from rl_training.engine.probe import Probe, Reading
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.kish import kish_size_of_sums, kish_sums, without_rounding
+from rl_training.statistics.limit import Limit
 from rl_training.step.limits import NO_SAMPLING_LOGPS
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
-NO_WEIGHT = "every advantage of the step is zero, so no sequence has any weight"
-NO_RATIO = "a ratio to the sampler is more than float64 can hold, or not a number"
-NOT_FINITE = "an advantage of the step is not a finite number"
+NO_WEIGHT = Limit("no_weight", "every advantage of the step is zero, so no sequence has any weight")
+NO_RATIO = Limit("no_ratio", "a ratio to the sampler is more than float64 can hold, or not a number")
+NOT_FINITE = Limit("not_finite", "an advantage of the step is not a finite number")
 
 
 class EffectiveSampleSizeProbe(Probe):

@@ -37,6 +37,7 @@ from rl_training.step.needs import Need
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
+NOT_FINITE = Limit("not_finite", "the step's gradient is not a finite number")
 NOT_SPLIT = "the trace can be split only for Dr-GRPO's loss"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
@@ -116,7 +117,7 @@ class GradientNoiseScaleProbe(Probe):
         self, ctx: StepContext, history: NoiseHistory, blocks: int, batch_size: float, split_limit: Limit | None
     ) -> dict[str, Estimate]:
         raw = history.moments[-1, 0]
-        why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
+        why = NO_RAW_ERROR if raw.isfinite().all() else NOT_FINITE
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
         ages = ctx.step.number - history.steps
         averages = {

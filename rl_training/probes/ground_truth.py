@@ -39,11 +39,13 @@ from rl_training.policy.rollout import Rollout, pad_and_concat
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
+from rl_training.statistics.limit import Limit
 from rl_training.step.needs import Need
 
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
-NOT_FINITE = "a log-probability or an entropy of the evaluation buffer is not a finite number"
-OVERFLOW = "the step changed a sequence's probability by more than float64 can hold"
+NOT_FINITE = Limit("not_finite", "a log-probability or an entropy of the evaluation buffer is not a finite number")
+OVERFLOW = Limit("overflow", "the step changed a sequence's probability by more than float64 can hold")
+FEW_BLOCKS = Limit("few_blocks", "{count} blocks of sequences: an error bar needs {least}")
 MOST_SEQUENCES = 65536
 SUFFIXES = ("", "_sequence")
 PREDICTED = ("delta_h/evaluation", "delta_h/evaluation_error")
@@ -149,7 +151,7 @@ def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
     error = predicted - Replicates(true.value[: len(predicted.value)], true.without[:, : len(predicted.value)])
     count = len(predicted.without)
     enough = count >= MIN_UNITS_OFFLINE
-    no_bar = NOT_FINITE if enough else f"{count} blocks of sequences: an error bar needs {MIN_UNITS_OFFLINE}"
+    no_bar = NOT_FINITE if enough else FEW_BLOCKS.filled(count=count, least=MIN_UNITS_OFFLINE)
     return {
         f"{name}{suffix}": _estimate(float(value), float(stderr) if enough else math.nan, count, no_bar)
         for name, replicates in zip(PREDICTED, (predicted, error), strict=True)

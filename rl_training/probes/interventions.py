@@ -53,15 +53,15 @@ OFF_POLICY = Limit(
     "off-policy: predictions of what ratios change came out 1.6 times too large",
     fix="use one step per rollout",
 )
-LOST = "the interval of its ΔH includes 0"
-TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
+LOST = Limit("interval_holds_0", "the interval of its ΔH includes 0")
+TOO_SMALL = Limit("too_small", f"its ΔH is below {SMALLEST:g} nats")
 BY_SIGN = "the step goes by signs (Adam's first, Lion's always): its size does not depend on the gradient's"
-OTHER_BETAS = "parameters with different betas have no common factor"
-NOT_LINEAR = "the gradient is not linear in the strength"
-NO_STRENGTH = "it has no strength"
-NO_FALL = "entropy does not fall significantly at this step"
+OTHER_BETAS = Limit("other_betas", "parameters with different betas have no common factor")
+NOT_LINEAR = Limit("not_linear", "the gradient is not linear in the strength")
+NO_STRENGTH = Limit("no_strength", "it has no strength")
+NO_FALL = Limit("no_fall", "entropy does not fall significantly at this step")
 NO_BAR = "no error bar"
-NEVER_HALF = "no strength halves the fall: the rest of it comes from momentum"
+NEVER_HALF = Limit("never_half", "no strength halves the fall: the rest of it comes from momentum")
 
 
 class InterventionsProbe(Probe):

@@ -55,7 +55,11 @@ OLD_ROLLOUT = Limit(
     "this rollout was sampled before an earlier step: its steps are measured together, with the next rollout",
 )
 ROUNDED = "a central difference over ± {span} steps, of first order: {why}"
-FAR = "the effective sample size is {ess:.2f} of the responses, below {least}: measure smaller steps, or every=1"
+FAR = Limit(
+    "too_far",
+    "the effective sample size is {ess:.2f} of the responses, below {least}",
+    fix="measure smaller steps, or every=1",
+)
 NO_BAR = "no error bar: it is a number of steps"
 REWARDED = -1  # the column of sums that counts responses with a reward
 
@@ -147,7 +151,7 @@ class MeasuredStepProbe(Probe):
         if not float(ctx.ranks.reduce(by_prompt[:, REWARDED].sum())):
             estimates[CHANGES[3]] = Estimate.missing(NO_REWARDS if rollout.rewards is None else NO_OTHERS)
         if estimates[ESS].value < MIN_ESS:
-            far = Estimate.missing(FAR.format(ess=estimates[ESS].value, least=MIN_ESS))
+            far = Estimate.missing(FAR.filled(ess=estimates[ESS].value, least=MIN_ESS))
             estimates |= dict.fromkeys(CHANGES, far)
             errors = state.errors
         else:

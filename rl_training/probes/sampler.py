@@ -30,6 +30,7 @@ from rl_training.options import check_flag
 from rl_training.policy.rollout import response_index
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
+from rl_training.statistics.limit import Limit
 from rl_training.step.limits import NO_REWARDS, NO_SAMPLING_LOGPS
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
@@ -42,7 +43,7 @@ CUT = (
     "below 1: the sampler never draws what this policy may (top-p, top-k, min-p), or its log-probabilities are not "
     "those that it samples with (temperature)"
 )
-NO_LOSS = "how this loss treats the ratios to the sampler is not known"
+NO_LOSS = Limit("unknown_loss", "how this loss treats the ratios to the sampler is not known")
 
 
 class SamplerProbe(Probe):

@@ -47,7 +47,9 @@ OFF_POLICY = Limit(
     "off-policy: a class's share is not weighted by importance ratios",
     fix="use one step per rollout",
 )
-NO_TEXT = "how tokens are decoded is not known: give measured_loop(..., decode=...), or verl a tokenizer"
+NO_TEXT = Limit(
+    "no_text", "how tokens are decoded is not known", fix="give measured_loop(..., decode=...), or verl a tokenizer"
+)
 
 
 class TokenClassesProbe(Probe):

@@ -30,8 +30,8 @@ from torch import Tensor
 from rl_training.statistics.estimate import FEW_PROMPTS, Estimate, stderr_limit
 from rl_training.statistics.limit import Limit
 
-NONE_WITHOUT = "no error bar: without one of its prompts or folds it is not a number"
-NOT_FINITE = "a log-probability, an entropy or an advantage of the step is not a finite number"
+NONE_WITHOUT = Limit("none_without_a_unit", "no error bar: without one of its prompts or folds it is not a number")
+NOT_FINITE = Limit("not_finite", "a log-probability, an entropy or an advantage of the step is not a finite number")
 
 
 def jackknife_stderr(

@@ -14,8 +14,9 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.statistics.estimate import Estimate
+from rl_training.statistics.limit import Limit
 
-NOT_FINITE = "a gradient of the step is not finite"
+NOT_FINITE = Limit("not_finite", "a gradient of the step is not finite")
 
 
 def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage: float = 0.95) -> tuple[float, float]:

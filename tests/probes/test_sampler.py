@@ -171,7 +171,7 @@ def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p:
         logps, sampled = (table_logps.gather(-1, tokens).squeeze(-1) for table_logps in (logits.log_softmax(-1), table))
         mask, rewards = torch.ones_like(logps), torch.zeros(256, dtype=torch.float64)
         estimates.append(answers(batch_of(logps, sampled, mask, rewards))["sampler/mean_ratio"])
-    assert [table_logps.reason == CUT for table_logps in estimates] == [flagged] * len(estimates)
+    assert [estimate.reason == CUT for estimate in estimates] == [flagged] * len(estimates)
     batch = batch_of(logps, sampled, mask, rewards)
     later = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, on_policy=False))
     assert answers(later)["sampler/mean_ratio"].reason == ""  # it may have learned from these responses

@@ -183,7 +183,7 @@ def test_a_gradient_that_is_not_finite_is_said_and_not_kept(make_trainer: Callab
     probe = InfiniteWeight()
     make_trainer(probes=[probe], max_completion_length=8, reward=graded).train()
     estimates = {name: e for name, e in probe.all[-1].items() if name.startswith("tokens/position/first_quarter/d")}
-    assert [estimate.reason for estimate in estimates.values()] == ["a gradient of the step is not finite"]
+    assert [estimate.code for estimate in estimates.values()] == ["not_finite"]
     assert probe.state["position/first_quarter"].num_steps == 0
 
 
@@ -294,7 +294,7 @@ def test_without_a_tokenizer_only_kinds_of_text_are_missing_and_the_reason_says_
     estimates = in_a_loop(None)
     missing = {name.split("/")[1] for name, estimate in estimates.items() if math.isnan(estimate.value)}
     assert missing == {"text"}
-    assert "decode=" in estimates["tokens/text/word/delta_h"].reason
+    assert estimates["tokens/text/word/delta_h"].code == "no_text"
 
 
 def test_texts_that_are_the_numbers_of_their_tokens_are_texts() -> None:
