@@ -58,7 +58,7 @@ LIBRARIES = {
     },
     "evaluation": {"torch", "transformers", "peft", "numpy"},
     "hosts": {"torch", "numpy"},
-    "hosts/trl": {"torch", "transformers", "numpy", *LOOPS},  # deepspeed only while it trains
+    "hosts/trl": {"torch", "transformers", "numpy", "tqdm", *LOOPS},  # deepspeed only while it trains
     "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "yaml", "pandas"},
     "tasks": {
