@@ -64,7 +64,7 @@ class StepDriver:
         self._requirements = Requirements.of(probes)
         self._states = ProbeStates(self.probes)
         self.open_step: StepRecorder | None = None  # the step that has begun, if one has
-        self._learned = SeenPrompts()
+        self._seen_prompts = SeenPrompts()
         self._rows: FoldRecorder | None = None  # these three while one lasts
         self._predictions: Predictions | None = None
         self._runtime: Runtime | None = None
@@ -169,7 +169,7 @@ class StepDriver:
         step = self.open_step
         assert step is not None
         self.finish_backward()
-        self._learned.turn_to(rollout_number)
+        self._seen_prompts.turn_to(rollout_number)
         step.is_ready = True
         if step.probes:
             with self._measurement_context():
@@ -205,7 +205,7 @@ class StepDriver:
         padded = self._padding.limit(joined.rollout, loop.policy, loop.ranks.reduce)
         told = joined.rollout.sampling_mismatch
         mismatch = (loop.limits.sampling_mismatch if told is None else told) or edited or padded
-        limits = step.limits(loop, self._learned.numbers, mismatch)
+        limits = step.limits(loop, self._seen_prompts.numbers, mismatch)
         return build_step(step, joined, limits, loop, runtime, self._rows, self._terms)
 
     def about_to_step(self) -> None:
@@ -220,7 +220,7 @@ class StepDriver:
         """
         step = self.open_step
         if step is not None and made:
-            self._learned.add(step.rollouts)  # also where this step is not measured: a later one on them may be
+            self._seen_prompts.add(step.rollouts)  # also where this step is not measured: a later one on them may be
         if step is None or step.context is None:
             return
         if self._predictions is not None:

@@ -56,8 +56,8 @@ class FoldRecorder:
         self._groups: Sequence[FoldGroup] = ()
         self._roots: Vector | None = None
         self._group: int | None = None  # whose gradients arrive
-        self._passing: Vector | None = None  # its rows, where rows are not kept
-        self._sum: Vector | None = None  # and of all that have passed
+        self._current_rows: Vector | None = None  # its rows, where rows are not kept
+        self._accumulated: Vector | None = None  # and of all that have passed
 
     def make_room(self, groups: Sequence[FoldGroup], needs: Need, is_sliced: bool) -> None:
         """Begin a step with what probes need of its folds.
@@ -96,15 +96,15 @@ class FoldRecorder:
             return
         number = next(i for i, group in enumerate(self._groups) if any(first_row in rows for rows in group.passes))
         if number != self._group:
-            self._measure_passing()
+            self._measure_current_rows()
         self._group = number
         group = self._groups[number]
         if self.rows is not None:
             target = rows_of(self.rows, group.folds)
         else:
-            if self._passing is None:
-                self._passing = self.layout.zeros(len(group.folds))
-            target = self._passing
+            if self._current_rows is None:
+                self._current_rows = self.layout.zeros(len(group.folds))
+            target = self._current_rows
         self._reduction.arm(target)
 
     def finish_backward(self) -> None:
@@ -146,7 +146,7 @@ class FoldRecorder:
         It costs as much as training's own passes over the responses that have a weight: with an advantage of 0 none
         has. A collective.
         """
-        self.rows = self._passing = self._group = None
+        self.rows = self._current_rows = self._group = None
         self._groups = batch.folds
         ones = torch.ones(len(batch.fold), 1, dtype=batch.loss_weights.logps.dtype, device=batch.fold.device)
         (self.rows,) = rows_by_fold(batch, runtime, [batch.loss_weights], ones, self._device, self._dtype)
@@ -182,13 +182,13 @@ class FoldRecorder:
         sizes  (F,), n_k over all processes
         mean   the step's gradient, whose square norms come last
         """
-        self._measure_passing()
+        self._measure_current_rows()
         self._count_bytes()
         factors = float(sizes.sum()) / (num_ranks * sizes)
         if self.rows is None:
-            assert self._sum is not None
+            assert self._accumulated is not None
             assert self.sq_norms is not None
-            caught = self._sum
+            caught = self._accumulated
             self.sq_norms[:-1] *= factors.to(self.sq_norms.device).square().view(-1, 1, 1)
             squares = self.sq_norms[:-1, :, 0].sum(dim=1)
         else:
@@ -209,18 +209,18 @@ class FoldRecorder:
     def release(self) -> None:
         """Free the rows."""
         self._reduction.drop()
-        self.rows = self.sq_norms = self._passing = self._sum = self._roots = self._group = None
+        self.rows = self.sq_norms = self._current_rows = self._accumulated = self._roots = self._group = None
 
     def _count_bytes(self) -> None:
-        held = sum(map(num_bytes, (self.rows, self._passing, self._sum, self._roots)))
+        held = sum(map(num_bytes, (self.rows, self._current_rows, self._accumulated, self._roots)))
         self.most_bytes = max(self.most_bytes, held)
 
-    def _measure_passing(self) -> None:
-        if self._passing is not None and self._group is not None:
+    def _measure_current_rows(self) -> None:
+        if self._current_rows is not None and self._group is not None:
             assert self.sq_norms is not None
             folds = self._groups[self._group].folds
-            self.sq_norms[folds.start : folds.stop] = square_norms(self.layout, self._passing, self._roots)
-            self._sum = self._sum or self.layout.zeros()
+            self.sq_norms[folds.start : folds.stop] = square_norms(self.layout, self._current_rows, self._roots)
+            self._accumulated = self._accumulated or self.layout.zeros()
             self._count_bytes()
-            add(self._sum, [part.sum(dim=0) for part in self._passing])
-        self._passing = None
+            add(self._accumulated, [part.sum(dim=0) for part in self._current_rows])
+        self._current_rows = None

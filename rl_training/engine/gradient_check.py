@@ -159,8 +159,8 @@ def _compare(batch: Batch, runtime: Runtime, rows: Vector | None, group: FoldGro
         distance.add_(apart[there].double().abs().sum())
         count.add_(there.sum())
 
-    weighed = batch.loss_weights.stacked()[:, group.passes[0].start : group.passes[-1].stop].count_nonzero()
-    has_weight = float(runtime.ranks.reduce(weighed.double()))
+    num_weights = batch.loss_weights.stacked()[:, group.passes[0].start : group.passes[-1].stop].count_nonzero()
+    has_weight = float(runtime.ranks.reduce(num_weights.double()))
     numbers = torch.arange(len(batch.fold), device=batch.fold.device)
     passes = [numbers[part.start : part.stop] for part in group.passes] if has_weight else []
     shares = shares_of_folds(batch, runtime.ranks.count)

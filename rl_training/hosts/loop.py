@@ -138,7 +138,7 @@ class MeasuredLoop:
         self._place = OUTSIDE
         self._states: Mapping[str, Any] | None = None  # that the next `with` goes on from; None: it begins anew
         self._number: int | None = None  # of the latest step that was made
-        self._learned: int | None = None  # the rollout that it learned from
+        self._learned_rollout: int | None = None  # the rollout that it learned from
         self._rollout_number = 0  # of the step that is open
         self._scores_checked = False
         self._left_out: int | None = None  # the latest step, where it was left out without a word
@@ -199,7 +199,7 @@ class MeasuredLoop:
                 logger.warning(LEFT_OUT.format(number=number))
                 self.skip_step()
             if self._place == STEPPED:
-                self._learned = self._rollout_number
+                self._learned_rollout = self._rollout_number
             self._writer.write_step(number, self._metrics)
             self._number = number
         except BaseException:
@@ -225,7 +225,7 @@ class MeasuredLoop:
         loop_refusals.refuse_missing_backward(step)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
         loop_refusals.refuse_one_more_microbatch(step, self._loop.shape)
-        if rollout.on_policy and self._learned == self._rollout_number:
+        if rollout.on_policy and self._learned_rollout == self._rollout_number:
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         if (step.probes or self._bound) and not self._scores_checked:
             loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
