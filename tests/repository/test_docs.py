@@ -185,6 +185,17 @@ def test_links_to_files_of_the_repository_lead_somewhere() -> None:
     assert {name for name in files if not (DOCS.parent / name).is_file()} == set()
 
 
+@pytest.mark.parametrize("page", ["CHANGELOG.md", "CONTRIBUTING.md"])
+def test_links_of_pages_beside_the_readme_lead_to_files_and_headings(page: str) -> None:
+    text = (DOCS.parent / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)#?([^)\s]*)\)", text)
+    assert links
+    for name, anchor in links:
+        headings = re.findall(r"^#+ (.*)$", (DOCS.parent / name).read_text(encoding="utf-8"), re.MULTILINE)
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, f"{name}#{anchor}"
+
+
 def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formula() -> None:
     """4 (F + 4) P/N bytes at F = 8, to 5 %; at_size.md counts it, pieces of entries included."""
     adapter, whole = 4 * 12 * 18_464_768 / 1e9, 4 * 12 * 7_615_616_512 / 8 / 1e9  # of Qwen2.5-1.5B, and of all of 7B
