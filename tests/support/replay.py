@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,11 @@ class Recorder(Probe):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[dict[str, torch.Tensor]] = []
+        self.listens = False  # for SIGTERM
 
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
+        self.listens = signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         rows = step.gradients.layout.by_name(step.gradients.rows)
         kinds = {
             "gradient": step.gradients.mean,
@@ -235,8 +238,15 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         fresh = policy.sample(65, seed=0).num_sequences
     with whole_weights(trainer):
         weights = {name: whole(p).detach().clone() for name, p in trainer.model.named_parameters()}
+    recorder = next((probe for probe in probes if isinstance(probe, Recorder)), Recorder())
     torch.save(
-        {"steps": probes[-1].steps if probes else [], "parameters": weights, "collectives": sizes, "fresh": fresh},
+        {
+            "steps": recorder.steps,
+            "listens": recorder.listens,
+            "parameters": weights,
+            "collectives": sizes,
+            "fresh": fresh,
+        },
         folder / run / f"{rank}.pt",
     )
     if world > 1:

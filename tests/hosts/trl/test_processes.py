@@ -187,7 +187,7 @@ def test_the_mean_of_the_folds_gradients_is_the_gradient(runs: Path, run: str) -
 @pytest.mark.parametrize("run", ["zero2_2", "fsdp2_2"])
 def test_two_lines_around_trls_own_trainer_leave_one_folder_of_a_sharded_launch(runs: Path, run: str) -> None:
     """Its estimates are those of the other launches: see the tests below."""
-    saved(runs, run)
+    assert [saved(runs, run, rank)["listens"] for rank in (0, 1)] == [True, False]  # for SIGTERM: the one that writes
     assert yaml.safe_load((runs / run / "config.yaml").read_text())["batch"]["processes"] == 2
     assert (runs / run / "report" / "report.html").is_file()
     assert [row["step"] for row in read_metrics(runs / run / "logs")] == [1, 2, 3]
