@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from seen import Kept
 from torch import Tensor
 from trainers import FEW
 
@@ -20,10 +19,6 @@ from rl_training.tasks.models import load_tiny
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.3}
-
-
-class Answers(Kept, SimpleEntropyProbe):
-    """The probe, which keeps its answers."""
 
 
 def sign(number: float) -> float:
@@ -144,8 +139,8 @@ def test_a_sign_that_rounding_has_turned_does_not_make_a_step_another_one(
             weights.view(-1)[:turned] -= 2.0 * rate * weights.grad.view(-1)[:turned].sign().mul(-1.0)
 
     optimizer.register_step_post_hook(turn)
-    probe = Answers()
-    make_trainer(probes=[probe], model=model, optimizers=(optimizer, None), max_steps=1, **FEW).train()
-    forward = probe.all[0]["delta_h/forward"]
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], model=model, optimizers=(optimizer, None), max_steps=1, **FEW)
+    trainer.train()
+    forward = trainer.attachment.latest["delta_h/forward"]
     assert math.isfinite(forward.value) == is_predicted
     assert forward.code == ("few_folds" if is_predicted else "not_the_formula")
