@@ -13,7 +13,7 @@ from rl_training.shadowing import explain_shadowing
 
 LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
     "report": "pandas vl_convert jinja2 rich",
-    "train": "hydra omegaconf peft datasets tensorboard tqdm",
+    "train": "hydra omegaconf peft datasets tensorboard",
     "dashboard": "wandb_workspaces",
     "qlora": "bitsandbytes",
     "reasoning-gym": "reasoning_gym",

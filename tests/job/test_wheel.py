@@ -27,7 +27,7 @@ from rl_training.version import VERSION
 ROOT = Path(__file__).parents[2]
 SOURCES = ("rl_training", "conf", "launch", "probe_configs")
 BUILT_FROM = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
-CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safetensors", "yaml"}
+CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safetensors", "yaml", "tqdm"}
 # What brings a library that is imported by another name.
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_convert": "vl-convert-python"}
 # Each command in a fork of one process that has imported what takes seconds, as has each process of a command's own.

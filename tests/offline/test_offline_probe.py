@@ -110,7 +110,9 @@ def test_old_names_of_models_and_data_sets_are_known() -> None:
 
 def test_a_folder_of_adapter_weights_takes_the_optimizer_of_its_parent(tmp_path: Path) -> None:
     built = composed("train", f"run_dir={tmp_path / 'run'}", *RUN[:-1], "adapter=lora", "adapter.r=4")
-    build_run(built).train()
+    run = build_run(built)
+    run.train()
+    run.end()
     saved, alone = checkpoint(tmp_path / "run", 2), tmp_path / "step_2"
     shutil.copytree(saved, alone / "model", ignore=shutil.ignore_patterns("*.pt", "*.pth", "trainer_state.json"))
     config = small(tmp_path / "logs", checkpoint={"backbone": "tiny"}, detailed_logging={"level": "minimal"})

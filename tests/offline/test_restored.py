@@ -40,7 +40,9 @@ def test_the_step_that_is_analysed_is_the_step_that_training_took(restored: Rest
 def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None:
     folder = tmp_path / "run_sgd"
     sgd = ["++trainer.optim=sgd", "trainer.learning_rate=0.3", "trainer.max_steps=2"]
-    build_run(composed("train", f"run_dir={folder}", *RUN, *sgd)).train()
+    run = build_run(composed("train", f"run_dir={folder}", *RUN, *sgd))
+    run.train()
+    run.end()
     real, restored = SEEN[2], restored_at(folder, 1)
     update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
     assert restored.learning_rate == pytest.approx(0.15)

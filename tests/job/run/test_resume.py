@@ -209,7 +209,9 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
         assert a.read_bytes() == b.read_bytes()
         assert [row["step"] for row in read_metrics(folder / "logs")] == [1, 2, 3]
     assert starts == [0, 0, 1]
-    run_of(folder, "resume=auto").train()  # has taken its steps
+    run = run_of(folder, "resume=auto")
+    run.train()  # it has taken its steps
+    run.end()
     with pytest.raises(ValueError, match="was started with other settings"):
         run_of(folder, "resume=auto", "seed=3")
     with pytest.raises(ValueError, match="would add additional_steps again at each start"):
@@ -222,7 +224,9 @@ def test_a_folder_named_by_the_time_would_never_be_found_again() -> None:
 
 
 def test_additional_steps_are_added_to_those_of_the_checkpoint(run_dir: Path) -> None:
-    run_of(run_dir, "resume=latest", "additional_steps=1").train()
+    run = run_of(run_dir, "resume=latest", "additional_steps=1")
+    run.train()
+    run.end()
     assert [row["step"] for row in read_metrics(run_dir / "logs")] == [1, 2, 3, 4]
     config = OmegaConf.load(run_dir / "config.yaml")
     assert (config.trainer.max_steps, config.additional_steps) == (4, None)
@@ -274,7 +278,9 @@ def test_a_disk_that_fills_up_in_a_checkpoint_is_named_and_the_run_goes_on_from_
             run.train()
         run.end()
         assert find_checkpoint("latest", run_dir).name == "checkpoint-3"
-    run_of(run_dir, "resume=latest", "trainer.max_steps=4").train()
+    run = run_of(run_dir, "resume=latest", "trainer.max_steps=4")
+    run.train()
+    run.end()
     assert [row["step"] for row in read_metrics(run_dir / "logs")] == [1, 2, 3, 4]
     assert find_flaw(run_dir / TRAINING_STATE / "checkpoint-4") == ""
 
