@@ -24,10 +24,6 @@ from rl_training.probes import InterventionsProbe, SimpleEntropyProbe, TokenClas
 
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
-OURS = (
-    *("step/", "update/", "delta_h", "entropy/", "gns", "ess", "sampler/", "covariance", "intervention", "tokens/"),
-    *("buffer", "probe_cost", "measured/", "bound/", "delta_length", "delta_reward"),
-)
 
 
 def blocks(page: Path, opening: str) -> list[str]:
@@ -76,7 +72,7 @@ def example(page: str, marker: str) -> str:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names that a training with everything records, the probe and the intervention of the guides among it."""
+    """The names that a training with everything records, beside those that TRL logs by itself and a guide's probe."""
     folder = tmp_path_factory.mktemp("everything")
     mine: dict[str, Any] = {}
     exec(example("how_to/write_a_probe.md", "class RewardSpreadProbe"), mine)
@@ -86,14 +82,22 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     probes = [*every_probe(), mine["RewardSpreadProbe"](), interventions, tokens]
     trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW)
     trainer.train()
-    names = {*trainer.attachment.latest, *(name for row in trainer.state.log_history for name in row)}
+    names = {*trainer.attachment.latest, *logged(trainer)}
     assert trainer.attachment.latest["reward_spread/all"].value > 0
     mismatched = trainer_maker(folder)(probes=[SimpleEntropyProbe()], top_p=0.9, **FEW)
     mismatched.train()
     bounded = trainer_maker(folder)(target_kl_share=2e-3, **FEW)
     bounded.train()
+    bare = trainer_maker(folder)(GRPOTrainer, num_generations=4, **FEW)
+    bare.train()
     names |= {*mismatched.attachment.latest, *bounded.attachment.latest}
-    return {name for name in names if name.startswith(OURS)}
+    guide = {name for name in names if name.startswith("reward_spread/")}
+    return names - logged(bare) - guide
+
+
+def logged(trainer: GRPOTrainer) -> set[str]:
+    """The names in a trainer's log."""
+    return {name for row in trainer.state.log_history for name in row}
 
 
 def rows_of_the_page() -> dict[str, re.Pattern[str]]:
