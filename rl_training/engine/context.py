@@ -62,7 +62,7 @@ class StepContext:
     def prediction(self) -> EntropyPrediction:
         """What the step does to entropy to first order; ValueError where no probe has asked for it."""
         if self.prediction_if_any is None:
-            raise ValueError("ctx.prediction is made only for a probe with needs = Need.ENTROPY_CHANGE")
+            raise ValueError("ctx.prediction is made only for a probe with needs = Need.ENTROPY_CHANGE (or …_ROWS)")
         return self.prediction_if_any
 
     @property

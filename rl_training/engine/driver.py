@@ -65,7 +65,7 @@ class StepDriver:
         self._states = ProbeStates(self.probes)
         self.open_step: StepRecorder | None = None  # the step that has begun, if one has
         self._seen_prompts = SeenPrompts()
-        self._rows: FoldRecorder | None = None  # these three while one lasts
+        self._rows: FoldRecorder | None = None  # these three while a training lasts
         self._predictions: Predictions | None = None
         self._runtime: Runtime | None = None
         self._update_state = UpdateState()  # of the predictions, while no training lasts
@@ -81,6 +81,7 @@ class StepDriver:
         self.end()
         values = self.initial_states() | dict(states or {})
         self._states.values = {probe.name: values[probe.name] for probe in self.probes}
+        self._seen_prompts = SeenPrompts()
         self._update_state = values[self.name]
         self._loop = loop
         self._layout = loop.shard.layout
@@ -244,6 +245,8 @@ class StepDriver:
     def skip_step(self) -> None:
         """Discard the step that has begun; called instead of `gradients_ready` when the loop leaves the step out."""
         self.open_step = None
+        if self._runtime is not None:
+            self._runtime.reduction.raise_error()
         if self._rows is not None:
             self._rows.release()
 

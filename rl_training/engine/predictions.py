@@ -68,6 +68,6 @@ class Predictions:
             made: False: the loop has left the step out.
         """
         estimates, limit = self._verifier.verify(made)
-        if estimates and limit is None:
-            self._memory.commit()
+        if estimates:
+            self._memory.commit(is_formula=limit is None)
         return estimates, limit

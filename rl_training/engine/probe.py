@@ -2,11 +2,12 @@
 
     init()                       the state that a training begins with
     measure(ctx, state)          all gradients are in, averaged over ranks, not clipped; the parameters are still old
-    after_step(ctx, reading)     parameters and optimizer states have moved; optional
+    after_step(ctx, reading)     parameters and optimizer have moved, unless the loop has left the step out; optional
 
 On each optimizer step that a probe measures, both are called on every rank. The driver owns the states. It keeps the
 state of a reading once the step has been verified: where the optimizer has made another step than its formula says,
-what was predicted is nan, and the state that came with a prediction is dropped.
+what was predicted is nan, and the state that came with a prediction is dropped. The state of a reading that predicts
+nothing is kept at once, so that no two states are held at the optimizer's step.
 
 A probe must change nothing of training: no `.backward()`, no write to parameters, gradients or states. What it cannot
 measure it answers with `Estimate.missing(reason)`, never by leaving the name out. A new probe is one such class in

@@ -33,7 +33,10 @@ class ProbeStates:
 
     def measure(self, probe: Probe, ctx: StepContext) -> Reading:
         """Return what a probe says before the step."""
-        return self._checked(probe, "measure", probe.measure(ctx, self.values[probe.name]))
+        reading = self._checked(probe, "measure", probe.measure(ctx, self.values[probe.name]))
+        if not reading.predicted:  # kept whatever the step is: the state before need not be held beside it until then
+            self.values[probe.name] = reading.state
+        return reading
 
     def after_step(self, probe: Probe, ctx: StepContext, reading: Reading) -> Reading:
         """Return what a probe says once the step has been made."""
@@ -83,6 +86,9 @@ class ProbeStates:
                 f"{does} the next state too, {_described(state)} as from init(), and Reading(..., state=...) has "
                 f"{_described(reading.state)}"
             )
+        if isinstance(state, Mapping) and reading.state.keys() != state.keys():
+            other = min(map(str, reading.state.keys() ^ state.keys()))
+            raise UserError(f"{does} a state with the names that init() gives, and differs in {other!r}")
         return reading
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_training.entropy.attribution import layer
 from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.errors import UserError
+from rl_training.optim.formula import OptimizerState
 from rl_training.optim.rounding import rounded_update
 from rl_training.optim.state import OptimizerView
 from rl_training.parallel.sharding import Shard
@@ -33,8 +34,8 @@ from rl_training.step.limits import (
 )
 
 SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
-LIMIT = 1e-3  # of the norm of what was calculated
-LIMIT_OF_ROUNDED_WEIGHTS = 0.25  # a sixteenth of those that move may be others
+# Of the norm of what was calculated: a sixteenth of the rounded weights that move may be others.
+LIMIT_OF_ROUNDED_WEIGHTS = 0.25
 HALF_PRECISION = 2.0**-5  # of a step: how much that of an optimizer may differ that calculates in half precision
 KEPT = 0.9  # share of a step below which what is lost is worth a remark
 NOT_TO_NEAREST = "; if all of that is so, it rounds otherwise than to nearest, and its steps are not predicted"
@@ -80,7 +81,7 @@ class UpdateVerifier:
         self._is_predicted = False  # the step that is checked
         self._limit: Limit | None = None  # where the optimizer has no formula, or there is no prediction
         self._rounded = ""
-        self._error_limit = LIMIT
+        self._error_limit = OptimizerState.error_limit
         self._begun: Tensor | None = None  # some weights, when the step begins
         self._before = torch.empty(0)  # when the probes look at it, and what the formula adds to them
         self._formula: Tensor | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
@@ -15,6 +16,9 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.step.data import EntropySettings
 from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED
+from rl_training.step.quantities import PRODUCTS
+
+BACKWARD = PRODUCTS.index("backward")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class PreviousUpdate:
         self.step: int | None = state.step or None  # that the vector is of
         self.errors = state.errors
         self._errors_with_step = state.errors  # that is being measured
+        self._errors_with_backward = state.errors  # of it that alone, which does not depend on what the step is
         self._before: Mapping[str, Tensor] = {}  # the kept weights, (n,) each
         self._limit: Limit | None = None  # why δθ of the kept step is not known
         self.settings = settings
@@ -68,12 +73,15 @@ class PreviousUpdate:
         """Return a step's variances averaged over the last steps, and over how many batches. `commit` keeps them."""
         decay = self.settings.error_decay
         self._errors_with_step = self.errors.add(variance, step, decay)
+        of_backward = torch.full_like(variance, torch.nan)
+        of_backward[BACKWARD] = variance[BACKWARD]
+        self._errors_with_backward = self.errors.add(of_backward, step, decay)
         average, batches = self._errors_with_step.average(decay)
         return average.view_as(variance), batches.view_as(variance)
 
-    def commit(self) -> None:
-        """Keep the errors of the step: it was what they were calculated for."""
-        self.errors = self._errors_with_step
+    def commit(self, is_formula: bool) -> None:
+        """Keep the errors of the step; where it was not the formula, that of `backward` alone."""
+        self.errors = self._errors_with_step if is_formula else self._errors_with_backward
 
     def count_bytes(self, *vectors: Vector | None, more: int) -> None:
         """Set `most_bytes` for a step that holds these vectors at once, beside the δθ or weights that are kept here.
@@ -102,7 +110,7 @@ class PreviousUpdate:
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
         """Keep a step's δθ, or without one a copy of the weights that the step starts from."""
         self.step = step
-        self._errors_with_step = self.errors
+        self._errors_with_step = self._errors_with_backward = self.errors
         self.vector = update
         self._limit = None
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
@@ -110,7 +118,7 @@ class PreviousUpdate:
     def leave_out(self, step: int, limit: Limit) -> None:
         """Keep nothing of a step, because of this limit."""
         self.step = step
-        self._errors_with_step = self.errors
+        self._errors_with_step = self._errors_with_backward = self.errors
         self._before = {}
         self.forget(limit)
 

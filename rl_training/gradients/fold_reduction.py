@@ -123,16 +123,20 @@ class FoldReduction:
             self._hold_gradients()
             self._before = [torch.cat(self._taken(bucket.names, bucket.sizes)) for bucket in self._buckets]
 
+    def raise_error(self) -> None:
+        """Raise what a hook of the loop's own backward has met, if anything. No collective."""
+        if self._error is not None:
+            error = self._error
+            self.drop()
+            raise error
+
     def finish(self) -> None:
         """Add or send what is left, and remove the hooks: the backward is over. A collective, if they were set.
 
         Raises:
             Exception: The one that a hook of the loop's own backward has met.
         """
-        if self._error is not None:
-            error = self._error
-            self.drop()
-            raise error
+        self.raise_error()
         if self._before:
             self._hold_gradients()
         if self._reduced:

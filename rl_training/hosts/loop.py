@@ -137,6 +137,7 @@ class MeasuredLoop:
         self._undo = contextlib.ExitStack()
         self._place = OUTSIDE
         self._states: Mapping[str, Any] | None = None  # that the next `with` goes on from; None: it begins anew
+        self._begun_with: Mapping[str, Any] | None = None  # the same, of the `with` that is open
         self._number: int | None = None  # of the latest step that was made
         self._learned_rollout: int | None = None  # the rollout that it learned from
         self._rollout_number = 0  # of the step that is open
@@ -157,7 +158,7 @@ class MeasuredLoop:
     def __enter__(self) -> MeasuredLoop:
         self._expect(OUTSIDE, "enter measured_loop once per training")
         self._driver.start(self._loop, self._states)
-        self._states = None
+        self._begun_with, self._states = self._states, None
         self._undo.callback(self._driver.close)
         optimizer = self._loop.shard.optimizer
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
@@ -172,7 +173,9 @@ class MeasuredLoop:
         if error is None:  # else perhaps on this process alone
             self._driver.end()
         self._undo.close()
-        self._states = self._driver.states()
+        # Of a training that has not ended a step nothing is kept: the next `with` takes its first step again.
+        self._states = self._begun_with if self._number is None else self._driver.states()
+        self._begun_with = None
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

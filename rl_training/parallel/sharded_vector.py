@@ -6,6 +6,7 @@ is assembled by three, whatever entries they keep.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,13 +47,14 @@ class ShardedVector:
             UserError: the vector is another model's, or lacks entries of this process.
         """
         sizes = {name: shard.numel(name) for name in shard.trained}
-        is_other = self.slices.keys() != sizes.keys()
+        kept = {name for name in sizes if operator.lt(*shard.cut(name, shard.rank))}  # no slice has no entries
+        is_other = not kept <= self.slices.keys() <= sizes.keys()
         if is_other or any(part.stop > sizes[name] for name, parts in self.slices.items() for part in parts):
             raise UserError(
                 f"the vector in the checkpoint is not of the {sum(sizes.values())} numbers that are trained: it "
                 "belongs to another model. Delete its probes*.safetensors, and the probes start afresh"
             )
-        return {name: _assemble(name, self.slices[name], shard) for name in shard.layout.names}
+        return {name: _assemble(name, self.slices.get(name, ()), shard) for name in shard.layout.names}
 
 
 def _assemble(name: str, slices: Sequence[Slice], shard: Shard) -> Tensor:

@@ -8,7 +8,7 @@ read back into one of the same kind, so the tensors say nothing about classes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,15 +77,6 @@ def from_tensors(like: Any, tensors: Mapping[str, Tensor]) -> Any:
     return state
 
 
-def map_vectors(function: Callable[[ShardedVector], ShardedVector], state: Any) -> Any:
-    """Return the state with each sharded vector in it replaced."""
-    if isinstance(state, ShardedVector):
-        return function(state)
-    if isinstance(state, Mapping) or dataclasses.is_dataclass(state):
-        return _rebuilt(state, {name: map_vectors(function, part) for name, part in _parts(state, "").items()})
-    return state
-
-
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -104,7 +95,9 @@ def _parts(state: Any, path: str) -> Mapping[str, Any]:
 
 
 def _rebuilt(state: Any, parts: dict[str, Any]) -> Any:
-    return parts if isinstance(state, Mapping) else dataclasses.replace(state, **parts)
+    if isinstance(state, Mapping):
+        return type(state)(parts)  # type: ignore[call-arg]
+    return dataclasses.replace(state, **parts)
 
 
 def _read(like: Any, path: str, unread: dict[str, Tensor]) -> Any:
@@ -114,6 +107,8 @@ def _read(like: Any, path: str, unread: dict[str, Tensor]) -> Any:
     if isinstance(like, Tensor | bool | int | float):
         tensor = _taken(path or BARE, unread)
         if not isinstance(like, Tensor):
+            if tensor.dim():
+                raise UserError(f"{path or BARE} has shape {tuple(tensor.shape)}, and is to be a number")
             return type(like)(tensor.item())
         if tensor.dim() != like.dim() or any(n not in (0, m) for n, m in zip(like.shape, tensor.shape, strict=True)):
             raise UserError(f"{path or BARE} has shape {tuple(tensor.shape)}, not {tuple(like.shape)}")

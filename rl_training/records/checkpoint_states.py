@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -113,7 +114,9 @@ def save_probe_states(
         run: Name of the folder of the run that the checkpoint belongs to, where it does not lie in it.
     """
     tensors = {
-        f"{name}/{key}": tensor.detach().clone()  # copies: safetensors refuses tensors that share memory
+        f"{name}/{key}": tensor.detach().clone(
+            memory_format=torch.contiguous_format
+        )  # copies: safetensors refuses tensors that share memory
         for name, by_path in tensors_by_name(states).items()
         for key, tensor in by_path.items()
         if rank == 0 or key.startswith(SHARD)
@@ -157,7 +160,7 @@ def load_probe_states(initial: Mapping[str, Any], checkpoint: Path) -> dict[str,
             states[name] = from_tensors(
                 like, {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
             )
-        except UserError as error:
+        except ValueError as error:
             raise UserError(
                 f"{checkpoint / PROBE_STATES}: the state of probe {name!r} does not fit this one ({error}): give the "
                 "options that wrote it, or leave the probe out"

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.errors import UserError
+from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.files.atomic_write import cannot_write, write_atomically
 from rl_training.records.files.masking import without_secrets
 from rl_training.records.files.printable import in_whole_characters
@@ -65,6 +66,9 @@ class Records:
         if settings is not None and not (self.folder.parent / CONFIG_FILE).exists():
             text = json.dumps(to_json(without_secrets(dict(settings)), infinite_as_text=True), default=str, indent=1)
             write_atomically({self.folder / SETTINGS_FILE: text.encode()}, MAKE_ROOM)
+        failure = self.folder / FAILURE_FILE
+        if failure.is_file():  # measuring begins anew: the report is not to say that it has ended
+            failure.replace(failure.with_name(f"probe_error_before_step_{after_step + 1}.txt"))
         for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE, ROLLOUTS_FILE):
             path, dropped = self.folder / name, 0
 

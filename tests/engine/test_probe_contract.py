@@ -81,7 +81,8 @@ def test_a_state_is_kept_once_the_step_is_verified_and_no_earlier() -> None:
     answers, predicting, measuring = counted()
     for probe in (predicting, measuring):
         assert [step[f"{probe.name}/steps_before"].value for step in answers] == [0, 1, 2]
-        assert probe.during == [0, 1, 2]
+    assert predicting.during == [0, 1, 2]
+    assert measuring.during == [1, 2, 3]  # nothing that the step may turn out to be takes it back
 
 
 def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_nothing_else() -> None:

@@ -49,6 +49,7 @@ class AttachedRun(RunFolder):
         Raises:
             UserError: on all processes, where the folder cannot be written to.
         """
+        self.release()  # of a training before, in the same block
         self.folder = Path(on_main_process(lambda: str(self._lock_one(run_name))))
         self.has_begun = True
         if all_ranks().number == 0 and run_name is None and self.folder != self.asked:

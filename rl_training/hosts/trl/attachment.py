@@ -100,7 +100,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             is_bounded=self._bound is not None, is_kept=lambda: self._records is not None,
         )  # fmt: skip
         self._termination = Termination(self._write_before_the_end)
-        self._trained = False
+        self._trained = self._has_report = False
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.stays  # and not with the block that it is the context of
         self.is_typed = False  # what is advised is typed on a command line
@@ -139,7 +139,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _repr_html_(self) -> str:
         """Return the report for a notebook that shows the attachment: in a frame that needs no file beside it."""
-        if self.report is None or not self.report.is_file():
+        if not self._has_report or self.report is None or not self.report.is_file():  # else it is of an earlier run
             return f"<p>{html.escape(repr(self))}: its report is written when training ends</p>"
         page = html.escape(self.report.read_text(encoding="utf-8"))
         return f'<iframe srcdoc="{page}" width="100%" height="700" frameborder="0"></iframe>'
@@ -206,8 +206,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._log.flush()
         if self.run is None or not self.run.has_begun:
             return
-        line = self.run.end(self._outcome(how_it_ended(self._trainer, error)))
-        self._termination.release()
+        try:
+            line = self.run.end(self._outcome(how_it_ended(self._trainer, error)))
+        finally:
+            self._termination.release()
+        self._has_report = True
         if line:
             logger.warning(line)
             if error is not None:
@@ -247,7 +250,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _begin(self, resumed: Resumed | None, settings: Mapping[str, Any]) -> None:
         """Begin the run, if there is one, and measuring; both say so."""
         if self.run is not None:
-            self.run.begin(None if resumed is None else resumed.run_name)
+            self.run.begin(resumed.run_name or None if resumed else None)  # of no attached run: a new one
             self._checkpoints.run_name = self.run.folder.name
             if all_ranks().number == 0:
                 self._writer.records = self.run.records()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,14 @@ class CheckpointHooks:
 
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
-        ranks = all_ranks()
-        with self._guard.watching():
-            states = {} if self._guard.reason else self._driver.states()  # in the middle of the step that has failed
-            save_probe_states(states, Path(output_dir), ranks.count, ranks.number, self.run_name)
+        ranks, saved = all_ranks(), False
+        if not self._guard.reason:
+            with self._guard.watching():
+                save_probe_states(self._driver.states(), Path(output_dir), ranks.count, ranks.number, self.run_name)
+                saved = True
+        if not saved:  # measuring has ended, perhaps here: the checkpoint still says whose it is
+            with contextlib.suppress(Exception):
+                save_probe_states({}, Path(output_dir), ranks.count, ranks.number, self.run_name)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)

@@ -18,8 +18,11 @@ from rl_training.version import VERSION
 
 
 def beside_the_bar() -> AbstractContextManager[None]:
-    """A context whose lines on stderr have rows of their own, where a bar over steps stands in the latest one."""
-    return tqdm.external_write_mode(file=sys.stderr)
+    """A context whose lines on stderr have rows of their own, where a bar over steps stands in the latest one.
+
+    Without tqdm's lock, which forked processes share: within are collectives, and they would wait for one another.
+    """
+    return tqdm.external_write_mode(file=sys.stderr, nolock=True)
 
 
 def opening(probes: Sequence[Probe], folder: Path | None) -> str:

@@ -104,8 +104,9 @@ class StepHooks:
 
     def _on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
         limit_before = None
-        with self._guard.watching():
-            limit_before = sampling_limit(self._trainer)
+        if not self._guard.reason:
+            with self._guard.watching():
+                limit_before = sampling_limit(self._trainer)
         generated = original(prompts)
         if self._trainer.model.training and not self._guard.reason:
             with self._guard.watching():

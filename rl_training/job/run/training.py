@@ -81,14 +81,15 @@ class TrainingRun:
         """Write report/report.html, print the summary and close the dashboards, on the main process."""
         if not self.trainer.accelerator.is_main_process:
             return
+        pictures: list[Path] = []
         try:
             page = self.folder.write_report(pictures="png" if self.loggers else "")
+            pictures = sorted(page.parent.glob("*.png"))
+            print_summary(self.run_dir)
         except UserError as error:
             logger.warning(str(error))
-            return
         for dashboard in self.loggers:
-            dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
-        print_summary(self.run_dir)
+            dashboard.finish(pictures=pictures)
 
     def end(self) -> None:
         """Free the run's folder.

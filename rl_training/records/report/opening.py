@@ -40,7 +40,7 @@ def opening(run: Run) -> Opening:
     evidence = f" {headline}{verdict.evidence}" if hindered else verdict.evidence
     change = advice(run, verdict, lines)
     if hindered and change == NOTHING_YET:
-        change = "What to do first is in the first sentence."
+        change = "First of all, see to what the first sentence says."
     return Opening(hindered or headline, evidence, change, further, lines)
 
 
