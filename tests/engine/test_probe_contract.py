@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from example_steps import shard_of
 from layouts import OPTIONS, model_of
 from plain_loop import CLIP, Action, nothing, train
 from shared_rollouts import MICROBATCH, PROMPTS, G
@@ -14,9 +17,12 @@ from shared_rollouts import MICROBATCH, PROMPTS, G
 from rl_training import Estimate, MeasuredStepProbe, Probe, Reading, SimpleEntropyProbe, UserError, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe_states import ProbeStates
+from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.parallel.state_tensors import to_tensors
+from rl_training.step.data import EntropySettings
 from rl_training.step.needs import Need
+from rl_training.step.quantities import PRODUCTS
 
 
 class Counting(Probe):
@@ -62,12 +68,12 @@ def counted(late: Action = nothing) -> tuple[list[dict[str, Estimate]], Counting
     return train(model, optimizer, measured, late=late), predicting, measuring
 
 
-def wrong_at_second() -> Action:
-    """Return what doubles the learning rate of the second step behind the probes' back."""
-    numbers = iter((1, 2, 3))
+def wrong_at(step: int) -> Action:
+    """Return what doubles the learning rate of a step behind the probes' back."""
+    numbers = itertools.count(1)
 
     def act(model: Any, optimizer: torch.optim.Optimizer) -> None:
-        if next(numbers) == 2:
+        if next(numbers) == step:
             group = optimizer.param_groups[0]
             group["lr"] *= 2.0
             handle = optimizer.register_step_post_hook(
@@ -86,7 +92,7 @@ def test_a_state_is_kept_once_the_step_is_verified_and_no_earlier() -> None:
 
 
 def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_nothing_else() -> None:
-    answers, *_ = counted(wrong_at_second())
+    answers, *_ = counted(wrong_at(2))
     assert [math.isnan(step["predicting/prediction"].value) for step in answers] == [False, True, False]
     assert answers[1]["predicting/prediction"].code == "not_the_formula"
     assert [step["predicting/steps_before"].value for step in answers] == [0, 1, 1]
@@ -96,10 +102,47 @@ def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_n
 def test_a_step_that_was_not_the_formula_leaves_no_error_bar_behind() -> None:
     """The third step's error is averaged with the first's alone."""
     model, optimizer, measured = loop_with(SimpleEntropyProbe())
-    answers = train(model, optimizer, measured, late=wrong_at_second())
+    answers = train(model, optimizer, measured, late=wrong_at(2))
     first, third = (float(answers[i]["delta_h/forward"].detail["stderr_of_batch"]) for i in (0, 2))
     expected = math.sqrt((0.25 * first**2 + third**2) / 1.25)
     assert answers[2]["delta_h/forward"].stderr == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_training_that_failed_in_its_first_step_leaves_nothing_to_the_next() -> None:
+    model, optimizer, measured = loop_with(SimpleEntropyProbe())
+
+    def fail(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        raise RuntimeError("a mistake of the loop's")
+
+    with pytest.raises(RuntimeError, match="a mistake of the loop's"):
+        train(model, optimizer, measured, late=fail)
+    answers = train(model, optimizer, measured, steps=1)
+    assert math.isfinite(answers[0]["delta_h/forward"].value)
+    assert measured.state_dict()["simple"]
+
+
+def test_a_dictionary_that_grows_is_refused_since_a_resumed_run_would_lose_what_is_new() -> None:
+    class Growing(Counting):
+        def measure(self, ctx: Any, state: dict[str, int]) -> Reading:
+            reading = super().measure(ctx, {"steps": 0})
+            return dataclasses.replace(reading, state={**state, "more": 1})
+
+    with pytest.raises(UserError, match=r"probe 'growing': measure must return a state with the names .* 'more'"):
+        train(*loop_with(Growing("growing")))
+
+
+def test_the_error_of_backward_outlives_a_step_that_was_not_the_formula() -> None:
+    """It does not depend on what the step is; the errors of all other products do."""
+    memory = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
+    variances = torch.arange(1.0, 1.0 + len(PRODUCTS), dtype=torch.float64)
+    memory.average_errors(variances, step=1)
+    memory.commit(is_formula=False)
+    average = memory.errors.average(memory.settings.error_decay)[0].flatten()
+    backward = PRODUCTS.index("backward")
+    assert average[backward] == variances[backward]
+    assert average.isfinite().nonzero().flatten().tolist() == [backward]
 
 
 def test_probes_hold_nothing_of_a_training() -> None:

@@ -46,7 +46,8 @@ def attach(
             trainer.train()
 
     The report is written when the block ends: after success, an exception and Ctrl-C. Without `with`, it is written
-    when `trainer.train()` ends. SIGTERM writes it too, and then ends the process as it would have. Of several processes
+    when `trainer.train()` ends. SIGTERM writes it too, and then ends the process as it would have, once the call
+    into torch that it is in has returned: in a collective that waits for the other processes. Of several processes
     the first one writes.
 
     Args:

@@ -57,6 +57,8 @@ def _whether_predictions_hold(run: Run) -> str:
         return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
     if is_significant(apart):
         return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
+    if 2.0 * apart.bounds()[1] - 2.0 * apart.value > abs(truth.value):  # twice its half-width
+        return f"Whether the predictions hold cannot be told yet, the intervals are too wide: {figures}."
     return f"The predictions hold so far: {figures}."
 
 

@@ -91,6 +91,8 @@ def in_percent(share: Estimate) -> str:
 
     >>> in_percent(share_of(0, 100))
     '0% (0% … 3.6%)'
+    >>> in_percent(share_of(100, 100))
+    '100% (96% … 100%)'
     """
     low, high = share.bounds()
     return f"{_percent(share.value)} ({_percent(low)} … {_percent(high)})"
@@ -98,7 +100,8 @@ def in_percent(share: Estimate) -> str:
 
 def _percent(share: float) -> str:
     hundredths = 100 * share
-    return f"{hundredths:.2g}%" if hundredths < 10 or hundredths > 99 else f"{hundredths:.0f}%"
+    digits = 2 if hundredths < 10 else 3 if hundredths > 99 else 0
+    return f"{hundredths:.{digits}g}%" if digits else f"{hundredths:.0f}%"
 
 
 def steps_of(values: pd.Series[float] | Sequence[int]) -> str:
