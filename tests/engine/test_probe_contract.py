@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from example_steps import shard_of
 from layouts import OPTIONS, model_of
 from plain_loop import CLIP, Action, nothing, train
 from shared_rollouts import MICROBATCH, PROMPTS, G
@@ -17,12 +16,9 @@ from shared_rollouts import MICROBATCH, PROMPTS, G
 from rl_training import Estimate, MeasuredStepProbe, Probe, Reading, SimpleEntropyProbe, UserError, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.probe_states import ProbeStates
-from rl_training.entropy.previous_update import PreviousUpdate
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.parallel.state_tensors import to_tensors
-from rl_training.step.data import EntropySettings
 from rl_training.step.needs import Need
-from rl_training.step.quantities import PRODUCTS
 
 
 class Counting(Probe):
@@ -131,18 +127,6 @@ def test_a_dictionary_that_grows_is_refused_since_a_resumed_run_would_lose_what_
 
     with pytest.raises(UserError, match=r"probe 'growing': measure must return a state with the names .* 'more'"):
         train(*loop_with(Growing("growing")))
-
-
-def test_the_error_of_backward_outlives_a_step_that_was_not_the_formula() -> None:
-    """It does not depend on what the step is; the errors of all other products do."""
-    memory = PreviousUpdate(shard_of({"logits": torch.zeros(3, 3)}), EntropySettings())
-    variances = torch.arange(1.0, 1.0 + len(PRODUCTS), dtype=torch.float64)
-    memory.average_errors(variances, step=1)
-    memory.commit(is_formula=False)
-    average = memory.errors.average(memory.settings.error_decay)[0].flatten()
-    backward = PRODUCTS.index("backward")
-    assert average[backward] == variances[backward]
-    assert average.isfinite().nonzero().flatten().tolist() == [backward]
 
 
 def test_probes_hold_nothing_of_a_training() -> None:

@@ -26,6 +26,7 @@ from rl_training.parallel.vectors import Layout
 from rl_training.statistics.jackknife import identity
 from rl_training.step.data import EntropySettings
 from rl_training.step.limits import STEP_NOT_MEASURED
+from rl_training.step.quantities import PRODUCTS
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # entries that are joined at most, here
@@ -173,15 +174,20 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
         history_of(2, state)
 
 
-def test_errors_of_a_step_that_was_not_what_they_are_for_are_not_averaged_later() -> None:
+def test_of_a_step_that_was_not_the_formula_only_the_error_of_backward_is_averaged_later() -> None:
+    """Backward is the product with the step before, whatever this step is."""
     history, nowhere = history_of(3), {"w": torch.zeros(3)}
     averages = []
-    for step, is_valid in enumerate((True, False, True), start=1):
+    for step, is_formula in enumerate((True, False, True), start=1):
         history.keep(step, None, nowhere)
-        averages.append(float(history.average_errors(torch.tensor([4.0**step]).double(), step)[0]))
-        if is_valid:
-            history.commit()
-    assert averages == pytest.approx([4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 64) / 1.25])
+        variance = torch.full((len(PRODUCTS),), 4.0**step, dtype=torch.float64)
+        averages.append(history.average_errors(variance, step)[0].tolist())
+        history.commit(is_formula)
+    kept = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 0.5 * 16 + 64) / 1.75]
+    lost = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 64) / 1.25]
+    for number, name in enumerate(PRODUCTS):
+        expected = kept if name == "backward" else lost
+        assert [average[number] for average in averages] == pytest.approx(expected)
 
 
 def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:

@@ -128,16 +128,18 @@ def test_told_to_end_a_process_writes_its_report_and_ends_by_that_signal(tmp_pat
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
 
 
+def told_to_end_behind_a_later_handler(folder: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever earlier tests have left
+    Termination(lambda: (folder / "reports").open("a").write("one ")).listen()
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *of_signal: before(*of_signal))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_later_handler_that_calls_the_one_before_it_ends_the_process_after_one_report(tmp_path: Path) -> None:
-    reports = tmp_path / "reports"
-    if (child := os.fork()) == 0:
-        Termination(lambda: reports.open("a").write("one ")).listen()
-        before = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda *of_signal: before(*of_signal))
-        os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert reports.read_text() == "one "
+    with pytest.raises(RuntimeError, match=f"it ended with -{signal.SIGTERM.value}"):
+        forks.in_fork(told_to_end_behind_a_later_handler, tmp_path)
+    assert (tmp_path / "reports").read_text() == "one "
 
 
 def test_a_handler_of_the_users_decides_what_the_signal_ends_and_is_there_again_after_the_block(
