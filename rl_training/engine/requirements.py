@@ -165,9 +165,9 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
     losses = _fold_losses(loop, requirements, count, is_made_anew=again > 0.0)
     losses += [f"no prediction at some steps: {loop.limits.reused}"] if loop.limits.reused else []
-    # What is missing most stands in the first line, before all that is measured.
-    sentences = [sentence for sentence in (loop.opening, *losses[:1], plan) if sentence]
-    plan = ". ".join(sentences[:1] + [sentence[0].upper() + sentence[1:] for sentence in sentences[1:]])
+    # What is missing most comes first, before who trains and what is measured.
+    sentences = [sentence for sentence in (*losses[:1], loop.opening, plan) if sentence]
+    plan = ". ".join([*sentences[:-1], plan[0].upper() + plan[1:] if len(sentences) > 1 else plan])
     return [plan, *losses[1:], *_other_losses(loop, needs), *_rounding_remarks(loop.shard, needs)]
 
 

@@ -84,6 +84,11 @@ def _joined(path: str, name: str) -> str:
 def _parts(state: Any, path: str) -> Mapping[str, Any]:
     """Return the parts of a mapping or dataclass by name."""
     if isinstance(state, Mapping):
+        for name in (name for name, part in state.items() if isinstance(part, Mapping)):
+            if any(other.startswith(f"{name}.") for other in state):
+                raise UserError(
+                    f"a state has {name!r}, a dictionary, beside a name that begins with '{name}.': rename it"
+                )
         return state
     if not dataclasses.is_dataclass(state):
         what = f"{path} is" if path else "it is"

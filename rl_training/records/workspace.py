@@ -25,7 +25,8 @@ CORE = (
     "delta_h/cumulative_measured", "measured/delta_h", "measured/delta_h_se", "gns/batch_ratio",
     "ess/advantage_fraction", "probe_cost/fraction_of_step", "eval_reward",
 )  # fmt: skip
-OF_TRAINER = "reward"  # the section of what the trainer logs beside the probes
+OF_TRAINER = "reward"  # the section of what the trainer logs beside the probes; and one number of another section:
+TIME_OF_TRAINER = "step_time"
 
 
 def sections() -> dict[str, dict[str, dict[str, Any]]]:
@@ -48,12 +49,14 @@ def build_workspace(entity: str, project: str, name: str, attached: bool = False
 
     shown = []
     for section, panels in sections().items():
-        of_trainer = "train/" if attached and section == OF_TRAINER else ""
         plots: list[Any] = [
             reports.LinePlot(
                 title=title,
                 x="train/global_step" if attached else "step",
-                y=[f"{of_trainer}{metric}" for metric in panel.get("metrics", [])],
+                y=[
+                    f"train/{metric}" if attached and (section == OF_TRAINER or metric == TIME_OF_TRAINER) else metric
+                    for metric in panel.get("metrics", [])
+                ],
                 metric_regex=panel.get("pattern"),
                 title_y=panel.get("unit"),
             )

@@ -72,3 +72,5 @@ def test_a_state_of_another_kind_is_refused_by_what_differs(like: Any, state: An
 def test_what_no_checkpoint_can_hold_is_refused_with_its_place_and_the_probe() -> None:
     with pytest.raises(UserError, match=r"^probe 'mine': a state consists of tensors, .* but inner is a list$"):
         tensors_by_name({"mine": dataclasses.replace(FULL, inner=[1])})
+    with pytest.raises(UserError, match=r"^probe 'mine': a state has 'a', a dictionary, beside a name .* 'a\.'"):
+        tensors_by_name({"mine": {"a": {"x": 1}, "a.b": 2}})  # else a resumed run would lose "a.b"

@@ -48,7 +48,11 @@ def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the
 
 def test_for_a_trainer_that_logs_by_itself_its_own_numbers_have_the_names_that_transformers_gives_them(capsys) -> None:
     main(["--dry-run", "--attached"])
-    first, reward, *_ = json.loads(capsys.readouterr().out)["spec"]["section"]["panelBankConfig"]["sections"]
+    first, reward, *others = json.loads(capsys.readouterr().out)["spec"]["section"]["panelBankConfig"]["sections"]
+    drawn = [
+        metric for section in others for panel in section["panels"] for metric in panel["config"].get("metrics", [])
+    ]
+    assert {*rewrite_logs({"step_time": 0.0})} <= {*drawn}
     assert reward["panels"][0]["config"]["metrics"] == [*rewrite_logs({"reward": 0.0})]
     change = first["panels"][0]["config"]
     assert change["metrics"] == ["delta_h/cumulative_measured", "delta_h/cumulative_predicted"]

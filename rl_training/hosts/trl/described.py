@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> di
             "rows": len(rows) if hasattr(rows, "__len__") else None,
             "columns": list(getattr(rows, "column_names", None) or []),
             "rewards": list(trainer.reward_func_names),
+            "rewards_source": [_digest_of_source(function) for function in trainer.reward_funcs],
         },
         "optimizer": settings_of_optimizer(optimizer),
         "attached": dict(attached),
@@ -62,6 +64,15 @@ def settings_of_probes(probes: Sequence[Probe]) -> dict[str, Any]:
         }
         for probe in probes
     }
+
+
+def _digest_of_source(function: object) -> str:
+    """Return a digest of a function's source, which differs between functions of one name; "" where there is none."""
+    try:
+        source = inspect.getsource(function)  # type: ignore[arg-type]
+    except (TypeError, OSError):  # a model, a partial, what was typed into an interpreter
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
 def _adapter(model: nn.Module) -> dict[str, Any]:

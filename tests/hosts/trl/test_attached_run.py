@@ -22,6 +22,7 @@ from trl import GRPOTrainer
 
 from rl_training import EffectiveSampleSizeProbe, Estimate, Probe, Reading, Records, attach
 from rl_training.hosts.trl.compatibility import METHODS, TESTED
+from rl_training.hosts.trl.described import settings_of_trainer
 from rl_training.hosts.trl.spoken import beside_the_bar
 from rl_training.hosts.trl.termination import Termination
 from rl_training.records.jsonl import read_estimates, read_metrics
@@ -44,6 +45,28 @@ class Raising(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
             raise self.error
+
+
+def test_settings_tell_reward_functions_of_one_name_apart_by_their_source(make_trainer) -> None:
+    """Else a comparison would take runs of two rewards for runs of two seeds."""
+
+    def scored(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    by_length = scored
+
+    def scored(completions: list[str], **columns: Any) -> list[float]:
+        return [float("7" in completion) for completion in completions]
+
+    settings = []
+    for reward in (by_length, by_length, scored):
+        trainer = make_trainer(**PLAIN | {"reward": reward})
+        trainer.create_optimizer()
+        settings.append(settings_of_trainer(trainer, {})["data"])
+    first, again, other = settings
+    assert first == again
+    assert {name for name in first if first[name] != other[name]} == {"rewards_source"}
+    assert all(first["rewards_source"])
 
 
 def test_two_lines_leave_records_settings_and_a_report_with_predictions(make_trainer, tmp_path: Path, caplog) -> None:

@@ -50,7 +50,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
             "reward": lambda step: min(1.0, 0.4 + 0.02 * step), "reward_std": lambda step: 0.5 if step < 30 else 0.0,
             "frac_reward_zero_std": lambda step: 0.0 if step < 30 else 1.0, "completions__clipped_ratio": 0.3,
         },
-        "No step had a higher one: here is nothing left to learn.",
+        "No step had a higher one: nothing is left to learn here.",
     ),
     "few mixed prompts": (
         "unmixed", {"frac_reward_zero_std": 0.96875}, "Only 3.1% (1% … 7.1%) of the prompts have",

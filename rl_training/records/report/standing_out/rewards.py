@@ -14,7 +14,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
 FEW_STEPS = 3  # without a difference between rewards, before that is said
-LEARNED = "Stop here, or give harder prompts, or a reward that still tells responses apart."
+LEARNED = "Stop here, or give harder prompts, or a reward that still differs between responses."
 FEW_MIXED = 0.1  # of the prompts
 VISIBLE = 0.5  # of the responses: so many cut off are what is seen beside rewards that are all equal
 BEFORE, AFTER = 4, 3  # steps on either side of a jump
@@ -43,8 +43,8 @@ def all_equal(recorded: Recorded) -> Line | None:
     said += (
         f" Before, it was {before.tail(BEFORE).mean():.3f} ({steps_of(before.tail(BEFORE))})." if len(before) else ""
     )
-    if len(before) and part.iloc[-1] >= recorded.reward.max() and before.mean() < part.iloc[-1]:
-        return Line("equal", since, f"{said} No step had a higher one: here is nothing left to learn.", LEARNED)
+    if len(before) and part.iloc[-1] > recorded.reward.max() - 1e-9 and before.mean() < part.iloc[-1]:
+        return Line("equal", since, f"{said} No step had a higher one: nothing is left to learn here.", LEARNED)
     if len(cut_off) and cut_off.mean() > VISIBLE:
         share = recorded.of_responses(cut_off)
         length = recorded.set_up.number("max_completion_length")
