@@ -1,9 +1,12 @@
 """Do the predictions hold on a real language model? SmolLM2-135M-Instruct on three_words, on a CPU.
 
     python benchmarks/real.py train lora_0 [--steps 8]     a run of RUNS, by the product's own command
-    python benchmarks/real.py truth lora_0                 each step on fresh responses: real_truth.py
-    python benchmarks/real.py branches lora_0 --state 4    one step from there with each intervention
-    python benchmarks/real.py table                        of all runs there
+    python benchmarks/real.py attached attached --steps 4  the same sizes with trl.GRPOTrainer and `attach`
+    python benchmarks/real.py truth lora_0 [--steps 8]     each step on fresh responses: real_truth.py
+    python benchmarks/real.py branches lora_0 --at 4       one step from there with each intervention, and its truth
+    python benchmarks/real.py draw lora_0 --at 0 8 16      reward and entropy of these states, on held-out prompts
+    python benchmarks/real.py table                        of all runs there, and the picture of their states
+    python benchmarks/real.py read hacks --at 12           twenty responses of a state
 
 `python -m rl_training.tasks.smollm2` must have fetched the model. Every part goes on where it was stopped. What the
 product said is read from the JSON of its records; what is true comes from code that shares no formula with it.
@@ -15,6 +18,19 @@ many 95 % intervals of forward, backward, trapezoid and measured held, sums besi
 product (delta_h/reuse) beside both, and the cost. Expected: intervals hold and are wide; forward does not know single
 steps; the naive product is too large; under the bound both start rates come to the same KL a step by the fifth step;
 with the random reward nothing is learned.
+
+Registered next, before any of it was run, for 95 minutes of one shared core, in this order, until time is up:
+1. autocast, lora_1 under bf16 autocast: 4 steps with truth. Told: each estimate beside fp32's, steps that the probes
+   leave out, the time. Expected: intervals hold as in fp32, and the estimates of the first step agree to .03.
+2. attached: 4 steps with truth under TRL's defaults (DAPO's loss, advantages divided by the group's deviation, a rate
+   that falls to 0) but the sizes, the adapter and the rate, 2e-4. Expected: as in RUNS.
+3. The interventions at two more states: after step 6 of lora_1 and after step 4 of lora_2, ΔH and Δreward. Expected:
+   all but one of the 16 intervals hold; signs are right where an interval excludes 0.
+4. hacks: 50 steps of all weights at 1e-4, 20 times the rate of all_weights, under autocast to save time and without
+   probes; 20 responses each are read at steps 12, 25 and 50. Expected: reward above .8, plain sentences and no lists.
+5. 16 steps of lora_2, lora_1, lora_0_half (8 × 4, three seeds), all_weights and random_reward, without probes where the
+   truth of the steps is known: held-out reward and entropy at steps 0, 8 and 16, with bars over prompts and over the
+   seeds. Expected: reward rises by .2 to .3 and entropy falls by .4 to .8 with each seed; neither with random_reward.
 """
 
 from __future__ import annotations
@@ -32,8 +48,8 @@ from pathlib import Path
 import rl_training.job.silence  # noqa: F401
 
 import torch
-from real_tables import print_tables
-from real_truth import Sample, Truth, load
+from real_tables import draw_states, print_tables
+from real_truth import MAX_TOKENS, RESPONSES, Sample, Truth, load
 
 FOLDER = Path(__file__).parent
 HALF = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4"]
@@ -48,8 +64,13 @@ RUNS: dict[str, list[str]] = {
     "lora_1": [*HALF, "seed=1"],
     "lora_2": [*HALF, "seed=2"],
     "fixed_1e-3": [*HALF, "trainer.learning_rate=1e-3"],
+    "lora_0_half": [*HALF, "seed=0"],
+    "autocast": [*HALF, "seed=1", "trainer.bf16=true"],
+    "hacks": [*HALF, "adapter=none", "trainer.learning_rate=1e-4", "trainer.bf16=true"],
+    "attached": [],  # by the part of that name
 }
 INTERVENTIONS = ["bonus", "psr", "nsr", "lr"]
+NUM_READ = 20  # responses that `read` shows, each to another prompt
 
 
 def checkpoint(run: Path, state: int) -> Path | None:
@@ -64,17 +85,61 @@ def command(run: Path, words: Sequence[str]) -> None:
     try:
         subprocess.run([*program, *words, f"run_dir={run}"], env=env, check=True, cwd=FOLDER)
     finally:  # a run that is stopped goes on the next time
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        facts = {"seconds": time.time() - began, "cpu_seconds": usage.ru_utime + usage.ru_stime,
-                 "peak_gb": usage.ru_maxrss * 1024 / 1e9}  # fmt: skip
-        with (run / "facts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(facts) + "\n")
+        write_facts(run, began, resource.RUSAGE_CHILDREN)
 
 
-def train(run: Path, steps: int) -> None:
-    """Train one of RUNS up to this step; every checkpoint stays, for the truth."""
-    command(run, ["experiment=smollm2", *RUNS[run.name], f"trainer.max_steps={steps}", "trainer.save_steps=1",
-                  "trainer.save_total_limit=null", "logger=none", "resume=auto"])  # fmt: skip
+def write_facts(run: Path, began: float, who: int) -> None:
+    usage = resource.getrusage(who)
+    facts = {"seconds": time.time() - began, "cpu_seconds": usage.ru_utime + usage.ru_stime,
+             "peak_gb": usage.ru_maxrss * 1024 / 1e9}  # fmt: skip
+    with (run / "facts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(facts) + "\n")
+
+
+def train(run: Path, steps: int, save_every: int, probes: str | None) -> None:
+    """Train one of RUNS up to this step; every checkpoint that is written stays, for the truth.
+
+    Args:
+        probes: what is chosen instead of the experiment's; training is bitwise the same with any.
+    """
+    command(run, ["experiment=smollm2", *RUNS[run.name], *([f"probe={probes}"] if probes else []),
+                  f"trainer.max_steps={steps}", f"trainer.save_steps={save_every}", "trainer.save_total_limit=null",
+                  "logger=none", "resume=auto"])  # fmt: skip
+
+
+def train_attached(run: Path, steps: int) -> None:
+    """Train with TRL's own trainer and two lines more, in this process."""
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rl_training import attach
+    from rl_training.tasks.smollm2 import load_smollm2
+    from rl_training.tasks.three_words import three_words
+
+    model, tokenizer = load_smollm2()
+    task = three_words()
+    config = GRPOConfig(
+        str(run / "training_state"),
+        learning_rate=2e-4,
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=8,
+        num_generations=4,
+        max_completion_length=MAX_TOKENS,
+        save_steps=1,
+        logging_steps=1,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+    )
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=16, lora_alpha=32)
+    trainer = GRPOTrainer(
+        model, task.reward, config, train_dataset=task.train_dataset, processing_class=tokenizer, peft_config=adapter
+    )
+    began = time.time()
+    with attach(trainer, run, ["simple", "measured", "ess"]):
+        trainer.train()
+    write_facts(run, began, resource.RUSAGE_SELF)
 
 
 def branches(run: Path, state: int) -> None:
@@ -89,46 +154,88 @@ def branches(run: Path, state: int) -> None:
             command(branch, [source, "additional_steps=1", "trainer.save_steps=1", *words])
 
 
-def measure(run: Path) -> None:
-    """Draw at every second checkpoint of a run, score with its neighbours, and keep that in truth.pt."""
-    path = run / "truth.pt"
-    samples: dict[int, Sample] = torch.load(path, weights_only=False) if path.is_file() else {}
-    truth = Truth()
-    states = sorted(int(folder.name.split("-")[1]) for folder in (run / "training_state").glob("checkpoint-*"))
-    for drawn in range(0, states[-1] + 1, 2):
-        near = [state for state in (drawn - 1, drawn + 1) if 0 <= state <= states[-1]]
-        sample = samples.get(drawn)
-        if sample is None:
-            sample = samples[drawn] = truth.draw(load(checkpoint(run, drawn)), str(drawn), seed=1000 + drawn)
-        for state in near:
-            if str(state) not in sample.scores:
-                sample.scores[str(state)] = truth.score(load(checkpoint(run, state)), sample)
-        for branch in sorted((run / f"from_{drawn}").glob("*/training_state/checkpoint-*")):
-            name = branch.parents[1].name
-            if name not in sample.scores:
-                sample.scores[name] = truth.score(load(branch), sample)
-        torch.save(samples, path)
-        print(f"{run.name} {drawn}: reward {float(sample.rewards.mean()):.3f}, {time.strftime('%T')}", flush=True)
+class Samples(dict[int, Sample]):
+    """What the states of a run have drawn, by state, kept in its truth.pt."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.truth = Truth()
+        path = run / "truth.pt"
+        super().__init__(torch.load(path, weights_only=False) if path.is_file() else {})
+
+    def draw(self, state: int) -> Sample:
+        """Return the responses that a state draws, once."""
+        if state not in self:
+            self[state] = self.truth.draw(load(checkpoint(self.run, state)), str(state), seed=1000 + state)
+            self._keep()
+            print(f"{self.run.name} {state}: reward {float(self[state].rewards.mean()):.3f}, {time.strftime('%T')}")
+        return self[state]
+
+    def score(self, drawn: int, name: str, weights: Path | None) -> None:
+        """Score what a state has drawn with other weights, once."""
+        sample = self.draw(drawn)
+        if name not in sample.scores:
+            sample.scores[name] = self.truth.score(load(weights), sample)
+            self._keep()
+
+    def _keep(self) -> None:
+        torch.save(dict(self), self.run / "truth.pt")
+
+
+def measure(run: Path, steps: int) -> None:
+    """Draw at every second state of a run up to this step, and score with its neighbours."""
+    samples = Samples(run)
+    for step in range(1, steps + 1):
+        drawn = step - step % 2
+        other = 2 * step - 1 - drawn
+        samples.score(drawn, str(other), checkpoint(run, other))
+
+
+def measure_branches(run: Path, state: int) -> None:
+    """Draw at a state and score with what each intervention has made of it."""
+    samples = Samples(run)
+    for weights in sorted((run / f"from_{state}").glob("*/training_state/checkpoint-*")):
+        samples.score(state, weights.parents[1].name, weights)
+
+
+def read(run: Path, state: int) -> None:
+    """Print NUM_READ responses of a state, with their rewards."""
+    sample = torch.load(run / "truth.pt", weights_only=False)[state]
+    for place in range(0, NUM_READ * RESPONSES, RESPONSES):
+        print(f"{float(sample.rewards[place]):.2f}  {sample.texts[place]!r}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["train", "truth", "branches", "table"])
+    parser.add_argument("part", choices=["train", "attached", "truth", "branches", "draw", "table", "read"])
     parser.add_argument("run", nargs="?", choices=RUNS, default="lora_0")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--state", type=int, default=4, help="even: the step after which `branches` branch off")
+    parser.add_argument("--save-every", type=int, default=1, help="steps; `truth` needs every checkpoint")
+    parser.add_argument("--probe", help="what is measured, none for instance, instead of what the experiment says")
+    parser.add_argument("--at", type=int, nargs="+", default=[4], help="states: steps after which they are")
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
     options = parser.parse_args()
     output = options.output.resolve()
     run = output / options.run
     if options.part == "train":
-        train(run, options.steps)
+        train(run, options.steps, options.save_every, options.probe)
+    elif options.part == "attached":
+        train_attached(run, options.steps)
     elif options.part == "truth":
-        measure(run)
-    elif options.part == "branches":
-        branches(run, options.state)
+        measure(run, options.steps)
+    elif options.part == "table":
+        runs = [output / name for name in RUNS if (output / name / "truth.pt").is_file()]
+        print_tables(runs)
+        draw_states(runs, output / "real.png")
     else:
-        print_tables([output / name for name in RUNS if (output / name / "truth.pt").is_file()])
+        for state in options.at:
+            if options.part == "branches":
+                branches(run, state)
+                measure_branches(run, state)
+            elif options.part == "draw":
+                Samples(run).draw(state)
+            else:
+                read(run, state)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,39 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from real_truth import PROMPTS, Sample, change_of_step, entropy_under, ess_of, jackknife, kl_of, measured_steps
+import vl_convert
+from real_truth import (
+    PROMPTS,
+    Sample,
+    change_of_step,
+    entropy_under,
+    ess_of,
+    jackknife,
+    kl_of,
+    measured_steps,
+    reward_under,
+)  # fmt: skip
 from scipy.stats import t as student
 from torch import Tensor
 
+from rl_training.records.report.charts import BLUE, GREY
+from rl_training.records.report.page import VEGA_LITE
+
+SEEDS = ("lora_0_half", "lora_1", "lora_2")  # of one setting
 PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "measured/delta_h", "delta_h/reuse")
 Said = dict[str, dict[int, dict[str, Any]]]  # a run's estimates, by name and by the step that they speak of
 
 
 def said_by(run: Path) -> Said:
     said: Said = {}
+    if not (run / "logs" / "probes.jsonl").is_file():
+        return said  # of a run without probes
     for line in (run / "logs" / "probes.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         said.setdefault(row["name"], {})[row["about_step"]] = row
@@ -109,9 +126,13 @@ def cost_rows(run: Path) -> None:
             print(f"| {run.name} | `{name}` | {statistics.median(values):.3f} |")
 
 
-def effect(sample: Sample, state: str, name: str, kept: Tensor) -> float:
-    """Return the entropy after the step with an intervention less that after the plain step, from what a state drew."""
-    return entropy_under(sample, state, name, kept) - entropy_under(sample, state, "plain", kept)
+def effect(of: Callable[..., float], sample: Sample, state: str, name: str, kept: Tensor) -> float:
+    """Return what the step with an intervention leads to less what the plain step does, from what a state drew.
+
+    Args:
+        of: entropy_under or reward_under.
+    """
+    return of(sample, state, name, kept) - of(sample, state, "plain", kept)
 
 
 def print_head(*titles: str) -> None:
@@ -124,13 +145,55 @@ def effects_table(run: Path, samples: dict[int, Sample]) -> None:
         state = int(folder.name.removeprefix("from_"))
         said, sample = said_by(folder / "plain"), samples[state]
         print(f"\n{run.name}, step {state + 1}, ± 95 %")
-        print_head("intervention", "predicted", "measured", "")
+        print_head("intervention", "quantity", "predicted", "measured", "")
         for name in sorted(set(sample.scores) - {"plain"} - set(map(str, range(99)))):
-            change, stderr = jackknife(partial(effect, sample, str(state), name))
-            row = said[f"intervention/{name}/delta_h"][state + 1]
-            half = float(student.ppf(0.975, row["num_samples"] - 1)) * row["stderr"]
-            print(f"| {name} | {row['value']:+.4f} ± {half:.4f} | {change:+.4f} ± {1.96 * stderr:.4f} "
-                  f"| {'held' if held(row, change, stderr) else 'out'} |")  # fmt: skip
+            for quantity, of in {"delta_h": entropy_under, "delta_reward": reward_under}.items():
+                change, stderr = jackknife(partial(effect, of, sample, str(state), name))
+                row = said[f"intervention/{name}/{quantity}"][state + 1]
+                half = float(student.ppf(0.975, row["num_samples"] - 1)) * row["stderr"]
+                print(f"| {name} | {quantity} | {row['value']:+.4f} ± {half:.4f} | {change:+.4f} ± {1.96 * stderr:.4f} "
+                      f"| {'held' if held(row, change, stderr) else 'out'} |")  # fmt: skip
+
+
+States = list[dict[str, Any]]  # reward and entropy of a run's states, with their standard errors over prompts
+
+
+def states_of(run: Path, samples: dict[int, Sample]) -> States:
+    """Return reward and entropy of each state of which responses have been drawn."""
+    rows = []
+    for state, sample in sorted(samples.items()):
+        name = str(state)
+        reward, reward_error = jackknife(partial(reward_under, sample, name, name))
+        entropy, entropy_error = jackknife(partial(entropy_under, sample, name, name))
+        rows.append({"run": run.name, "step": state, "reward": reward, "reward_error": reward_error,
+                     "entropy": entropy, "entropy_error": entropy_error})  # fmt: skip
+    return rows
+
+
+def over_seeds(rows: States) -> States:
+    """Return mean, lowest and highest of SEEDS at the states that all of them have."""
+    found: States = []
+    for step in sorted({row["step"] for row in rows}):
+        of_seeds = [row for row in rows if row["step"] == step and row["run"] in SEEDS]
+        if len(of_seeds) == len(SEEDS):
+            for measure in ("reward", "entropy"):
+                values = [row[measure] for row in of_seeds]
+                half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+                found.append({"step": step, "measure": measure, "mean": statistics.fmean(values), "half": half,
+                              "low": min(values), "high": max(values)})  # fmt: skip
+    return found
+
+
+def print_states(rows: States) -> None:
+    """Print reward and entropy of the states, with bars over prompts, and their means over the seeds."""
+    print_head("run", "step", "reward", "entropy")
+    for row in rows:
+        print(f"| {row['run']} | {row['step']} | {row['reward']:.3f} ± {1.96 * row['reward_error']:.3f} "
+              f"| {row['entropy']:.3f} ± {1.96 * row['entropy_error']:.3f} |")  # fmt: skip
+    print_head("three seeds", "step", "mean ± 95 % over seeds", "lowest to highest")
+    for row in over_seeds(rows):
+        print(f"| {row['measure']} | {row['step']} | {row['mean']:.3f} ± {row['half']:.3f} "
+              f"| {row['low']:.3f} to {row['high']:.3f} |")  # fmt: skip
 
 
 def print_tables(runs: Sequence[Path]) -> None:
@@ -139,6 +202,7 @@ def print_tables(runs: Sequence[Path]) -> None:
     print_head("run", "steps", "reward of the batch", "held-out reward (at step)", "entropy there", "time", "peak")
     for run in runs:
         print(run_row(run, samples[run]))
+    print_states([row for run in runs for row in states_of(run, samples[run])])
     print_head("run", "estimate", "held", "Σ", "Σ truth", "rms error")
     for run in runs:
         coverage_rows(run, samples[run], said_by(run))
@@ -146,5 +210,36 @@ def print_tables(runs: Sequence[Path]) -> None:
     for run in runs:
         cost_rows(run)
     for run in runs:
-        steps_table(run, samples[run], said_by(run))
+        if measured_steps(samples[run]):
+            steps_table(run, samples[run], said_by(run))
         effects_table(run, samples[run])
+
+
+def draw_states(runs: Sequence[Path], path: Path) -> None:
+    """Draw held-out reward and entropy over steps: SEEDS as a band from lowest to highest, the others with bars."""
+    names = {"all_weights": "all weights, 5e-6", "random_reward": "LoRA, random reward"}
+    rows = [row for run in runs for row in states_of(run, torch.load(run / "truth.pt", weights_only=False))]
+    seeds = "LoRA, 1e-4: mean and range of 3 seeds"
+    colors = {"domain": [seeds, *names.values()], "range": [BLUE, "#e1812c", GREY]}
+    ink = {"field": "run", "type": "nominal", "scale": colors, "legend": {"title": None, "orient": "top"}}
+    step = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 4, "grid": False}}
+    panels = []
+    for measure, unit in {"reward": "held-out reward", "entropy": "entropy, nats per token"}.items():
+        axis = {"type": "quantitative", "title": unit, "scale": {"zero": False}}
+        band = [row | {"run": seeds} for row in over_seeds(rows) if row["measure"] == measure]
+        bars = [
+            {"run": names[row["run"]], "step": row["step"], "mean": row[measure],
+             "low": row[measure] - 1.96 * row[f"{measure}_error"],
+             "high": row[measure] + 1.96 * row[f"{measure}_error"]}
+            for row in rows if row["run"] in names
+        ]  # fmt: skip
+        ends = {"x": step, "y": axis | {"field": "low"}, "y2": {"field": "high"}, "color": ink}
+        middle = {"x": step, "y": axis | {"field": "mean"}, "color": ink}
+        panels.append({"width": 260, "height": 180, "layer": [
+            {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.2}, "encoding": ends},
+            {"data": {"values": bars}, "mark": {"type": "rule"}, "encoding": ends},
+            {"data": {"values": band + bars}, "mark": {"type": "line", "point": True}, "encoding": middle},
+        ]})  # fmt: skip
+    spec = {"hconcat": panels, "config": {"background": "white"}}
+    path.write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=1.5))
+    print(f"\n{path}")

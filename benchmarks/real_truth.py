@@ -173,6 +173,13 @@ def entropy_under(sample: Sample, drawn: str, state: str, kept: Tensor) -> float
     return float((weights * entropies).sum() / (weights * mask).sum())
 
 
+def reward_under(sample: Sample, drawn: str, state: str, kept: Tensor) -> float:
+    """Return the mean reward of a state, from what another (or the same) state has drawn for the kept prompts."""
+    log_weights = _kept((sample.scores[state][1].double() - sample.scores[drawn][1].double()).sum(dim=1), kept)
+    weights = log_weights.exp()
+    return float((weights * _kept(sample.rewards.double(), kept)).sum() / weights.sum())
+
+
 def kl_of(sample: Sample, drawn: str, state: str) -> float:
     """Return KL of the state that drew against another, nats per token: the mean of r − 1 − log r."""
     log_ratios = sample.scores[state][1].double() - sample.scores[drawn][1].double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,10 @@ def entropy_per_token(of: tuple[Tensor, Tensor]) -> float:
     return float((entropy(first) + first[1:] @ entropy(second[1:])) / (1 + first[1:].sum()))
 
 
+def effect_of_step(real_truth: Any, sample: Any, kept: Tensor) -> float:
+    return real_truth.reward_under(sample, "0", "1", kept) - real_truth.reward_under(sample, "0", "0", kept)
+
+
 def test_the_change_by_a_step_is_that_of_a_policy_whose_responses_can_be_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -53,4 +58,9 @@ def test_the_change_by_a_step_is_that_of_a_policy_whose_responses_can_be_listed(
     exact = entropy_per_token(new) - entropy_per_token(old)
     assert abs(change - exact) < 3 * stderr
     assert stderr < 0.02 * abs(exact)
+    sample.rewards = (first == 0).float()  # paid: ending at once
+    gain, stderr = real_truth.jackknife(lambda kept: effect_of_step(real_truth, sample, kept))
+    exact = float(new[0][0] - old[0][0])
+    assert abs(gain - exact) < 3 * stderr
+    assert stderr < 0.2 * abs(exact)
     sys.modules.pop("real_truth")
