@@ -82,6 +82,7 @@ def _help() -> str:
         f"rl-training {VERSION}: probes inside the GRPO training loop\n\n"
         f"usage: rl-training COMMAND [ARGUMENTS]\n\n{commands}\n\n"
         "  rl-training COMMAND --help says more about each.\n"
+        "  What train, analyze and evaluate need: pip install 'rl-training[train]'\n"
         "  Several processes: accelerate launch -m rl_training train [ARGUMENTS]"
     )
 
