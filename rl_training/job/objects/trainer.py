@@ -21,6 +21,7 @@ from rl_training.job.objects.trainer_checks import (
     check_longest_prompt,
     check_number_of_processes,
     check_sharding,
+    warn_of_plain_prompts,
     warn_of_rounding,
 )
 from rl_training.offline.phases import explain_out_of_memory
@@ -81,6 +82,7 @@ def make_trainer(
     check_sharding(trainer)
     warn_of_rounding(trainer)
     check_longest_prompt(trainer)
+    warn_of_plain_prompts(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
     return trainer

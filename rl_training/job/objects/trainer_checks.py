@@ -92,3 +92,13 @@ def warn_of_rounding(trainer: DrGRPOTrainer) -> None:
             "changes of a weight (below 0.2 % in bfloat16); reinforcement learning makes smaller ones: use "
             "model.dtype=float32 (trainer.bf16 still computes in bf16), or adapter=lora, whose adapter is fp32"
         )
+
+
+def warn_of_plain_prompts(trainer: DrGRPOTrainer) -> None:
+    """Warn where prompts are plain text and the model has a chat template, which TRL then leaves out, silently."""
+    template = getattr(trainer.processing_class, "chat_template", None)
+    if template and isinstance(trainer.train_dataset[0]["prompt"], str):
+        logger.warning(
+            "prompts are plain text, so the model's chat template is not applied. That is right for a base model; a "
+            "chat model wants messages: prompt=[{'role': 'user', 'content': …}]"
+        )
