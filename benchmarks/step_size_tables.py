@@ -10,12 +10,15 @@ from typing import Any
 
 import vl_convert
 
-from rl_training.records.report.charts import BLUE, GREY
+from rl_training.records.report.charts import BLUE, GREY, ORANGE
 from rl_training.records.report.page import VEGA_LITE
 
 Lines = Sequence[Mapping[str, Any]]
-RULES = ("fixed", "bounded", "adaptive", "linear")
+BOUNDED = {"bounded": "2e-3", "bounded_1e-2": "1e-2"}  # the share of each rule that is judged
+RIVALS = ("fixed", "linear", "adaptive", "clip", "schedule_free", "prodigy", "skip", *BOUNDED)
+LONGER = ("bounded_5x", "bounded_1e-2_5x")
 COLLAPSE = 0.05  # of reward below the untrained model's
+NEAR, MEAN_REGRET = 0.05, 0.02  # the bar: of the worst start rate in 5 of 6 settings, and of all
 
 
 def read_lines(output: Path) -> Lines:
@@ -49,14 +52,18 @@ def collapsed(lines: Lines, setting: str, rule: str) -> list[Mapping[str, Any]]:
     return [run for run in chosen(lines, setting=setting, rule=rule) if run["problem"] or run["reward"] < least]
 
 
-def pairs(lines: Lines, setting: str) -> tuple[Lines, Lines]:
-    """Return the runs of fixed and of bounded in a setting that both rules have, by start rate and seed."""
-    runs = {
-        rule: {(line["rate"], line["seed"]): line for line in chosen(lines, setting=setting, rule=rule)}
-        for rule in ("fixed", "bounded")
-    }
-    shared = sorted(runs["fixed"].keys() & runs["bounded"].keys())
-    return [runs["fixed"][key] for key in shared], [runs["bounded"][key] for key in shared]
+def compared(lines: Lines, setting: str, rule: str) -> tuple[Lines, Lines]:
+    """Return the runs of fixed and of a rule in a setting, with the seeds that both have."""
+    fixed, others = (chosen(lines, setting=setting, rule=name) for name in ("fixed", rule))
+    seeds = {line["seed"] for line in fixed} & {line["seed"] for line in others}
+    return chosen(fixed, seed=seeds), chosen(others, seed=seeds)
+
+
+def best_fixed(lines: Lines, setting: str, rule: str, measure: str) -> tuple[float, float]:
+    """Return the best fixed rate and its measure, in the mean over the seeds that the rule has."""
+    ends = by_rate(compared(lines, setting, rule)[0], measure)
+    rate = max(ends, key=ends.__getitem__)
+    return rate, ends[rate]
 
 
 def row(cells: Iterable[object]) -> str:
@@ -67,53 +74,67 @@ def print_header(*names: str) -> None:
     print("\n" + row(names) + "\n" + row(["---"] * len(names)))
 
 
-def print_judgement(lines: Lines, settings: Sequence[str], measure: str) -> None:
+def print_judgement(lines: Lines, settings: Sequence[str], rule: str, measure: str) -> None:
     """Print what the bar asks for: mean and worst over start rates, and the regret to the best fixed rate."""
     print_header("setting", "runs", "untrained", "best fixed (at)", "fixed: mean", "worst", "collapsed",
-                 "bounded: mean", "worst", "collapsed", "regret", "worst below best fixed")  # fmt: skip
-    regrets, shortfalls, lost = [], [], 0
+                 f"{rule}: mean", "worst", "collapsed", "regret", "worst below best fixed")  # fmt: skip
     for setting in settings:
-        fixed, bounded = (by_rate(runs, measure) for runs in pairs(lines, setting))
-        rate = max(fixed, key=fixed.__getitem__)
-        best, mean, worst = fixed[rate], statistics.fmean(bounded.values()), min(bounded.values())
-        down = {rule: len(collapsed(lines, setting, rule)) for rule in ("fixed", "bounded")}
-        regrets.append(best - mean)
-        shortfalls.append(best - worst)
-        lost += down["bounded"]
-        print(row([setting, 2 * len(pairs(lines, setting)[0]), float(untrained(lines, setting)[measure]),
-                   f"{best:.3f} ({rate:g})", statistics.fmean(fixed.values()), min(fixed.values()), down["fixed"],
-                   mean, worst, down["bounded"], best - mean, best - worst]))  # fmt: skip
-    within = sum(shortfall <= 0.05 for shortfall in shortfalls)
+        runs = compared(lines, setting, rule)
+        fixed, ends = (by_rate(part, measure) for part in runs)
+        rate, best = best_fixed(lines, setting, rule, measure)
+        mean, worst = statistics.fmean(ends.values()), min(ends.values())
+        print(row([setting, sum(map(len, runs)), float(untrained(lines, setting)[measure]), f"{best:.3f} ({rate:g})",
+                   statistics.fmean(fixed.values()), min(fixed.values()), len(collapsed(lines, setting, "fixed")),
+                   mean, worst, len(collapsed(lines, setting, rule)), best - mean, best - worst]))  # fmt: skip
+
+
+def print_verdict(lines: Lines, settings: Sequence[str], rule: str, measure: str, which: str) -> None:
+    """Print whether the bar holds: how many worst start rates are near the best fixed one, mean regret, collapses."""
+    regrets, shortfalls = [], []
+    for setting in settings:
+        ends, (_, best) = by_rate(compared(lines, setting, rule)[1], measure), best_fixed(lines, setting, rule, measure)
+        regrets.append(round(best - statistics.fmean(ends.values()), 6))  # the bar is not missed by a bit of rounding
+        shortfalls.append(round(best - min(ends.values()), 6))
+    within, lost = sum(s <= NEAR for s in shortfalls), sum(len(collapsed(lines, name, rule)) for name in settings)
+    holds = 6 * within >= 5 * len(settings) and statistics.fmean(regrets) <= MEAN_REGRET and not lost
     print(
-        f"\n{measure}: worst start rate within .05 of the best fixed rate in {within} of {len(shortfalls)} settings, "
-        f"mean regret {statistics.fmean(regrets):.3f}, {lost} collapsed runs of bounded"
+        f"{rule}, {measure}, {which}: worst start rate within .05 of the best fixed rate in {within} of "
+        f"{len(settings)} settings, mean regret {statistics.fmean(regrets):.3f}, {lost} collapsed runs: the bar "
+        + ("holds" if holds else "is missed")
     )
 
 
 def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
-    """Print mean and worst over the start rates and the seed that all rules have."""
-    print_header("setting", *(f"{rule}, mean / worst" for rule in RULES))
+    """Print mean and worst of each rule over the start rates that all have, with seed 0; of prodigy over its d_coef."""
+    print_header("setting", *(f"{rule}, mean / worst" for rule in RIVALS))
     for setting in settings:
-        chosen_lines = [line for line in chosen(lines, setting=setting, seed=0) if line["rule"] in RULES]
-        rules = [rule for rule in RULES if chosen(chosen_lines, rule=rule)]
-        shared = frozenset.intersection(
-            *(frozenset(r["rate"] for r in chosen(chosen_lines, rule=rule)) for rule in rules)
-        )
+        ends = {rule: by_rate(chosen(lines, setting=setting, rule=rule, seed=0), "reward") for rule in RIVALS}
+        shared = set.intersection(*(set(end) for rule, end in ends.items() if end and rule != "prodigy"))
         cells = []
-        for rule in RULES:
-            ends = by_rate(chosen(chosen_lines, rule=rule, rate=shared), "reward").values()
-            cells.append(f"{statistics.fmean(ends):.3f} / {min(ends):.3f}" if ends else "–")
+        for rule, end in ends.items():
+            values = [value for rate, value in end.items() if rule == "prodigy" or rate in shared]
+            cells.append(f"{statistics.fmean(values):.3f} / {min(values):.3f}" if values else "–")
         print(row([setting, *cells]))
 
 
-def print_ends(lines: Lines, settings: Sequence[str]) -> None:
-    """Print entropy and distance from the first model at the end: at the best fixed rate, and bounded from any."""
-    print_header("setting", "entropy, untrained", "best fixed", "bounded", "KL to the first model, best fixed",
-                 "bounded", "pass@8, best fixed", "bounded")  # fmt: skip
+def print_equal_cost(lines: Lines, settings: Sequence[str]) -> None:
+    """Print one bounded run of five times the steps beside the best of five fixed rates."""
+    print_header("setting: reward, pass@8, entropy", "best of five fixed rates", *LONGER)
     for setting in settings:
-        fixed, bounded = pairs(lines, setting)
-        rewards = by_rate(fixed, "reward")
-        at_best = chosen(fixed, rate=max(rewards, key=rewards.__getitem__))
+        longer = {rule: chosen(lines, setting=setting, rule=rule) for rule in LONGER}
+        if any(longer.values()):
+            fixed = chosen(lines, setting=setting, rule="fixed", seed=0)
+            ends = [max(fixed, key=lambda run: run["reward"]), *(runs[0] for runs in longer.values() if runs)]
+            print(row([setting, *(f"{e['reward']:.3f}, {e['pass8']:.3f}, {e['entropy']:.3f}" for e in ends)]))
+
+
+def print_ends(lines: Lines, settings: Sequence[str], rule: str) -> None:
+    """Print entropy and distance from the first model at the end: at the best fixed rate, and bounded from any."""
+    print_header("setting", "entropy, untrained", "best fixed", rule, "KL to the first model, best fixed", rule,
+                 "pass@8, best fixed", rule)  # fmt: skip
+    for setting in settings:
+        fixed, bounded = compared(lines, setting, rule)
+        at_best = chosen(fixed, rate=best_fixed(lines, setting, rule, "reward")[0])
         cells: list[float] = [float(untrained(lines, setting)["entropy"])]
         for measure in ("entropy", "kl_to_first", "pass8"):
             cells += [statistics.fmean(run[measure] for run in runs) for runs in (at_best, bounded)]
@@ -121,38 +142,49 @@ def print_ends(lines: Lines, settings: Sequence[str]) -> None:
 
 
 def print_runs(lines: Lines, settings: Sequence[str]) -> None:
-    """Print the reward and pass@8 of every start rate."""
+    """Print the reward and pass@8 of every rule from every start rate, in the mean over seeds."""
     for setting in settings:
-        chosen_lines = [line for line in chosen(lines, setting=setting) if line["rule"] in RULES]
-        rates = sorted({line["rate"] for line in chosen_lines})
+        rules = list(dict.fromkeys(line["rule"] for line in chosen(lines, setting=setting)))
+        rates = sorted({line["rate"] for line in chosen(lines, setting=setting)})
         print_header(f"{setting}: reward / pass@8", *(f"{rate:g}" for rate in rates))
-        for rule in RULES:
-            rewards, pass8 = (by_rate(chosen(chosen_lines, rule=rule), name) for name in ("reward", "pass8"))
+        for rule in rules:
+            runs = chosen(lines, setting=setting, rule=rule)
+            rewards, pass8 = (by_rate(runs, name) for name in ("reward", "pass8"))
             print(row([rule, *(f"{rewards[r]:.3f} / {pass8[r]:.3f}" if r in rewards else "–" for r in rates)]))
 
 
-def print_tables(lines: Lines, settings: Sequence[str]) -> None:
-    for measure in ("reward", "pass8"):
-        print_judgement(lines, settings, measure)
-    print_rivals(lines, settings)
-    print_ends(lines, settings)
-    print_runs(lines, settings)
+def print_tables(lines: Lines, new: Sequence[str], old: Sequence[str]) -> None:
+    """Print all tables; the settings of the register's second part are new, those of the first are old."""
+    for rule in BOUNDED:
+        settings = [name for name in (*new, *old) if all(compared(lines, name, rule))]
+        parts = {"new settings": [name for name in settings if name in new], "all settings": settings}
+        for measure in ("reward", "pass8"):
+            print_judgement(lines, settings, rule, measure)
+            print()
+            for which, names in parts.items():
+                if names:
+                    print_verdict(lines, names, rule, measure, which)
+        print_ends(lines, settings, rule)
+    print_rivals(lines, [*new, *old])
+    print_equal_cost(lines, [*new, *old])
+    print_runs(lines, list(dict.fromkeys(line["setting"] for line in lines)))
 
 
 def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
     """Draw reward at the end against the start rate, a panel for each setting, fixed and bounded."""
+    names = {"fixed": "fixed rate"} | {rule: f"target_kl_share={share}" for rule, share in BOUNDED.items()}
     points, floors = [], []
     for setting in settings:
-        for rule, runs in zip(("fixed rate", "bounded step"), pairs(lines, setting), strict=True):
-            ends = by_rate(runs, "reward")
-            points += [{"setting": setting, "rule": rule, "rate": rate, "reward": end} for rate, end in ends.items()]
+        for rule, name in names.items():
+            ends = by_rate(chosen(lines, setting=setting, rule=rule), "reward")
+            points += [{"setting": setting, "rule": name, "rate": rate, "reward": end} for rate, end in ends.items()]
         floors.append({"setting": setting, "reward": untrained(lines, setting)["reward"]})
     axes = {
         "x": {"field": "rate", "type": "quantitative", "scale": {"type": "log"}, "title": "start rate",
               "axis": {"format": "~e", "values": sorted({point["rate"] for point in points})[::2], "grid": False}},
         "y": {"field": "reward", "type": "quantitative", "title": "held-out reward", "scale": {"zero": True}},
     }  # fmt: skip
-    colors = {"domain": ["fixed rate", "bounded step"], "range": [GREY, BLUE]}
+    colors = {"domain": list(names.values()), "range": [GREY, BLUE, ORANGE]}
     ink = {"color": {"field": "rule", "type": "nominal", "scale": colors, "legend": {"title": None, "orient": "top"}}}
     floor = {"data": {"values": floors}, "mark": {"type": "rule", "strokeDash": [3, 3], "color": "#666666"}}
     panels = [
@@ -167,6 +199,6 @@ def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
         }
         for setting in settings
     ]  # fmt: skip
-    spec = {"concat": panels, "columns": 4, "config": {"background": "white"}}
+    spec = {"concat": panels, "columns": 5, "config": {"background": "white"}}
     path.write_bytes(vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=1.5))
     print(f"\n{path}")

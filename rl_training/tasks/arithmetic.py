@@ -69,14 +69,16 @@ def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) 
     return [float(given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 
-def worked_examples(seed: int) -> Iterator[WorkedExample]:
+def worked_examples(
+    seed: int, min_operands: int = MIN_OPERANDS, max_operands: int = MAX_OPERANDS
+) -> Iterator[WorkedExample]:
     """Yield right answers to training chains without end: half with the running result, half with the answer alone.
 
     Examples: `7+2=9-3=6</think><answer>6</answer>` and `</think><answer>6</answer>`.
     """
     rng = random.Random(seed)
     while True:
-        chain = _draw(rng, (MIN_OPERANDS, MAX_OPERANDS))
+        chain = _draw(rng, (min_operands, max_operands))
         if is_held_out(_prompt(chain)):
             continue
         pairs = zip(_steps(chain), chain[1:], strict=True)

@@ -122,8 +122,8 @@ def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) 
     for example in examples:
         prompt = tokenizer(example.prompt).input_ids
         completion = tokenizer(example.completion + _EOS).input_ids
-        if len(prompt) + len(completion) > _MAX_LENGTH:
-            raise UserError(f"{example.prompt!r} with its answer has over {_MAX_LENGTH} tokens: use another task")
+        if len(prompt) + len(completion) > (limit := tokenizer.model_max_length):
+            raise UserError(f"{example.prompt!r} with its answer has over {limit} tokens: use another task")
         rows.append(torch.tensor(prompt + completion))
         labels.append(torch.tensor([_IGNORED] * len(prompt) + completion))
     return pad_sequence(rows, True, tokenizer.pad_token_id), pad_sequence(labels, True, _IGNORED)

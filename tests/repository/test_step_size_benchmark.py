@@ -21,7 +21,8 @@ LINES = [
     line("fixed", 1e-2, 0, 0.44), line("fixed", 1e-2, 1, 0.46),  # of which one has collapsed
     line("bounded", 1e-3, 0, 0.8), line("bounded", 1e-3, 1, 0.8),
     line("bounded", 1e-2, 0, 0.74), line("bounded", 1e-2, 1, 0.7),  # the worst: .72
-    line("bounded", 1e-1, 0, 0.1),  # without a partner: in no mean, but collapsed
+    line("bounded", 1e-1, 2, 0.1),  # with a seed that fixed rates do not have: in no mean, but collapsed
+    line("bounded_1e-2", 1e-3, 1, 0.86), line("bounded_1e-2", 1e-2, 1, 0.9),  # against seed 1 alone, whose best is .9
 ]  # fmt: skip
 
 
@@ -31,8 +32,31 @@ def test_regret_and_worst_start_rate_are_against_the_best_fixed_rate_in_the_mean
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import step_size_tables
 
-    step_size_tables.print_judgement(LINES, ["sums"], "reward")
-    row, _, verdict = capsys.readouterr().out.splitlines()[-3:]
-    numbers = "sums | 8 | 0.500 | 0.800 (0.001) | 0.625 | 0.450 | 1 | 0.760 | 0.720 | 1 | 0.040 | 0.080"
-    assert row.strip("| ") == numbers
-    assert "within .05 of the best fixed rate in 0 of 1 settings, mean regret 0.040, 1 collapsed runs" in verdict
+    rows = []
+    for rule in ("bounded", "bounded_1e-2"):
+        step_size_tables.print_judgement(LINES, ["sums"], rule, "reward")
+        rows.append(capsys.readouterr().out.splitlines()[-1].strip("| "))
+    assert rows[0] == "sums | 8 | 0.500 | 0.800 (0.001) | 0.625 | 0.450 | 1 | 0.760 | 0.720 | 1 | 0.040 | 0.080"
+    assert rows[1] == "sums | 4 | 0.500 | 0.900 (0.001) | 0.680 | 0.460 | 1 | 0.880 | 0.860 | 0 | 0.020 | 0.040"
+
+
+def test_the_bar_wants_near_worst_rates_a_small_mean_regret_and_no_collapse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step_size_tables
+
+    for rule in ("bounded", "bounded_1e-2"):
+        step_size_tables.print_verdict(LINES, ["sums"], rule, "reward", "all")
+    missed, held = capsys.readouterr().out.splitlines()
+    assert missed.endswith("in 0 of 1 settings, mean regret 0.040, 1 collapsed runs: the bar is missed")
+    assert held.endswith("in 1 of 1 settings, mean regret 0.020, 0 collapsed runs: the bar holds")
+
+
+def test_a_tuned_rule_is_the_candidate_with_the_highest_mean_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step_size_rules
+
+    tried = [line("clip_0.01", 1e-3, 0, 0.5), line("clip_0.01", 1e-2, 0, 0.5), line("clip_0.25", 1e-3, 0, 0.9),
+             line("clip_0.25", 1e-2, 0, 0.0), line("clip", 1e-3, 0, 1.0)]  # fmt: skip
+    assert step_size_rules.rule_of("clip", tried).settings == {"max_grad_norm": 0.01}

@@ -61,6 +61,11 @@ def test_a_worked_example_is_rewarded(examples: list[WorkedExample]) -> None:
     assert arithmetic_reward([example.completion for example in examples], answer=answers) == [1.0] * 1000
 
 
+def test_worked_examples_have_as_many_operands_as_asked() -> None:
+    longer = [partial_results(example.prompt) for example in islice(worked_examples(0, 16, 18), 100)]
+    assert {len(results) for results in longer} == {16, 17, 18}
+
+
 def test_half_of_the_worked_examples_show_the_true_running_result(examples: list[WorkedExample]) -> None:
     thoughts = [example.completion.split("</think>")[0] for example in examples]
     for example, thought in zip(examples, thoughts, strict=True):

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from rl_training.errors import UserError
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward, worked_examples
 from rl_training.tasks.tiny import TINY_PATH, build_model, build_tokenizer, warm_start
 
@@ -105,6 +106,15 @@ def test_warm_start_loss_is_the_mean_over_completion_tokens_and_eos_alone() -> N
         nll -= sum(logps[place - 1, ids[place]].item() for place in range(num_prompt, len(ids)))
         num_tokens += len(ids) - num_prompt
     assert warm_start(model, tokenizer, worked_examples(5), num_steps=1) == [pytest.approx(nll / num_tokens, rel=1e-5)]
+
+
+def test_a_worked_example_may_be_as_long_as_the_tokenizer_says() -> None:
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=0)
+    with pytest.raises(UserError, match="with its answer has over 128 tokens"):
+        warm_start(model, tokenizer, worked_examples(0, 24, 24), num_steps=1)
+    tokenizer.model_max_length = 256
+    assert len(warm_start(model, tokenizer, worked_examples(0, 24, 24), num_steps=1)) == 1
 
 
 def test_remaking_is_bitwise_reproducible_and_leaves_the_random_state_alone() -> None:

@@ -1,0 +1,131 @@
+"""What step_size.py trains on: the settings of both parts of the register, their tasks and their first models."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+
+from rl_training.tasks.arithmetic import arithmetic, worked_examples
+from rl_training.tasks.models import load_causal_lm
+from rl_training.tasks.reasoning_gym import reasoning_gym
+from rl_training.tasks.task import Task
+from rl_training.tasks.tiny import TINY_PATH, build_tokenizer, warm_start
+
+RESPONSES, HELD_OUT = 8, 128
+RATES = (3e-5, 1.3e-4, 5.5e-4, 2.3e-3, 1e-2)
+SGD_RATES = (0.01, 0.1, 1.0, 10.0, 100.0)
+SOME = slice(0, None, 2)  # of the rates: the first, third and last
+LONG_CHAINS = 22, 26  # operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One training: its task, its model, and how it is optimized.
+
+    model       "tiny", "million", "long" (tiny, for sequences of 256 tokens), or the task of reasoning-gym that a tiny
+                model is warmed up on
+    tokens      of a response at most
+    iterations  optimizer steps on one rollout
+    lora        rank of the adapter; 0: all weights are trained
+    """
+
+    task: Callable[[], Task]
+    tokens: int
+    model: str = "tiny"
+    prompts: int = 16
+    lora: int = 0
+    optimizer: str = "adamw"
+    iterations: int = 1
+    steps: int = 30
+    rates: tuple[float, ...] = RATES
+
+
+def chains(least: int, most: int) -> Callable[[], Task]:
+    return lambda: arithmetic(2048, HELD_OUT, min_operands=least, max_operands=most)
+
+
+GYM: dict[str, dict[str, int]] = {  # settings of the warm-up, by task of reasoning-gym
+    "gcd": {"min_value": 1, "max_value": 60},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 5},
+}
+
+
+def gym(name: str, **settings: int) -> Callable[[], Task]:
+    """Return what makes a task of reasoning-gym, with the settings of its warm-up unless others are given."""
+    return lambda: reasoning_gym(name, 1500, HELD_OUT, settings=GYM[name] | settings)
+
+
+FIRST = {
+    "few_prompts": Setting(chains(4, 6), 30, prompts=8),
+    "lora": Setting(chains(6, 8), 38, lora=4),
+    "gcd": Setting(gym("gcd"), 10, model="gcd", prompts=32),
+    "reuse": Setting(chains(5, 7), 34, iterations=2),
+    "muon": Setting(chains(4, 7), 34, optimizer="muon"),
+    "sgd": Setting(chains(5, 7), 34, optimizer="sgd", rates=SGD_RATES),
+    "million": Setting(chains(4, 6), 30, model="million", rates=RATES[SOME]),
+}
+SECOND = {
+    "sgd_few_prompts": Setting(chains(3, 5), 26, prompts=8, optimizer="sgd", rates=SGD_RATES),
+    "reuse_4": Setting(chains(4, 5), 26, iterations=4, steps=32),
+    "spelling": Setting(gym("spell_backward", min_word_len=4, max_word_len=6), 12, model="spell_backward"),
+    "muon_32": Setting(chains(3, 6), 30, prompts=32, optimizer="muon"),
+    "sixty_steps": Setting(chains(5, 6), 30, prompts=8, steps=60),
+    "lora_16": Setting(chains(5, 6), 30, prompts=32, lora=16),
+    "long": Setting(chains(*LONG_CHAINS), 4 * LONG_CHAINS[1] + 6, model="long", prompts=8),
+}
+TUNING = {  # the default task, on which the share was chosen too; not judged
+    "default": Setting(chains(3, 7), 34),
+    "default_reuse": Setting(chains(3, 7), 34, iterations=4, steps=32),
+}
+SETTINGS = FIRST | SECOND | TUNING
+
+
+@functools.cache
+def task_of(make: Callable[[], Task]) -> Task:
+    return make()
+
+
+def model_folder(name: str, output: Path) -> Path:
+    """Return the folder of a setting's first model, which is made where it is not there."""
+    folder = TINY_PATH if name == "tiny" else output / "models" / name
+    if (folder / "config.json").is_file():
+        return folder
+    if name in GYM:
+        asked = ["--task", name, "--settings", json.dumps(GYM[name]), "--output", str(folder)]
+        subprocess.run([sys.executable, "-m", "rl_training.tasks.tiny", *asked], check=True)
+        return folder
+    model, tokenizer = million() if name == "million" else long()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def million() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Make a model of .94M parameters, warmed up on the default task."""
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=160, intermediate_size=480, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
+        initializer_range=0.05, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    warm_start(model, tokenizer, worked_examples(0), 250)
+    return model, tokenizer
+
+
+def long() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Make a tiny model for sequences of 256 tokens: the default one, warmed up further on long chains."""
+    model, tokenizer = load_causal_lm(TINY_PATH)
+    model.config.max_position_embeddings = tokenizer.model_max_length = 256
+    torch.manual_seed(0)
+    warm_start(model, tokenizer, worked_examples(0, LONG_CHAINS[0] - 6, LONG_CHAINS[1]), 300)
+    return model, tokenizer
