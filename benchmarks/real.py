@@ -55,8 +55,10 @@ from real_truth import MAX_TOKENS, RESPONSES, Sample, Truth, load
 
 FOLDER = Path(__file__).parent
 HALF = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4"]
+QUARTER = ["trainer.num_generations=4", "batch.sequences_per_step=16", "batch.microbatch_size=4"]
 BOUND = [*HALF, "trainer.target_kl_share=2e-3"]
-# What differs from experiment=smollm2, which is LoRA of rank 16 at 1e-4 with 8 prompts × 8 responses. HALF is 8 × 4.
+# What differs from experiment=smollm2, LoRA of rank 16 at 1e-4 with 8 prompts × 8 responses. HALF is 8 × 4,
+# and QUARTER 4 × 4.
 RUNS: dict[str, list[str]] = {
     "lora_0": ["seed=0"],
     "bounded_1e-3": [*BOUND, "trainer.learning_rate=1e-3"],
@@ -68,7 +70,7 @@ RUNS: dict[str, list[str]] = {
     "fixed_1e-3": [*HALF, "trainer.learning_rate=1e-3"],
     "lora_0_half": [*HALF, "seed=0"],
     "autocast": [*HALF, "seed=1", "trainer.bf16=true"],
-    "hacks": [*HALF, "batch.sequences_per_step=16", "adapter=none", "trainer.learning_rate=1e-4", "trainer.bf16=true"],
+    "hacks": [*QUARTER, "adapter=none", "trainer.learning_rate=1e-4", "trainer.bf16=true"],
     "attached": [],  # by the part of that name
 }
 INTERVENTIONS = ["bonus", "psr", "nsr", "lr"]
