@@ -1,7 +1,8 @@
 """Writes the parts of the reference that would drift by hand: settings from conf/, help texts from the commands.
 
-The pages in docs/reference include what is written here. `python docs/generate.py` writes a tutorial as a notebook for
-Colab, notebooks/attach_to_your_trainer.ipynb.
+The pages in docs/reference include what is written here. `python docs/generate.py` writes what is kept in the
+repository: a tutorial as a notebook for Colab, notebooks/attach_to_your_trainer.ipynb, and the list of optimizers in
+the pages that have it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from rl_training.__main__ import COMMANDS
 from rl_training.interventions.named import INTERVENTIONS, NEEDS
+from rl_training.optim.supported import FORMULAS, list_names
+from rl_training.probes import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -32,6 +35,7 @@ def write_reference(folder: Path) -> None:
     parts = {f"{job}.md": table(settings(CONF / f"{job}.yaml")) for job in JOBS}
     parts["groups.md"] = "\n\n".join(map(group_section, groups))
     parts["interventions.md"] = interventions()
+    parts["probes.md"] = probes()
     parts |= {f"help_{name}.txt": help_text(name) for name in COMMANDS}
     folder.mkdir(exist_ok=True)
     for name, text in parts.items():
@@ -124,6 +128,11 @@ def parameters(target: str) -> dict[str, str]:
     return {name: what.removesuffix(".") for name, what in found.items()}
 
 
+def probes() -> str:
+    """Return the directives that show the docstring of each probe."""
+    return "\n".join(["```{eval-rst}", *(f".. autoclass:: rl_training.{p.__name__}" for p in BUILT_IN.values()), "```"])
+
+
 SOURCES = {"lr": "the optimizer's own", "max_grad_norm": "Pascanu et al. 2013, arXiv 1211.5063"}  # of no function
 
 
@@ -186,7 +195,21 @@ def as_notebook(page: Path) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-if __name__ == "__main__":
+def with_optimizers(page: str) -> str:
+    """Return a page that names the optimizers whose step is a formula between <!-- optimizers --> and <!-- end -->."""
+    names = list_names([formula.optimizer for formula in FORMULAS])
+    return re.sub("(<!-- optimizers -->).*?(<!-- end -->)", rf"\g<1>{names}\g<2>", page, flags=re.DOTALL)
+
+
+def kept() -> dict[Path, str]:
+    """Return the generated texts that are kept in the repository, by file."""
     tutorial = "attach_to_your_trainer"
-    text = as_notebook(ROOT / "docs" / "tutorials" / f"{tutorial}.md")
-    (ROOT / "notebooks" / f"{tutorial}.ipynb").write_text(text, encoding="utf-8")
+    pages = (ROOT / "README.md", ROOT / "docs" / "reference" / "limits.md")
+    texts = {page: with_optimizers(page.read_text(encoding="utf-8")) for page in pages}
+    texts[ROOT / "notebooks" / f"{tutorial}.ipynb"] = as_notebook(ROOT / "docs" / "tutorials" / f"{tutorial}.md")
+    return texts
+
+
+if __name__ == "__main__":
+    for path, text in kept().items():
+        path.write_text(text, encoding="utf-8")

@@ -20,21 +20,13 @@ if TYPE_CHECKING:
     from rl_training.offline.own_trainer import analyze as analyze
     from rl_training.policy.rollout import Rollout as Rollout
     from rl_training.policy.rollout import take_rows as take_rows
-    from rl_training.probes import CovariancePredictorProbe as CovariancePredictorProbe
-    from rl_training.probes import EffectiveSampleSizeProbe as EffectiveSampleSizeProbe
-    from rl_training.probes import GradientNoiseScaleProbe as GradientNoiseScaleProbe
-    from rl_training.probes import GroundTruthProbe as GroundTruthProbe
-    from rl_training.probes import InterventionsProbe as InterventionsProbe
-    from rl_training.probes import MeasuredStepProbe as MeasuredStepProbe
-    from rl_training.probes import SamplerProbe as SamplerProbe
-    from rl_training.probes import SimpleEntropyProbe as SimpleEntropyProbe
-    from rl_training.probes import TokenClassesProbe as TokenClassesProbe
+    from rl_training.probes import *  # noqa: F403
     from rl_training.records.jsonl import Records as Records
     from rl_training.records.report import print_summary as print_summary
     from rl_training.records.report import write_report as write_report
     from rl_training.statistics.estimate import Estimate as Estimate
 
-_NAMES = {  # by the module that they are imported from
+_NAMES = {  # by the module that they are imported from; the probes' classes, …Probe, are those that `probes` imports
     "policy.rollout": "Rollout take_rows",
     "engine.probe": "Probe Reading",
     "errors": "UserError",
@@ -45,18 +37,16 @@ _NAMES = {  # by the module that they are imported from
     "job.run.own_evaluation": "evaluate",
     "job.run.offline_probe": "OfflineEntropyProbe",
     "statistics.estimate": "Estimate",
-    "probes": "CovariancePredictorProbe EffectiveSampleSizeProbe GradientNoiseScaleProbe GroundTruthProbe "
-    "InterventionsProbe MeasuredStepProbe SamplerProbe SimpleEntropyProbe TokenClassesProbe",
     "records.jsonl": "Records",
     "records.report": "print_summary write_report",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
     """Return a public name, imported on first use: reading records needs neither torch nor TRL."""
-    if name not in _HOME:
+    home = _HOME.get(name, "probes" if name.endswith("Probe") else None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with require_extra():
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)

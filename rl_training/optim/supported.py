@@ -31,7 +31,7 @@ def formula_of(optimizer: torch.optim.Optimizer, readable: Collection[str] | Non
     formulas = {f.optimizer: f for f in FORMULAS if readable is None or f.optimizer in readable}
     if full_name not in formulas:
         # With its library: bitsandbytes has an AdamW with 8-bit states.
-        return NO_FORMULA.filled(optimizer=_with_library(full_name), supported=_list_names(formulas))
+        return NO_FORMULA.filled(optimizer=_with_library(full_name), supported=list_names(formulas))
     formula = formulas[full_name]
     return formula.limit(optimizer) or formula
 
@@ -42,7 +42,7 @@ def _with_library(full_name: str) -> str:
     return name if library == "torch" else f"{_possessive(library)} {name}"
 
 
-def _list_names(full_names: Collection[str]) -> str:
+def list_names(full_names: Collection[str]) -> str:
     """Return "torch's AdamW, Adam and SGD, and bitsandbytes' Lion", as a sentence has them."""
     by_library: dict[str, list[str]] = {}
     for full_name in full_names:

@@ -15,10 +15,12 @@ from trainers import FEW
 from trl import GRPOConfig, GRPOTrainer
 
 import rl_training
+from rl_training.probes import BUILT_IN
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[2]
+PROBES = {probe.__name__ for probe in BUILT_IN.values()}
 
 
 def imports_of_the_package(code: str) -> list[str]:
@@ -57,12 +59,16 @@ def test_the_readmes_lines_around_a_trainer_write_a_report_with_one_import(
     assert (tmp_path / "runs" / "my_run" / "report" / "report.html").is_file()
 
 
-@pytest.mark.parametrize("name", rl_training.__all__)
+@pytest.mark.parametrize("name", [*rl_training._HOME, *sorted(PROBES)])
 def test_a_public_name_is_what_its_module_calls_so(name: str) -> None:
     assert getattr(rl_training, name).__name__ == name
 
 
-def test_every_probe_is_a_public_name() -> None:
-    probes = {name for name in vars(rl_training.probes) if name.endswith("Probe")} - {"Probe"}
-    assert len(probes) == 9
-    assert probes <= {*rl_training.__all__}
+def test_every_probe_that_can_be_imported_is_built_in() -> None:
+    assert {name for name in vars(rl_training.probes) if name.endswith("Probe")} - {"Probe"} == PROBES
+
+
+def test_a_name_that_no_module_has_cannot_be_imported() -> None:
+    for name in ("analyse", "SimpelProbe"):
+        with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'rl_training'"):
+            exec(f"from rl_training import {name}")

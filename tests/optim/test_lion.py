@@ -56,19 +56,6 @@ def test_each_part_equals_the_scalar_twin_and_the_total_is_their_sum() -> None:
     assert (parts.gradient == 0).sum() > 5
 
 
-def test_gradient_factors_are_none_above_zero_and_several_gradients_are_steps_of_their_own() -> None:
-    state, param, grad = drawn_state()
-    grads = torch.stack([grad, -grad, 0.1 * grad])
-    parts = state.delta(param, grads)
-    factors = state.gradient_factor(param, grads)
-    assert (factors <= 0).all()
-    torch.testing.assert_close(factors[0] * grad, parts.gradient[0].where(grad != 0, 0.0))
-    for number, single in enumerate(grads):
-        for part, of_all in zip(state.delta(param, single), parts, strict=True):
-            assert torch.equal(of_all[number], part)
-        assert torch.equal(state.total(param, grads)[number], state.total(param, single))
-
-
 def test_the_steady_state_factor_is_what_a_lasting_change_of_gradients_comes_to_in_the_direction() -> None:
     """By running the momentum with and without 1 more in each gradient since the first."""
     beta1, beta2 = SETTINGS["betas"]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
-from example_steps import draw, drawn_adamw, shard_of
-from torch import nn
+from example_steps import draw, shard_of
+from library_optimizers import Trained, as_doubles, name_of, settings_of
+from torch import Tensor, nn
 
 from rl_training.entropy.previous_update import PreviousUpdate, UpdateState
 from rl_training.errors import UserError
-from rl_training.optim.formula import OptimizerState
+from rl_training.optim.formula import OptimizerState, StepFormula
 from rl_training.optim.leave_one_out import LeaveOneOutUpdates, fold_means
-from rl_training.optim.lion import LionState
 from rl_training.optim.sgd import SGDState
 from rl_training.optim.state import view_optimizer
+from rl_training.optim.supported import FORMULAS
 from rl_training.optim.updates import OptimizerPieces, compute_update
 from rl_training.parallel import vectors
 from rl_training.parallel.sharding import Shard
@@ -30,41 +30,37 @@ from rl_training.step.quantities import PRODUCTS
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # entries that are joined at most, here
+of_every_optimizer = pytest.mark.parametrize("formula", FORMULAS, ids=name_of)
 
 
-def states_of(optimizer: str) -> dict[str, OptimizerState]:
-    if optimizer == "lion":
-        return {n: LionState(draw(*s), 3, 1e-2, (0.9, 0.99), 0.1 * (n != "c")) for n, s in SHAPES.items()}
-    if optimizer == "sgd":
-        return {
-            n: SGDState(None if n == "c" else draw(*s), 0.1, 0.9, 0.0, 0.3, nesterov=False) for n, s in SHAPES.items()
-        }
-    decay_and_step = {"a": (0.1, 3), "b": (0.1, 3), "c": (0.0, 3), "large": (0.0, 3), "d": (0.0, 3), "e": (0.0, 4)}
-    states = {name: drawn_adamw(shape, *decay_and_step[name]) for name, shape in SHAPES.items()}
-    if optimizer == "adam":
-        states = {name: dataclasses.replace(state, decoupled=False) for name, state in states.items()}
-    return states
+def drawn(formula: StepFormula) -> tuple[dict[str, Tensor], dict[str, OptimizerState]]:
+    """Return parameters and their states, fp64: c, large, d and e do not decay, and d has had no gradient yet."""
+    trained = Trained(formula, settings_of(formula)[0], SHAPES, undecayed=("c", "large", "d", "e"))
+    for _ in range(3):
+        trained.step(without=("d",))
+    parameters = {name: param.detach().double().flatten() for name, param in trained.model.items()}
+    return parameters, {name: as_doubles(state) for name, state in trained.states().items()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lion"])
+@of_every_optimizer
 @pytest.mark.parametrize("longest", [21, 8])
-def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: str, longest: int, monkeypatch) -> None:
+def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(
+    formula: StepFormula, longest: int, monkeypatch
+) -> None:
     """Small neighbours that are alike, of AdamW but for weight decay, are one piece; what is over `longest` is cut."""
-    torch.manual_seed(0)
     monkeypatch.setattr(vectors, "JOINED", LARGE)
-    parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
-    states = states_of(optimizer)
+    parameters, states = drawn(formula)
     layout = Layout(parameters)
     layout.chunk_size = longest
-    gradients = {name: draw(*shape) for name, shape in SHAPES.items()}
+    gradients = {name: draw(len(param)) for name, param in parameters.items()}
     by_parameter = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
     step = torch.cat(layout.vector(parts.total for parts in by_parameter.values()))
     gradient = layout.vector(gradients.values())
 
     pieces = list(OptimizerPieces(layout, parameters, states))
     if longest == 21:
-        lengths = {"adamw": [15, 21, 4, 1], "adam": [10, 5, 21, 4, 1], "sgd": [10, 5, 21, 5], "lion": [15, 21, 5]}
-        assert [len(piece.param) for piece in pieces] == lengths[optimizer]
+        small = [15] if states["a"].joins_decays else [10, 5]
+        assert [len(piece.param) for piece in pieces] == [*small, 21, 4, 1]
     else:
         assert max(len(piece.param) for piece in pieces) == longest
     joined = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in pieces])
@@ -83,15 +79,14 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
 
 
 @pytest.mark.parametrize("max_grad_norm", [math.inf, 0.5])
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@of_every_optimizer
 def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(
-    max_grad_norm: float, optimizer: str, monkeypatch
+    max_grad_norm: float, formula: StepFormula, monkeypatch
 ) -> None:
     """Three folds of unlike sizes: gradient, clipping by its own norm and step of the other two."""
-    torch.manual_seed(1)
     monkeypatch.setattr(vectors, "JOINED", LARGE)
-    parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
-    states, sizes = states_of(optimizer), torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    parameters, states = drawn(formula)
+    sizes = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     layout = Layout(parameters)
     rows = [draw(3, bucket.size) for bucket in layout.buckets]
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
@@ -104,7 +99,7 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(
         clip = min(1.0, max_grad_norm / (float(mean_of_others.norm()) + 1e-6))
         assert float(steps.clips[k]) == pytest.approx(clip, rel=1e-12)
         named = layout.by_name(layout.split(clip * mean_of_others))
-        expected = [s.delta(parameters[n], named[n].view(SHAPES[n])).total.flatten() for n, s in states.items()]
+        expected = [state.delta(parameters[name], named[name]).total for name, state in states.items()]
         without_fold = torch.cat([parts.total for _, parts in steps.parts(k)])
         torch.testing.assert_close(without_fold, torch.cat(expected))
 

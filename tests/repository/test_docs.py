@@ -168,10 +168,18 @@ def generate() -> Any:
     return module
 
 
-def test_the_notebook_for_colab_is_the_tutorial_as_it_is(generate: Any) -> None:
-    """If not: `python docs/generate.py` writes it."""
-    stored = (DOCS.parent / "notebooks" / "attach_to_your_trainer.ipynb").read_text(encoding="utf-8")
-    assert stored == generate.as_notebook(DOCS / "tutorials" / "attach_to_your_trainer.md")
+def test_generated_texts_that_are_kept_are_up_to_date(generate: Any) -> None:
+    """The tutorial as a notebook, and the names of optimizers. If not: `python docs/generate.py` writes them."""
+    kept = generate.kept()
+    assert {path.name for path in kept} == {"README.md", "limits.md", "attach_to_your_trainer.ipynb"}
+    assert [path for path, text in kept.items() if path.read_text(encoding="utf-8") != text] == []
+
+
+def test_a_page_with_a_list_of_optimizers_gets_that_of_the_table(generate: Any) -> None:
+    page = generate.with_optimizers("with <!-- optimizers -->\nan old list<!-- end -->, and")
+    assert re.fullmatch("with <!-- optimizers -->[^<]*AdamW, Adam[^<]*<!-- end -->, and", page)
+    for path in (DOCS.parent / "README.md", DOCS / "reference" / "limits.md"):
+        assert path.read_text(encoding="utf-8").count("<!-- optimizers -->") == 1
 
 
 def test_every_setting_says_what_it_is(generate: Any) -> None:

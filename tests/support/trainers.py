@@ -17,15 +17,7 @@ from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
-from rl_training.probes import (
-    CovariancePredictorProbe,
-    EffectiveSampleSizeProbe,
-    GradientNoiseScaleProbe,
-    GroundTruthProbe,
-    MeasuredStepProbe,
-    SamplerProbe,
-    SimpleEntropyProbe,
-)
+from rl_training.probes import BUILT_IN
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
@@ -48,20 +40,19 @@ SHORT_LAST_STEP: dict[str, Any] = {
 # Two microbatches of two prompts.
 SHAPE: dict[str, Any] = FEW | {"max_completion_length": L_MAX, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 SGD = {"optim": "sgd", "learning_rate": 0.3}
+# Options with which a probe measures all it can, in few steps.
+ALL_OF: dict[str, dict[str, Any]] = {
+    "simple": {"per_sequence": True}, "ground_truth": {"every": 1, "sequences": 8}, "gns": {"split_prompts": 1},
+    "sampler": {"numerics": True},
+}  # fmt: skip
+NEED_FOLDS = ("interventions", "token_classes")  # eight of them
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
 
 def every_probe(**simple_options: Any) -> list[Probe]:
     """Return one of each, which measures all it can; without those that need eight folds."""
-    return [
-        SimpleEntropyProbe(per_sequence=True, **simple_options),
-        MeasuredStepProbe(),
-        GroundTruthProbe(every=1, sequences=8),
-        GradientNoiseScaleProbe(split_prompts=1),
-        EffectiveSampleSizeProbe(),
-        SamplerProbe(numerics=True),
-        CovariancePredictorProbe(),
-    ]
+    options = ALL_OF | {"simple": ALL_OF["simple"] | simple_options}
+    return [probe(**options.get(name, {})) for name, probe in BUILT_IN.items() if name not in NEED_FOLDS]
 
 
 @functools.cache

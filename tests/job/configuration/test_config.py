@@ -86,7 +86,6 @@ def test_a_mistake_in_the_package_while_hydra_composes_keeps_its_traceback(monke
         ("probe=none", []),
         ("probe=simple", ["simple"]),
         ("probe=ess", ["ess"]),
-        ("probe=all", ["simple", "measured", "gns", "ess", "sampler", "covariance"]),
         ("probe=[simple,none]", ["simple"]),
         ("probe=[simple,ess]", ["simple", "ess"]),
     ],

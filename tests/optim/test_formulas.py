@@ -1,0 +1,78 @@
+"""Claims on every optimizer of the table in supported.py: its formula is the step that its library makes, in parts.
+
+An optimizer that joins the table is tried with an ordinary rate and decay, and with what it has in SETTINGS of
+support/library_optimizers.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from library_optimizers import CASES, Trained, name_of
+
+SHAPES = {"w": (40,)}
+of_every_optimizer = pytest.mark.parametrize(
+    ("formula", "settings"), CASES, ids=[f"{name_of(formula)} {', '.join(settings)}" for formula, settings in CASES]
+)
+
+
+@of_every_optimizer
+def test_the_steps_of_a_formula_are_those_of_the_library_from_the_first(formula, settings) -> None:
+    """To roundings of the parameters and of the parts. One entry never has a gradient."""
+    trained = Trained(formula, settings, SHAPES)
+    weights = trained.model["w"]
+    for step in range(4):
+        weights.grad = 10.0 ** (1 - step) * torch.randn_like(weights)
+        weights.grad[3] = 0.0
+        before, (state,) = weights.detach().clone(), trained.states().values()
+        parts, total = state.delta(before, weights.grad), state.total(before, weights.grad)
+        assert not state.is_fresh or step == 0
+        trained.optimizer.step()
+        moved = weights.detach() - before
+        rounding = torch.finfo(before.dtype).eps * (2 * before.abs() + 16 * sum(part.abs() for part in parts))
+        assert ((moved - total).abs() <= rounding).all()
+        assert ((moved - parts.total).abs() <= rounding).all()
+        assert moved.count_nonzero() > 30
+
+
+@of_every_optimizer
+def test_the_gradients_part_is_a_factor_times_the_gradient_and_no_factor_is_above_0(formula, settings) -> None:
+    trained = Trained(formula, settings, SHAPES)
+    for _ in range(3):
+        trained.step()
+    (state,), param = trained.states().values(), trained.model["w"].detach()
+    grads = 3.0 * torch.randn(3, *SHAPES["w"]).to(param)
+    factor, parts = state.gradient_factor(param, grads), state.delta(param, grads)
+    assert (factor <= 0).all()
+    torch.testing.assert_close(factor * grads, parts.gradient)
+    assert parts.gradient.any()
+
+
+@of_every_optimizer
+def test_several_gradients_are_steps_of_their_own_and_nothing_is_modified(formula, settings) -> None:
+    trained = Trained(formula, settings, SHAPES)
+    for _ in range(3):
+        trained.step()
+    (state,), param = trained.states().values(), trained.model["w"].detach()
+    grads = torch.randn(2, 3, *SHAPES["w"]).to(param)
+    given = [param, grads, *(value for value in vars(state).values() if isinstance(value, torch.Tensor))]
+    copies = [tensor.clone() for tensor in given]
+    together, parts = state.total(param, grads), state.delta(param, grads)
+    torch.testing.assert_close(together, parts.total)
+    for i, j in [(0, 0), (0, 2), (1, 1)]:
+        torch.testing.assert_close(together[i, j], state.total(param, grads[i, j]))
+        torch.testing.assert_close(parts.total[i, j], state.delta(param, grads[i, j]).total)
+    assert all(map(torch.equal, given, copies))
+
+
+@of_every_optimizer
+def test_a_parameter_without_any_gradient_stays_where_it_is(formula, settings) -> None:
+    """Although it has momentum and a decay, as with the library."""
+    trained = Trained(formula, settings, SHAPES)
+    for _ in range(3):
+        trained.step()
+    (state,), before = trained.states().values(), trained.model["w"].detach().clone()
+    trained.step(without=("w",))
+    assert torch.equal(trained.model["w"], before)
+    assert not state.not_updated().total(before, torch.zeros_like(before)).any()
+    assert not state.not_updated().goes_by_sign
