@@ -3,7 +3,7 @@
     metrics.jsonl   one flat line per log (with logging_steps=1: per optimizer step); key `step`
     evaluations.jsonl   the same for evaluations, where the trainer makes some
     probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
-                    (and, for some, what they describe: prompt, response, reward, advantage)
+                    (and, for some, the reason's code and what they describe: prompt, response, reward, advantage)
     rollouts.jsonl.gz   on request (rollouts.every=N), the sequences of some steps, a line each
     settings.json   the settings of a training that has no config.yaml
 
@@ -98,7 +98,8 @@ class Records:
             {
                 "step": step, "about_step": step if e.about_step is None else e.about_step, "world_size": world_size,
                 "probe": probe, "name": name, "value": e.value, "stderr": e.stderr, "num_samples": e.num_samples,
-                "reason": e.reason, **dict(zip(("low", "high"), e.interval or (), strict=False)), **e.detail,
+                "reason": e.reason, **({"code": e.code} if e.code else {}),
+                **dict(zip(("low", "high"), e.interval or (), strict=False)), **e.detail,
             }
             for name, e in estimates.items()
         ]  # fmt: skip

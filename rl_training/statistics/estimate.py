@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def code(self) -> str:
-        """The code of the Limit that is its reason, "" for any other. Records hold the text alone."""
+        """The code of the Limit that is its reason, "" for any other. Records hold it beside the text."""
         return self.reason.code if isinstance(self.reason, Limit) else ""
 
     def half_width(self, coverage: float = 0.95) -> float:

@@ -12,6 +12,7 @@ import pytest
 from rl_training import Estimate
 from rl_training.records import checkpoint_states
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, iterate_rollouts, read_estimates, read_metrics
+from rl_training.statistics.limit import Limit
 
 
 def write_steps(records: Records, steps: range) -> None:
@@ -61,15 +62,17 @@ def test_a_line_that_a_kill_cut_short_is_no_line(tmp_path: Path) -> None:
 
 def test_an_estimate_keeps_all_its_fields_and_speaks_of_its_own_step_by_default(tmp_path: Path) -> None:
     records = Records(tmp_path)
-    missing = Estimate.missing("why")
-    records.write_estimates(7, 2, "probe", {"x": Estimate(-0.25, 0.5, 8, about_step=6), "y": missing})
-    x, y = read_estimates(tmp_path)
+    missing = {"y": Estimate.missing("why"), "z": Estimate.missing(Limit("other_loss", "its loss", fix="another"))}
+    records.write_estimates(7, 2, "probe", {"x": Estimate(-0.25, 0.5, 8, about_step=6), **missing})
+    x, y, z = read_estimates(tmp_path)
     assert x == {
         "step": 7, "about_step": 6, "world_size": 2, "probe": "probe", "name": "x",
         "value": -0.25, "stderr": 0.5, "num_samples": 8, "reason": "",
     }  # fmt: skip
     assert math.isnan(y["value"])
     assert (y["about_step"], y["reason"]) == (7, "why")
+    assert (z["reason"], z["code"]) == ("its loss: another", "other_loss")
+    assert "code" not in y
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """How a trainer's launch shards weights, gradients and optimizer states: known once training has begun.
 
-The only file that uses DeepSpeed's internals, written against 0.19. It reads objects that the trainer already holds.
+The only file that uses DeepSpeed's internals, written against 0.19. It reads objects that the trainer already holds:
+weights and gradients here, moments in optim/state.py, each through `local_of_optimizer`.
 
 Stages 1 and 2 lay the parameters of an optimizer group side by side in one flat vector and cut it into a slice per
 rank, anywhere. A rank keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over ranks for its slice only.
@@ -89,7 +90,10 @@ class Zero(Shard):
         return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._place.items()}
 
     def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
-        """Return this rank's entries of a parameter in a flat vector that lies as that of the weights."""
+        """Return this rank's entries of a parameter in a flat vector that lies as that of the weights.
+
+        `view_optimizer` of optim/state.py reads Adam's exp_avg and exp_avg_sq through it.
+        """
         begin, end = self.cut(name, self.rank)
         return value.detach().reshape(-1)[max(0, self._place[name][2]) :][: end - begin]
 
