@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from rl_training import Probe
 from rl_training.errors import UserError
 from rl_training.job.configuration import composition
 from rl_training.job.configuration.checks import accumulation_steps, check_settings
@@ -26,7 +28,7 @@ from rl_training.job.configuration.run_settings import refuse_other_settings
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.objects.make import make
 from rl_training.job.run.training import TrainingRun
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import BUILT_IN, SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny
 from rl_training.tasks.tiny import TINY_PATH
@@ -78,6 +80,13 @@ def test_a_mistake_in_the_package_while_hydra_composes_keeps_its_traceback(monke
     monkeypatch.setattr(sys, "argv", ["train.py", "seed=1"])
     with pytest.raises(IndexError):
         composition.run_composed("train", lambda cfg, words: None, lambda word: True)
+
+
+@pytest.mark.parametrize(("name", "probe"), BUILT_IN.items())
+def test_every_built_in_probe_has_a_file_with_its_options_and_their_defaults(name: str, probe: type[Probe]) -> None:
+    written = OmegaConf.load(CONF / "probe" / f"{name}.yaml")[name]
+    defaults = {option: parameter.default for option, parameter in inspect.signature(probe).parameters.items()}
+    assert written == OmegaConf.create({"_target_": f"rl_training.probes.{probe.__name__}", **defaults})
 
 
 @pytest.mark.parametrize(
