@@ -48,7 +48,7 @@ class PreviousUpdate:
         self._shard, self._layout = shard, shard.layout
         self.vector: Vector | None = None  # this process's entries
         # Copies: sums over a part depend, in the last bits, on where in memory it begins.
-        if state.update:
+        if state.step:  # the same on every rank, some of which may have no entries
             self.vector = self._layout.vector(part.clone() for part in state.update.local(shard).values())
         self.step: int | None = state.step or None  # that the vector is of
         self.errors = state.errors

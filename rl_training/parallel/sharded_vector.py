@@ -28,12 +28,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class ShardedVector:
-    """Slices of a vector: this process's, or those of all processes that wrote a checkpoint. Without any: no vector."""
+    """Slices of a vector: this process's, perhaps without entries, or those of all that wrote a checkpoint."""
 
     slices: Mapping[str, Sequence[Slice]] = field(default_factory=dict)  # by the parameter's name
-
-    def __bool__(self) -> bool:
-        return bool(self.slices)
 
     @classmethod
     def of(cls, shard: Shard, entries: Mapping[str, Tensor]) -> ShardedVector:

@@ -104,7 +104,7 @@ class MeasuredStepProbe(Probe):
         shard, layout = ctx.policy.shard, ctx.step.gradients.layout
         assert shard is not None
         answers, errors = dict.fromkeys(NAMES, Estimate.missing(FIRST)), state.errors
-        if state.weights:
+        if state.step:
             answers, errors = self._changes(ctx, state.weights.local(shard), state)
         now = layout.by_name(layout.vector(shard.copy_local_weights().values()))
         return Reading(measured=answers, state=WeightsBefore(ShardedVector.of(shard, now), ctx.step.number, errors))

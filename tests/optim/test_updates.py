@@ -169,6 +169,12 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
         history_of(2, state)
 
 
+def test_a_state_that_lacks_the_update_of_its_step_is_refused_and_not_taken_for_none() -> None:
+    """As a process without entries would, which then would not take part in what the others do."""
+    with pytest.raises(UserError, match="not of the 3 numbers that are trained"):
+        history_of(3, UpdateState(step=4))
+
+
 def test_of_a_step_that_was_not_the_formula_only_the_error_of_backward_is_averaged_later() -> None:
     """Backward is the product with the step before, whatever this step is."""
     history, nowhere = history_of(3), {"w": torch.zeros(3)}

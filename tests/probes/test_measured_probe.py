@@ -175,7 +175,7 @@ def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> N
 
     class Central(Answers):
         def measure(self, ctx: StepContext, state: Any) -> Reading:
-            if state.weights:
+            if state.step:
                 rows, before = torch.arange(G * PROMPTS), state.weights.local(ctx.policy.shard)
                 self.now, self.found = rounded_scores_before(ctx, rows, before)
             return super().measure(ctx, state)
