@@ -50,8 +50,9 @@ from pathlib import Path
 import rl_training.job.silence  # noqa: F401
 
 import torch
-from real_tables import draw_states, print_tables
+from real_tables import AUTOCAST_FILE, FILE, draw_states, print_tables
 from real_truth import MAX_TOKENS, RESPONSES, Sample, Truth, load
+from transformers import PreTrainedModel
 
 FOLDER = Path(__file__).parent
 HALF = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4"]
@@ -159,18 +160,22 @@ def branches(run: Path, state: int) -> None:
 
 
 class Samples(dict[int, Sample]):
-    """What the states of a run have drawn, by state, kept in its truth.pt."""
+    """What the states of a run have drawn, by state, kept in a file of it.
 
-    def __init__(self, run: Path) -> None:
+    Args:
+        autocast: as the run's training computes, under bf16 autocast, instead of in fp32.
+    """
+
+    def __init__(self, run: Path, autocast: bool = False) -> None:
         self.run = run
-        self.truth = Truth()
-        path = run / "truth.pt"
-        super().__init__(torch.load(path, weights_only=False) if path.is_file() else {})
+        self.truth = Truth(autocast)
+        self.path = run / (AUTOCAST_FILE if autocast else FILE)
+        super().__init__(torch.load(self.path, weights_only=False) if self.path.is_file() else {})
 
     def draw(self, state: int) -> Sample:
         """Return the responses that a state draws, once."""
         if state not in self:
-            self[state] = self.truth.draw(load(checkpoint(self.run, state)), str(state), seed=1000 + state)
+            self[state] = self.truth.draw(self._load(checkpoint(self.run, state)), str(state), seed=1000 + state)
             self._keep()
             print(f"{self.run.name} {state}: reward {float(self[state].rewards.mean()):.3f}, {time.strftime('%T')}")
         return self[state]
@@ -179,16 +184,19 @@ class Samples(dict[int, Sample]):
         """Score what a state has drawn with other weights, once."""
         sample = self.draw(drawn)
         if name not in sample.scores:
-            sample.scores[name] = self.truth.score(load(weights), sample)
+            sample.scores[name] = self.truth.score(self._load(weights), sample)
             self._keep()
 
+    def _load(self, weights: Path | None) -> PreTrainedModel:
+        return load(weights, merged=not self.truth.autocast)
+
     def _keep(self) -> None:
-        torch.save(dict(self), self.run / "truth.pt")
+        torch.save(dict(self), self.path)
 
 
-def measure(run: Path, steps: int) -> None:
+def measure(run: Path, steps: int, autocast: bool) -> None:
     """Draw at every second state of a run up to this step, and score with its neighbours."""
-    samples = Samples(run)
+    samples = Samples(run, autocast)
     for step in range(1, steps + 1):
         drawn = step - step % 2
         other = 2 * step - 1 - drawn
@@ -204,7 +212,7 @@ def measure_branches(run: Path, state: int) -> None:
 
 def read(run: Path, state: int) -> None:
     """Print NUM_READ responses of a state, with their rewards."""
-    sample = torch.load(run / "truth.pt", weights_only=False)[state]
+    sample = torch.load(run / FILE, weights_only=False)[state]
     for place in range(0, NUM_READ * RESPONSES, RESPONSES):
         print(f"{float(sample.rewards[place]):.2f}  {sample.texts[place]!r}")
 
@@ -216,6 +224,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--save-every", type=int, default=1, help="steps; `truth` needs every checkpoint")
     parser.add_argument("--probe", help="what is measured, none for instance, instead of what the experiment says")
+    parser.add_argument("--autocast", action="store_true", help="the truth of the policy under bf16 autocast")
     parser.add_argument("--at", type=int, nargs="+", default=[4], help="states: steps after which they are")
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
     options = parser.parse_args()
@@ -226,9 +235,9 @@ def main() -> None:
     elif options.part == "attached":
         train_attached(run, options.steps)
     elif options.part == "truth":
-        measure(run, options.steps)
+        measure(run, options.steps, options.autocast)
     elif options.part == "table":
-        runs = [output / name for name in RUNS if (output / name / "truth.pt").is_file()]
+        runs = [output / name for name in RUNS if (output / name / FILE).is_file()]
         print_tables(runs)
         draw_states(runs, output / "real.png")
     else:

@@ -29,6 +29,8 @@ from torch import Tensor
 from rl_training.records.report.charts import BLUE, GREY
 from rl_training.records.report.page import VEGA_LITE
 
+FILE = "truth.pt"  # in a run's folder: its Samples by state
+AUTOCAST_FILE = "truth_autocast.pt"  # the same, drawn and scored under bf16 autocast
 SEEDS = ("lora_0_half", "lora_1", "lora_2")  # of one setting
 PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "measured/delta_h", "delta_h/reuse")
 Said = dict[str, dict[int, dict[str, Any]]]  # a run's estimates, by name and by the step that they speak of
@@ -198,7 +200,7 @@ def print_states(rows: States) -> None:
 
 def print_tables(runs: Sequence[Path]) -> None:
     """Print what was said of the steps of these runs beside their truth, and what it cost."""
-    samples = {run: torch.load(run / "truth.pt", weights_only=False) for run in runs}
+    samples = {run: torch.load(run / FILE, weights_only=False) for run in runs}
     print_head("run", "steps", "reward of the batch", "held-out reward (at step)", "entropy there", "time", "peak")
     for run in runs:
         print(run_row(run, samples[run]))
@@ -213,12 +215,19 @@ def print_tables(runs: Sequence[Path]) -> None:
         if measured_steps(samples[run]):
             steps_table(run, samples[run], said_by(run))
         effects_table(run, samples[run])
+    for run in runs:
+        if (run / AUTOCAST_FILE).is_file():
+            rounded = torch.load(run / AUTOCAST_FILE, weights_only=False)
+            print("\nThe next two tables hold against responses that are drawn and scored under bf16 autocast.")
+            print_head("run", "estimate", "held", "Σ", "Σ truth", "rms error")
+            coverage_rows(run, rounded, said_by(run))
+            steps_table(run, rounded, said_by(run))
 
 
 def draw_states(runs: Sequence[Path], path: Path) -> None:
     """Draw held-out reward and entropy over steps: SEEDS as a band from lowest to highest, the others with bars."""
     names = {"all_weights": "all weights, 5e-6", "random_reward": "LoRA, random reward"}
-    rows = [row for run in runs for row in states_of(run, torch.load(run / "truth.pt", weights_only=False))]
+    rows = [row for run in runs for row in states_of(run, torch.load(run / FILE, weights_only=False))]
     seeds = "LoRA, 1e-4: mean and range of 3 seeds"
     colors = {"domain": [seeds, *names.values()], "range": [BLUE, "#e1812c", GREY]}
     ink = {"field": "run", "type": "nominal", "scale": colors, "legend": {"title": None, "orient": "top"}}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
@@ -52,9 +53,14 @@ class Sample:
 
 
 class Truth:
-    """Draws and scores responses to the same held-out prompts with any weights of SmolLM2."""
+    """Draws and scores responses to the same held-out prompts with any weights of SmolLM2.
 
-    def __init__(self) -> None:
+    Args:
+        autocast: draw and score under bf16 autocast, as a training with bf16=True does, but for the head.
+    """
+
+    def __init__(self, autocast: bool = False) -> None:
+        self.autocast = autocast
         self.tokenizer = AutoTokenizer.from_pretrained(default_folder())
         self.task = three_words()
         self.rows = [self.task.eval_dataset[index] for index in range(PROMPTS)]
@@ -81,7 +87,7 @@ class Truth:
         rows = torch.arange(count)  # that are computed
         live = torch.ones(count, dtype=torch.bool)  # of these: have not ended
         for place in range(MAX_TOKENS):
-            entropy, logp_of_all = _distribution(model.lm_head(hidden))
+            entropy, logp_of_all = _distribution(model.lm_head(hidden.float()))
             chosen = torch.multinomial(logp_of_all.exp(), 1, generator=generator)
             sample.tokens[rows[live], place] = chosen[live, 0]
             sample.mask[rows[live], place] = True
@@ -93,7 +99,7 @@ class Truth:
             if live.sum() < SHRUNK * len(live):
                 cache.batch_select_indices(live.nonzero()[:, 0])
                 rows, chosen, live = rows[live], chosen[live], live[live]
-            hidden = model.model(input_ids=chosen, past_key_values=cache).last_hidden_state[:, -1]
+            hidden = self._hidden(model, chosen, cache)[:, -1]
         sample.scores[state] = (entropies, logps)
         self._judge(sample)
         return sample
@@ -103,25 +109,29 @@ class Truth:
         """Return entropies and log-probabilities of a sample's tokens with other weights, 0 behind its ends."""
         hidden, cache = self._read_prompts(model)
         length = int(sample.mask.sum(dim=1).max())
-        rest = model.model(input_ids=sample.tokens[:, : length - 1], past_key_values=cache).last_hidden_state
+        rest = self._hidden(model, sample.tokens[:, : length - 1], cache)
         hidden = torch.cat([hidden[:, None], rest], dim=1)
         entropies = torch.zeros(sample.tokens.shape)
         logps = torch.zeros(sample.tokens.shape)
         for first in range(0, len(hidden), PART):
             part = slice(first, first + PART)
-            entropies[part, :length], logp_of_all = _distribution(model.lm_head(hidden[part]))
+            entropies[part, :length], logp_of_all = _distribution(model.lm_head(hidden[part].float()))
             logps[part, :length] = logp_of_all.gather(2, sample.tokens[part, :length, None])[..., 0]
         return entropies * sample.mask, logps * sample.mask
 
     def _read_prompts(self, model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
         """Return the last hidden state (PROMPTS × RESPONSES, hidden) of the prompts, and their keys and values."""
         cache = DynamicCache(config=model.config)
-        model.model(input_ids=self.prompts[:1, : self.num_shared], past_key_values=cache)
+        self._hidden(model, self.prompts[:1, : self.num_shared], cache)
         cache.batch_repeat_interleave(PROMPTS)
-        ends = self.prompts[:, self.num_shared :]
-        hidden = model.model(input_ids=ends, past_key_values=cache).last_hidden_state[:, -1]
+        hidden = self._hidden(model, self.prompts[:, self.num_shared :], cache)[:, -1]
         cache.batch_repeat_interleave(RESPONSES)
         return hidden.repeat_interleave(RESPONSES, dim=0), cache
+
+    def _hidden(self, model: PreTrainedModel, tokens: Tensor, cache: DynamicCache) -> Tensor:
+        """Return the last hidden states of tokens that follow those in the cache, which takes them in."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return model.model(input_ids=tokens, past_key_values=cache).last_hidden_state
 
     def _judge(self, sample: Sample) -> None:
         lengths = sample.mask.sum(dim=1).tolist()
@@ -137,13 +147,20 @@ def _distribution(logits: Tensor) -> tuple[Tensor, Tensor]:
     return -(logps.exp() * logps).sum(dim=-1), logps
 
 
-def load(checkpoint: Path | None) -> PreTrainedModel:
-    """Return the policy of a checkpoint, adapters merged by hand; None for SmolLM2 as it is."""
+def load(checkpoint: Path | None, merged: bool = True) -> PreTrainedModel:
+    """Return the policy of a checkpoint; None for SmolLM2 as it is.
+
+    Args:
+        merged: adapters are added to the weights by hand. Otherwise peft's layers add their products to the outputs,
+            as in training, which is the same but for rounding.
+    """
     if checkpoint is not None and (checkpoint / "model.safetensors").is_file():
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     model = AutoModelForCausalLM.from_pretrained(default_folder(), dtype=torch.float32).eval()
     if checkpoint is None:
         return model
+    if not merged:
+        return PeftModel.from_pretrained(model, checkpoint).eval().base_model.model
     settings = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
     adapters = load_file(checkpoint / "adapter_model.safetensors")
     weights = dict(model.named_parameters())
