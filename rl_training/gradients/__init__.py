@@ -2,5 +2,5 @@
 
 folds.py            which prompts are a fold, and means without one
 loss_weights.py     a loss as weights on log-probabilities and entropies, from which its gradient is made anew
-fold_reduction.py   the gradients of a backward, sent to the processes that keep their entries
+fold_reduction.py   the gradients of a backward, summed by fold: catching.py catches them, exchange.py sends them
 """

@@ -17,7 +17,7 @@ from rl_training.engine import driver as driver_module
 from rl_training.engine import predictions
 from rl_training.engine.requirements import Requirements
 from rl_training.engine.timing import SHARED
-from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.exchange import Exchange
 from rl_training.policy.padding_check import PaddingCheck
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -51,7 +51,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
     [
         (PaddingCheck, "limit"),
         (driver_module, "build_step"),
-        (FoldReduction, "_send"),  # what hooks do of the backward's time
+        (Exchange, "add"),  # what hooks do of the backward's time
         (predictions, "predict_entropy"),
     ],
 )

@@ -31,7 +31,7 @@ from rl_training import Estimate, Probe, Reading, Rollout, measured_loop
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.recorder import StepRecorder
 from rl_training.entropy import length_and_reward, paired_effects
-from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.exchange import Exchange
 from rl_training.gradients.folds import plan_folds
 from rl_training.hosts.estimate_writer import EstimateWriter, _averages
 from rl_training.hosts.loop import MeasuredLoop
@@ -188,7 +188,7 @@ def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) ->
 def test_a_backward_that_fails_ends_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have failed on this process alone: the others would wait for it, or it for them."""
     sent = []
-    monkeypatch.setattr(FoldReduction, "_send", lambda self, names, rows: sent.append(names))
+    monkeypatch.setattr(Exchange, "add", lambda self, names, gradients, rows: sent.append(names))
 
     def fails(loss: Tensor) -> None:
         raise RuntimeError("out of memory")

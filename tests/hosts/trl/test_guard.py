@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, Reading, attach
-from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.gradients.exchange import Exchange
 from rl_training.records.failure import FAILURE_FILE
 from rl_training.records.jsonl import read_estimates, read_metrics
 from rl_training.records.report.opening import opening
@@ -67,16 +67,16 @@ class FailingBackward(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
-            send = FoldReduction._send
+            send = Exchange.add
 
             def failing_send(*args: Any) -> None:
                 self.sent += 1
                 if self.sent == 2:
-                    FoldReduction._send = send  # type: ignore[method-assign]
+                    Exchange.add = send  # type: ignore[method-assign]
                     raise KeyError("api_key=of-the-user")
                 send(*args)
 
-            FoldReduction._send = failing_send  # type: ignore[method-assign]
+            Exchange.add = failing_send  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("hook", ["measure", "after_step", "backward"])

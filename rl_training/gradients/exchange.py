@@ -1,0 +1,71 @@
+"""The entries of gradients sent to the processes that keep them, and summed by fold."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_training.parallel.sharding import Shard
+from rl_training.parallel.vectors import join
+
+
+class Exchange:
+    """Sends each process its entries of a bucket. It takes as many bytes as a reduce-scatter would."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        # Made when something is first sent. A loop's collectives run on the default group in the same backward.
+        self._group: dist.ProcessGroup | None = None
+        self.bytes_sent = 0
+
+    def open(self) -> None:
+        """Make the process group where there is none and several processes. A collective."""
+        if self._shard.num_ranks > 1 and self._group is None:
+            self._group = dist.new_group()
+
+    def close(self) -> None:
+        """Destroy the process group, if there is one, when training has ended. A collective."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def add(self, names: Sequence[str], gradients: Sequence[Tensor], rows: Tensor) -> None:
+        """Send the gradients of a bucket's parameters, a large one in parts, and add what is received. A collective.
+
+        Args:
+            names: of the parameters.
+            gradients: of this process, flat and whole.
+            rows: (folds, n), this process's entries of the bucket. The processes of a fold are neighbours.
+        """
+        shard = self._shard
+        if self._group is None:  # all entries belong to this process
+            rows[0].add_(join(gradients).to(rows.device))
+            return
+        for first in range(0, max(map(shard.width, names)), shard.layout.chunk_size):
+            part = slice(first, first + shard.layout.chunk_size)
+            parts = [
+                [flat[start:stop][part] for flat, (start, stop) in zip(gradients, cuts, strict=True)]
+                for cuts in zip(*(shard.cuts[name] for name in names), strict=True)
+            ]
+            sent = join([*itertools.chain(*parts)]).to(shard.layout.dtype)
+            received = self._exchanged(sent, [sum(map(len, pieces)) for pieces in parts])
+            by_fold = received.unflatten(0, (len(rows), -1))
+            rows[:, part].add_((by_fold.sum(dim=1) if by_fold.shape[1] > 1 else by_fold[:, 0]).to(rows.device))
+
+    def _exchanged(self, sent: Tensor, sizes: list[int]) -> Tensor:
+        """Exchange entries between processes. A collective.
+
+        Args:
+            sent: the entries for each process, one after another.
+            sizes: the number of entries for each process.
+
+        Returns:
+            What each process has sent to this one, (processes, n).
+        """
+        received = sent.new_empty(len(sizes), sizes[self._shard.rank])
+        self.bytes_sent += sent.nbytes
+        dist.all_to_all_single(received.view(-1), sent, [received.shape[1]] * len(sizes), sizes, group=self._group)
+        return received
