@@ -52,6 +52,11 @@ def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> s
     return f"To measure what would keep it: {set_up.probe('interventions')}."
 
 
+def as_a_change(line: Line) -> str:
+    """Return what a line says to do, as the one thing to change where that is a setting."""
+    return f"To change: {_setting(line)}" if line.setting.startswith(SETTING) else line.setting
+
+
 def _setting(line: Line) -> str:
     return line.setting.removeprefix(SETTING)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_training.records.report.advice import NOTHING_YET, advice
+from rl_training.records.report.advice import NOTHING_YET, advice, as_a_change
 from rl_training.records.report.hindrance import hindrance
 from rl_training.records.report.series import Run, last_of
 from rl_training.records.report.standing_out import standing_out
@@ -39,9 +40,20 @@ def opening(run: Run) -> Opening:
     hindered, headline = on_one_line(hindrance(run)), verdict.headline
     evidence = f" {headline}{verdict.evidence}" if hindered else verdict.evidence
     change = advice(run, verdict, lines)
+    line = _never_unequal(run, lines)
+    if line is not None:
+        said = f": every response has earned the same, {run.logged('reward').iloc[-1]:g}, at every logged step."
+        headline, change = "Nothing has been learned from rewards", as_a_change(line)
+        evidence = f" {headline}{said}" if hindered else said
     if hindered and change == NOTHING_YET:
         change = "First of all, see to what the first sentence says."
     return Opening(hindered or headline, evidence, change, further, lines)
+
+
+def _never_unequal(run: Run, lines: Sequence[Line]) -> Line | None:
+    """Return the line that all rewards are equal, where they have been since the first logged step."""
+    rewards = run.logged("reward")
+    return next((line for line in lines if line.name == "equal" and line.since <= rewards.index[0]), None)
 
 
 def _whether_predictions_hold(run: Run) -> str:

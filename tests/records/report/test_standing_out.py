@@ -14,6 +14,7 @@ from logged_runs import log_run, noisy
 
 from rl_training import Estimate
 from rl_training.records.report import print_summary, write_report
+from rl_training.records.report.opening import opening
 from rl_training.records.report.series import read_run
 from rl_training.records.report.set_up import SetUp
 from rl_training.records.report.standing_out import standing_out
@@ -183,3 +184,31 @@ def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
     for part, whole in ((0, 10), (3, 10), (160, 160)):
         low, high = binomtest(part, whole).proportion_ci(method="exact")
         assert share_of(part, whole).bounds() == pytest.approx((low, high))
+
+
+@pytest.mark.parametrize(
+    ("steps", "cut_off", "change"),
+    [
+        (1, 0.8, "To change: GRPOConfig(max_completion_length=128)."),
+        (40, 0.0, "Look at a response and what it earns: it is the reward function that gives all the same."),
+    ],
+)
+def test_a_report_of_rewards_that_were_never_unequal_begins_with_that(
+    tmp_path: Path, steps: int, cut_off: float, change: str
+) -> None:
+    run = read_run(log_run(tmp_path, steps, **EQUAL, completions__clipped_ratio=cut_off))
+    first = opening(run)
+    assert first.headline + first.evidence == (
+        "Nothing has been learned from rewards: every response has earned the same, 0, at every logged step."
+    )
+    assert first.advice == change
+
+
+def test_a_report_of_rewards_that_have_become_equal_begins_with_entropy(tmp_path: Path) -> None:
+    def later(step: int) -> float:
+        return float(step > 30)
+
+    logged = {"reward": 0.0, "reward_std": lambda step: 1.0 - later(step), "frac_reward_zero_std": later}
+    first = opening(read_run(log_run(tmp_path, **logged)))
+    assert first.lines[0].name == "equal"
+    assert first.headline.startswith(("Entropy", "Whether entropy"))
