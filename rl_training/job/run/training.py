@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
@@ -135,31 +136,58 @@ def _build(cfg: DictConfig) -> TrainingRun:
     check_fields(cfg.trainer)
     accumulation = check_run(cfg)
     folder, checkpoint, is_its_own = find_run_folder(cfg)
-    run_dir = folder.folder
-    cfg.run_dir = str(run_dir)
-    records = folder.records(cfg.rollouts.every) if PartialState().is_main_process else None
+    cfg.run_dir = str(folder.folder)
+    trainer = _trainer_of(cfg, accumulation, folder)
+    if checkpoint is not None and not checkpoint.resolve().is_relative_to(folder.folder.resolve()):
+        _branch_off(trainer, cfg)
+    stop = _add_callbacks(trainer)
+    config = _stored_config(cfg, trainer)
+    save_config(config, folder.folder, is_its_own)
+    loggers = put_loggers(trainer, folder.folder, config, CORE if cfg.logger.metrics == "core" else None)
+    return TrainingRun(trainer, folder, checkpoint, loggers, stop)
+
+
+def _trainer_of(cfg: DictConfig, accumulation: int, folder: RunFolder) -> DrGRPOTrainer:
+    """Return the trainer, which writes its records into the run's folder.
+
+    Args:
+        cfg: The configuration.
+        accumulation: Microbatches of a step on each process.
+        folder: The run's.
+    """
     evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
     args = make(
         "trainer", cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once
     )
     probes = [make(f"probes.{name}", probe) for name, probe in cfg.probes.items()]
+    records = folder.records(cfg.rollouts.every) if PartialState().is_main_process else None
     trainer = make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
-    trainer.branches_off = checkpoint is not None and not checkpoint.resolve().is_relative_to(run_dir.resolve())
-    if trainer.branches_off and (changed := prompt_order_changes(cfg)):
+    trainer.attachment.is_typed = True
+    return trainer
+
+
+def _branch_off(trainer: DrGRPOTrainer, cfg: DictConfig) -> None:
+    """Let the trainer go on from another run's checkpoint, and say where it takes other prompts than that run."""
+    trainer.branches_off = True
+    if changed := prompt_order_changes(cfg):
         trainer.has_own_random_numbers = "seed=" in changed
         logger.warning(f"{changed}: this branch takes its prompts in another order than its run")
-    trainer.attachment.is_typed = True
-    if not args.disable_tqdm:
+
+
+def _add_callbacks(trainer: DrGRPOTrainer) -> StopAtStepEnd:
+    """Show the training's steps in a bar if one is asked for, and return what ends it at a signal."""
+    if not trainer.args.disable_tqdm:
         trainer.add_callback(StepProgress)
     stop = StopAtStepEnd()
     trainer.add_callback(stop)
-    config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
-    config["provenance"] = provenance()
-    config["provenance"]["loss"] = trainer.loss_in_words
+    return stop
+
+
+def _stored_config(cfg: DictConfig, trainer: DrGRPOTrainer) -> dict[str, Any]:
+    """Return what config.yaml and the dashboards hold: all settings without secrets, and where the run comes from."""
+    config: dict[str, Any] = without_secrets(OmegaConf.to_container(cfg, resolve=True))
+    config["provenance"] = provenance() | {"loss": trainer.loss_in_words}
     if cfg.get("branch") is not None:
-        config["provenance"]["branch"] = (
-            f"of {Path(cfg.branch).parents[1].name} at step {steps_taken(Path(cfg.branch))}"
-        )
-    save_config(config, run_dir, is_its_own)
-    loggers = put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
-    return TrainingRun(trainer, folder, checkpoint, loggers, stop)
+        branch = Path(cfg.branch)
+        config["provenance"]["branch"] = f"of {branch.parents[1].name} at step {steps_taken(branch)}"
+    return config
