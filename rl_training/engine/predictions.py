@@ -69,5 +69,5 @@ class Predictions:
         """
         estimates, limit = self._verifier.verify(made)
         if estimates:
-            self._memory.commit(is_formula=limit is None)
+            self._memory.errors.commit(is_formula=limit is None)
         return estimates, limit

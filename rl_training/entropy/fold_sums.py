@@ -79,7 +79,7 @@ def with_quantities(
         Quantity(name, value, stderr, step.number).masked_if(limits.get(name, prediction.forward_limit))
         for name, value, stderr in zip(names, values, stderrs, strict=False)
     )
-    variances, batches = memory.average_errors(torch.stack([row.stderr for row in multiplied]).square(), step.number)
+    variances, batches = memory.errors.average(torch.stack([row.stderr for row in multiplied]).square(), step.number)
     averaged = [
         dataclasses.replace(row, stderr=stderr, batches=count, stderr_of_batch=row.stderr)
         for row, stderr, count in zip(multiplied, variances.sqrt(), batches, strict=True)

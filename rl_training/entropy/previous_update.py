@@ -1,14 +1,14 @@
-"""The update of the step before, for `backward`, and averaged errors of products."""
+"""The update of the step before, for `backward`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from rl_training.entropy.attribution import Attribution
+from rl_training.entropy.averaged_errors import AveragedErrors
 from rl_training.parallel.sharded_vector import ShardedVector
 from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, num_bytes
@@ -16,9 +16,6 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.step.data import EntropySettings
 from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED
-from rl_training.step.quantities import PRODUCTS
-
-BACKWARD = PRODUCTS.index("backward")
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class UpdateState:
 
 
 class PreviousUpdate:
-    """δθ of the step before, for `backward`, and errors of the products, averaged over steps.
+    """δθ of the step before, beside what is the same for all steps and the errors of their products (`errors`).
 
     Where a step has no formula, or weights are rounded, the weights before it are kept until it has been taken.
     """
@@ -51,9 +48,7 @@ class PreviousUpdate:
         if state.step:  # the same on every rank, some of which may have no entries
             self.vector = self._layout.vector(part.clone() for part in state.update.local(shard).values())
         self.step: int | None = state.step or None  # that the vector is of
-        self.errors = state.errors
-        self._errors_with_step = state.errors  # that is being measured
-        self._errors_with_backward = state.errors  # of it that alone, which does not depend on what the step is
+        self.errors = AveragedErrors(state.errors, settings.error_decay)
         self._before: Mapping[str, Tensor] = {}  # the kept weights, (n,) each
         self._limit: Limit | None = None  # why δθ of the kept step is not known
         self.settings = settings
@@ -65,23 +60,9 @@ class PreviousUpdate:
     def state(self) -> UpdateState:
         """What a checkpoint keeps; of this process's entries, in host memory."""
         if self.step is None or self.vector is None:
-            return UpdateState(errors=self.errors)
+            return UpdateState(errors=self.errors.kept)
         entries = {name: part.cpu() for name, part in self._layout.by_name(self.vector).items()}
-        return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors)
-
-    def average_errors(self, variance: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return a step's variances averaged over the last steps, and over how many batches. `commit` keeps them."""
-        decay = self.settings.error_decay
-        self._errors_with_step = self.errors.add(variance, step, decay)
-        of_backward = torch.full_like(variance, torch.nan)
-        of_backward[BACKWARD] = variance[BACKWARD]
-        self._errors_with_backward = self.errors.add(of_backward, step, decay)
-        average, batches = self._errors_with_step.average(decay)
-        return average.view_as(variance), batches.view_as(variance)
-
-    def commit(self, is_formula: bool) -> None:
-        """Keep the errors of the step; where it was not the formula, that of `backward` alone."""
-        self.errors = self._errors_with_step if is_formula else self._errors_with_backward
+        return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors.kept)
 
     def count_bytes(self, *vectors: Vector | None, more: int) -> None:
         """Set `most_bytes` for a step that holds these vectors at once, beside the δθ or weights that are kept here.
@@ -110,7 +91,7 @@ class PreviousUpdate:
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
         """Keep a step's δθ, or without one a copy of the weights that the step starts from."""
         self.step = step
-        self._errors_with_step = self._errors_with_backward = self.errors
+        self.errors.begin()
         self.vector = update
         self._limit = None
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
@@ -118,7 +99,7 @@ class PreviousUpdate:
     def leave_out(self, step: int, limit: Limit) -> None:
         """Keep nothing of a step, because of this limit."""
         self.step = step
-        self._errors_with_step = self._errors_with_backward = self.errors
+        self.errors.begin()
         self._before = {}
         self.forget(limit)
 

@@ -182,8 +182,8 @@ def test_of_a_step_that_was_not_the_formula_only_the_error_of_backward_is_averag
     for step, is_formula in enumerate((True, False, True), start=1):
         history.keep(step, None, nowhere)
         variance = torch.full((len(PRODUCTS),), 4.0**step, dtype=torch.float64)
-        averages.append(history.average_errors(variance, step)[0].tolist())
-        history.commit(is_formula)
+        averages.append(history.errors.average(variance, step)[0].tolist())
+        history.errors.commit(is_formula)
     kept = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 0.5 * 16 + 64) / 1.75]
     lost = [4.0, (0.5 * 4 + 16) / 1.5, (0.25 * 4 + 64) / 1.25]
     for number, name in enumerate(PRODUCTS):
