@@ -125,12 +125,14 @@ class StepRecorder:
         is_hooked = any(leaf._backward_hooks for leaf in loop.shard.leaves.values())
         is_misfit = [len(rows) for rows in self.microbatch_rows] != [*self.sizes]
         is_incomplete, is_mixed = bool((counts != group).any()), self._mixes(place, len(prompts))
+        # Where no microbatch ends with one of several prompts, all of them together are the only set of whole prompts.
+        is_one_set = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
+        is_mixed = is_mixed or (is_one_set and len(prompts) > 1)
         local_facts = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), is_misfit]
         facts = index.new_tensor(local_facts, dtype=torch.float64)
         incomplete, mixed, reused, hooked, other_terms, mismatched, misfit = loop.ranks.reduce(facts).tolist()
         mismatch = mismatch or (MISMATCHED if mismatched else None)
-        # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
-        mixed = mixed or incomplete or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
+        mixed = mixed or incomplete
         split = origin.groups_limit or (SPLIT_PROMPTS.with_fix(fixes.whole_prompts) if incomplete else None)
         mixed_prompts = origin.groups_limit or (MIXED_PROMPTS.with_fix(fixes.whole_prompts) if mixed else None)
         return Limits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -39,7 +40,7 @@ class EstimateWriter:
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self.names: dict[str, list[str]] = {}  # of the estimates, by probe
-        self._times_missing: Counter[str] = Counter()  # by reason
+        self._times_missing: Counter[str] = Counter()  # steps, by limit
         self.begin()
 
     def begin(self, longer_responses: str = "allow longer ones") -> None:
@@ -109,7 +110,7 @@ class EstimateWriter:
             self.names[probe] = [*by_name]
             for name, estimate in by_name.items():
                 numbers |= {name: estimate.value, f"{name}_se": estimate.stderr}
-            self._warn_of_missing(by_name)
+        self._warn_of_missing(estimates)
         return numbers
 
     def _warn_if_nothing_is_learned(self, number: int, step: StepRecorder) -> None:
@@ -132,17 +133,23 @@ class EstimateWriter:
                 if self.records is not None:
                     self.records.write_estimates(number, all_ranks().count, probe.name, by_name)
 
-    def _warn_of_missing(self, estimates: Mapping[str, Estimate]) -> None:
-        """Warn once of each reason why numbers are missing, from its second step on: at the first, some must be."""
+    def _warn_of_missing(self, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
+        """Warn once of each limit by which numbers are missing, from its second step on: at the first, some must be.
+
+        Its text may differ from step to step, where it has a number of the step in it.
+        """
         missing: dict[str, list[str]] = {}
-        for name, estimate in estimates.items():
+        reasons: dict[str, str] = {}
+        for name, estimate in itertools.chain.from_iterable(by_name.items() for by_name in estimates.values()):
             if math.isnan(estimate.value):
-                missing.setdefault(estimate.reason, []).append(name)
-        for reason, names in missing.items():
-            self._times_missing[reason] += 1
-            if self._times_missing[reason] == 2 and all_ranks().number == 0:
+                limit = estimate.code or estimate.reason
+                missing.setdefault(limit, []).append(name)
+                reasons.setdefault(limit, estimate.reason)
+        for limit, names in missing.items():
+            self._times_missing[limit] += 1
+            if self._times_missing[limit] == 2 and all_ranks().number == 0:
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-                logger.warning(f"not measured: {', '.join(names[:NAMED])}{more}: {reason}")
+                logger.warning(f"not measured: {', '.join(names[:NAMED])}{more}: {reasons[limit]}")
 
 
 def as_records(given: Any) -> Records | None:

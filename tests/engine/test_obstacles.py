@@ -244,15 +244,21 @@ def test_advice_names_what_is_typed_and_whoever_follows_it_has_enough_folds(host
     assert kinds == {"larger", "smaller", "cut"}
 
 
-def test_a_step_that_is_one_fold_says_at_each_estimate_what_to_type(make_trainer: Callable[..., Any]) -> None:
-    one_fold = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4, "max_steps": 1}
+@pytest.mark.parametrize(("size", "count"), [(4, 1), (2, 2)])
+def test_a_step_of_one_prompt_says_at_each_estimate_what_to_type(
+    size: int, count: int, make_trainer: Callable[..., Any]
+) -> None:
+    """Also where it lies in two microbatches, which then mix no prompts."""
+    one_prompt = {"gradient_accumulation_steps": count, "per_device_train_batch_size": size, "max_steps": 1}
     trainer = make_trainer(
-        probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe()], max_completion_length=8, **one_fold
+        probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe()], max_completion_length=8, **one_prompt
     )
     trainer.train()
     for name in ("delta_h/forward", "gns/trace"):
         reason = trainer.attachment.latest[name].reason
-        assert reason.endswith(": gradient_accumulation_steps=8 in GRPOConfig (8 times as many responses a step)")
+        assert reason.endswith(
+            f": gradient_accumulation_steps={8 * count} in GRPOConfig (8 times as many responses a step)"
+        )
 
 
 def test_no_number_of_folds_is_advised_that_predicts_nothing() -> None:

@@ -50,7 +50,7 @@ from rl_training.probes import (
 )
 from rl_training.records.jsonl import Records, read_estimates
 from rl_training.step.batch import Correction, LossSettings
-from rl_training.step.limits import REUSED, Fixes, Limits
+from rl_training.step.limits import REUSED, TOO_FAR, Fixes, Limits
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
@@ -604,3 +604,12 @@ def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptu
     for step in (1, 2, 3):
         writer.write(step, {"probe": missing})
     assert [line.message for line in caplog.records] == ["not measured: a/0, a/1, a/2 and 2 more: no reference"]
+
+
+def test_a_limit_with_a_number_of_its_step_is_said_once_with_the_estimates_of_all_probes(caplog: Any) -> None:
+    writer = EstimateWriter(StepDriver([]), None, str)
+    for step, ess in ((1, 0.1), (2, 0.2), (3, 0.3)):
+        missing = Estimate.missing(TOO_FAR.filled(ess=ess, least=0.5))
+        writer.write(step, {"one": {"a": missing}, "other": {"b": missing}})
+        assert [line.message.split(": ")[1] for line in caplog.records] == ["a, b"] * (step > 1)
+    assert "sample size is 0.20" in caplog.text

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 from transformers.utils import logging
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 from trl import __version__ as trl_version
 from trl.trainer import grpo_trainer
 
@@ -75,11 +75,17 @@ FP16 = (
 
 
 def another_trainer(trainer: object) -> str:
-    """Return the reason that no probes can be attached to what is no GRPOTrainer, such as TRL's AsyncGRPOTrainer."""
+    """Return the reason that no probes can be attached to what is no GRPOTrainer, such as TRL's RLOOTrainer."""
+    refusal = f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}"
+    if isinstance(trainer, RLOOTrainer):
+        return (
+            f"{refusal}. GRPOTrainer has RLOO's gradients, up to a constant factor and the KL term, with "
+            "loss_type='dr_grpo', scale_rewards='none', beta=0.0"
+        )
     missing = [name for name in METHODS if not hasattr(trainer, name)]
+    lacks = f", which lacks {', '.join(missing)}" if missing else ""
     return (
-        f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}, which lacks "
-        f"{', '.join(missing)}. Use GRPOTrainer, with use_vllm=True for another sampler, or write the loop with "
+        f"{refusal}{lacks}. Use GRPOTrainer, with use_vllm=True for another sampler, or write the loop with "
         "measured_loop"
     )
 

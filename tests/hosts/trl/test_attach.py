@@ -14,7 +14,7 @@ import torch
 from seen import Seen
 from trainers import FEW, SHORT_LAST_STEP, bare_ending, differing, ending, graded, trainer_maker
 from transformers import PrinterCallback, TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Reading, attach
 from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS
@@ -267,6 +267,14 @@ def test_the_asynchronous_trainer_is_refused_by_its_name_with_what_it_lacks() ->
     trainer = object.__new__(async_grpo.AsyncGRPOTrainer)
     with pytest.raises(ValueError, match=r"AsyncGRPOTrainer, which lacks _generate_and_score_completions, .*measured_"):
         attach(trainer, probes=[Witness()])
+
+
+def test_the_rloo_trainer_is_refused_with_the_settings_under_which_grpo_has_its_gradients() -> None:
+    """It has every method that is looked for: a list of what it lacks would be empty."""
+    with pytest.raises(
+        ValueError, match=r"is RLOOTrainer\. GRPOTrainer has .*loss_type='dr_grpo', scale_rewards='none'"
+    ):
+        attach(object.__new__(RLOOTrainer), probes=[Witness()])
 
 
 def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(make_trainer) -> None:
