@@ -24,10 +24,10 @@ from peft import LoraConfig
 from replay import STEPS, ReplayTrainer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from trainers import LORA, differing, ending, every_probe, graded, trained_weights
+from trainers import FEW, LORA, differing, ending, every_probe, trained_weights
 
 from rl_training import DrGRPOTrainer
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import read_estimates
 from rl_training.tasks.models import load_causal_lm
 from rl_training.tasks.tiny import TINY_PATH
@@ -37,7 +37,6 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 needs_flash_attention = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None, reason="needs CUDA and flash_attn"
 )
-SHORT: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_completion_length": 8, "reward": graded}
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": False},
     "bf16": {"bf16": True},
@@ -83,7 +82,7 @@ def assert_probes_change_nothing(make_trainer: MakeTrainer, device: str, **setti
     ends = []
     for probes in ([], every_probe()):
         torch.manual_seed(0)  # of an adapter's weights
-        trainer = make_trainer(probes=probes, use_cpu=device == "cpu", **SHORT, **settings)
+        trainer = make_trainer(probes=probes, use_cpu=device == "cpu", **FEW, **settings)
         ends.append(ending(trainer))
     assert next(iter(trainer.model.parameters())).device.type == device
     assert differing(*ends) == []
@@ -107,7 +106,7 @@ def test_training_with_probes_in_flash_attention_is_bitwise_the_training_without
 
 
 def test_a_measurement_is_in_ieee_fp32_where_training_is_in_tf32(make_trainer, device: str, request) -> None:
-    trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **SHORT)
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **FEW)
     policy = trainer.attachment._policy
     rollout = policy.sample(8, seed=1)
     exact = policy.score_rollout(rollout)
@@ -119,11 +118,12 @@ def test_a_measurement_is_in_ieee_fp32_where_training_is_in_tf32(make_trainer, d
 
 @of_kinds("fp32", "LoRA in bf16")
 def test_rows_in_host_memory_say_what_rows_on_the_gpu_do(make_trainer: MakeTrainer, device: str, kind: str) -> None:
-    settings = {"use_cpu": device == "cpu", **SHORT, **KINDS[kind]}
+    settings = {"use_cpu": device == "cpu", **FEW, **KINDS[kind]}
     trainers, ends = [], []
     for offload in (False, True):
         torch.manual_seed(0)  # of an adapter's weights
-        trainers.append(make_trainer(probes=every_probe(offload=offload), **settings))
+        probes = [SimpleEntropyProbe(per_sequence=True, offload=offload), GradientNoiseScaleProbe(split_prompts=1)]
+        trainers.append(make_trainer(probes=probes, **settings))
         ends.append(ending(trainers[-1]))
     here, there = trainers
     assert differing(*ends) == []
@@ -139,7 +139,7 @@ def test_values_are_those_of_the_cpu_on_the_same_rollouts(make_trainer: MakeTrai
             rollout = super()._generate_and_score_completions(inputs)
             return {key: tensor.to(self.accelerator.device) for key, tensor in rollout.items()}
 
-    shape = {"gradient_accumulation_steps": 8, "max_steps": STEPS, "adam_epsilon": 1e-5}
+    shape = {"gradient_accumulation_steps": 4, "max_steps": STEPS, "adam_epsilon": 1e-5}
     kinds = ({"use_cpu": True}, {"bf16": False})
     cpu, gpu = (make_trainer(OnItsDevice, probes=every_probe(), **shape, **kind) for kind in kinds)
     for trainer in (cpu, gpu):
@@ -157,7 +157,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     make_trainer: MakeTrainer, device: str, kind: str, tmp_path: Path
 ) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "use_cpu": device == "cpu"}
-    settings |= {**SHORT, **KINDS[kind]}
+    settings |= {**FEW, **KINDS[kind]}
     whole, resumed = (make_trainer(probes=every_probe(), **settings) for _ in range(2))
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-1"))
@@ -183,7 +183,7 @@ def test_fsdp2_estimates_what_a_gpu_without_it_does_and_trains_as_it_does_withou
 
 
 def test_measuring_puts_the_random_stream_of_the_device_back(make_trainer: MakeTrainer, device: str) -> None:
-    trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **SHORT)
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **FEW)
     state = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
     before = state()
     trainer.attachment._policy.sample(8, seed=1)

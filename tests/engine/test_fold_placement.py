@@ -32,14 +32,13 @@ TOTALS = ["delta_h/backward", "delta_h/reuse", "delta_h/backward_sequence", "del
 TOTALS += ["entropy/token", "entropy/sequence"]
 # Sequences of a microbatch, microbatches, whether prompts are spread over them, and folds that may be asked for.
 LAYOUTS: list[tuple[int, int, bool, Sequence[int | None]]] = [
-    (4, 8, True, (None, 3, 4, 5, 6, 7, 8)),
-    (4, 8, False, (None, 3, 7)),
-    (2, 18, True, (None, 4, 8)),  # 9 prompts
+    (4, 8, True, (None, 3, 4, 7)),
+    (4, 8, False, (None, 7)),
+    (2, 18, True, (None, 4)),  # 9 prompts
     (12, 3, True, (None, 2)),
     (12, 3, False, (3, 9)),  # for 9 microbatches are cut in slices
     (36, 1, True, (None, 9)),
-    (6, 6, True, (None, 2)),  # a prompt and a half in each
-    (6, 6, False, (None, 2)),
+    (6, 6, False, (None, 2)),  # a prompt and a half in each
 ]
 
 
@@ -63,10 +62,11 @@ def totals(
     return [estimates[name].value for name in TOTALS]
 
 
+@functools.cache
 def measured_at(
-    size: int, count: int, shuffled: bool, num_folds: int | None, responses: int, sampler: bool = False
+    size: int, count: int, shuffled: bool, num_folds: int | None, responses: int, sampler: bool
 ) -> dict[str, Estimate]:
-    """Return what is estimated at the second of two steps of a loop."""
+    """Return what is estimated at the second of two steps of a loop, which is made once for all tests."""
     model = load_tiny()[0].double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-5, weight_decay=0.1)
     probe = Answers(num_folds=num_folds, responses_per_prompt=responses, per_sequence=True)
@@ -99,7 +99,7 @@ def test_no_total_depends_on_the_number_of_folds(layout: tuple[int, int, bool, S
 
 def test_no_total_depends_on_how_prompts_lie_in_microbatches() -> None:
     """All responses of a prompt are in X, so that it does not matter which come first."""
-    cuts = [(4, 8, False, 8), (4, 8, True, 5), (32, 1, False, None), (2, 16, True, None)]
+    cuts = [(4, 8, False, None), (4, 8, True, 5), (32, 1, False, None), (1, 32, True, None)]
     first, *others = (totals(*cut, responses=G) for cut in cuts)
     for other in others:
         assert other == pytest.approx(first, rel=1e-5, abs=1e-9)
@@ -107,13 +107,13 @@ def test_no_total_depends_on_how_prompts_lie_in_microbatches() -> None:
 
 @pytest.mark.parametrize(
     ("size", "count", "shuffled"),
-    [(4, 8, True), (32, 1, False), (32, 1, True), (16, 2, False), (8, 4, True), (2, 16, True), (1, 32, True)],
+    [(4, 8, True), (32, 1, False), (16, 2, True), (1, 32, True)],
 )
 def test_however_prompts_lie_in_microbatches_they_have_the_prediction_and_the_error_of_one_prompt_in_each(
     size: int, count: int, shuffled: bool
 ) -> None:
     """Folds of one prompt each: caught by hooks where each microbatch is a prompt, and made anew elsewhere."""
-    caught, anew = measured_at(4, 8, False, None, G), measured_at(size, count, shuffled, None, G)
+    caught, anew = measured_at(4, 8, False, None, G, False), measured_at(size, count, shuffled, None, G, False)
     for name in ("delta_h/forward", "delta_h/forward_sequence", "delta_h/part/momentum", "delta_h/backward"):
         assert math.isfinite(caught[name].stderr)
         expected = (caught[name].value, caught[name].stderr)

@@ -410,7 +410,7 @@ def test_of_a_launch_that_finds_the_folder_locked_every_process_ends(tmp_path: P
 
 def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> None:
     command = start(
-        tmp_path / "log", *SMALL, "trainer.max_steps=1", "probe=none", "logger=tensorboard", 'run_dir="~/run"',
+        tmp_path / "log", *SMALL, "trainer.max_steps=1", "probe=none", 'run_dir="~/run"',
         "trainer.hub_token=hf_verysecret", HOME=str(tmp_path),
     )  # fmt: skip
     assert command.end() == 0, command.lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -37,6 +36,7 @@ from rl_training.step.data import EntropySettings
 from rl_training.tasks.models import load_tiny
 
 ONE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # the truth's sequences 32 at a time
+LONGER = {"max_completion_length": 24, "max_steps": 1, **ONE_BATCH}
 METRICS = {
     "delta_h/true", "delta_h/true_sequence", "delta_h/true_snis", "delta_h/true_floor", "delta_h/true_resampled",
     "delta_h/ess", "delta_h/weight_max", "delta_h/weight_min",
@@ -254,16 +254,21 @@ def plain_change_and_errors(before: Tensor, after: Tensor) -> dict[str, tuple[fl
     return said
 
 
+@pytest.fixture(scope="module")
+def before_training(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+    """What the policy says that every training of these tests begins with."""
+    trainer = trainer_maker(tmp_path_factory.mktemp("before"))(**LONGER)
+    return plain_sequences(trainer.model, trainer, seed=0)
+
+
 @pytest.mark.parametrize(("learning_rate", "resampled"), [(3e-4, 0), (1.5e-3, 1)])
-def test_the_measured_change_is_what_many_fresh_samples_say(make_trainer, learning_rate, resampled) -> None:
-    probe = TruthProbe(320)
-    longer = {"max_completion_length": 24, "max_steps": 1, **ONE_BATCH}
-    trainer = make_trainer(probes=[probe], learning_rate=learning_rate, **longer)
-    start = copy.deepcopy(trainer.model.state_dict())
+def test_the_measured_change_is_what_many_fresh_samples_say(
+    make_trainer, before_training: Tensor, learning_rate, resampled
+) -> None:
+    probe, before = TruthProbe(320), before_training
+    trainer = make_trainer(probes=[probe], learning_rate=learning_rate, **LONGER)
     trainer.train()
     twin = type(trainer.model)(trainer.model.config)
-    twin.load_state_dict(start)
-    before = plain_sequences(twin, trainer, seed=0)
     twin.load_state_dict(trainer.model.state_dict())
     after = plain_sequences(twin, trainer, seed=0)  # the same prompts and random numbers, which are not those of E
     answers = probe.all[0]
@@ -365,7 +370,7 @@ def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
     floors = {}
     for dtype in (torch.float32, torch.bfloat16):
         probe = TruthProbe(40)
-        make_trainer(probes=[probe], dtype=dtype, max_steps=1, max_completion_length=24).train()
+        make_trainer(probes=[probe], dtype=dtype, **LONGER).train()
         floors[dtype] = max(abs(answers["delta_h/true_floor"].value) for answers in probe.all)
     assert floors[torch.float32] < 1e-7
     assert floors[torch.bfloat16] > max(1e-7, 10 * floors[torch.float32])

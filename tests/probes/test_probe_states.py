@@ -7,7 +7,7 @@ from typing import Any
 import plain_loop
 import torch
 from seen import Kept
-from shared_rollouts import MICROBATCH, PROMPTS, G
+from shared_rollouts import MICROBATCH, G
 from trainers import every_probe, graded
 from transformers import set_seed
 
@@ -16,8 +16,9 @@ from rl_training.probes import InterventionsProbe, TokenClassesProbe
 from rl_training.tasks.models import load_tiny
 
 QUICK: dict[str, Any] = {
-    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_completion_length": 8, "reward": graded,
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": 8, "reward": graded,
 }  # fmt: skip
+MICROBATCHES = 4  # of a loop's step
 
 
 class KeptTokenClasses(Kept, TokenClassesProbe):
@@ -52,9 +53,9 @@ def test_a_second_loop_with_the_same_probes_measures_as_one_with_fresh_probes() 
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         loop = measured_loop(
             model, optimizer, probes, responses_per_prompt=G, microbatch_size=MICROBATCH,
-            microbatches=PROMPTS * G // MICROBATCH, max_grad_norm=plain_loop.CLIP, dr_grpo=True,
+            microbatches=MICROBATCHES, max_grad_norm=plain_loop.CLIP, dr_grpo=True,
         )  # fmt: skip
-        return plain_loop.train(model, optimizer, loop, steps=2)
+        return plain_loop.train(model, optimizer, loop, steps=2, count=MICROBATCHES)
 
     probes = all_probes()
     first, again = trained(probes), trained(probes)

@@ -35,18 +35,38 @@ def code_cells(page: Path) -> list[str]:
     return [re.sub(r"^:tags:.*\n", "", cell) for cell in blocks(page, r"\{code-cell\} python")]
 
 
-def typed_in_a_terminal(line: str, folder: Path) -> None:
-    """Run `rl-training COMMAND …` as a warm fork, which starts at the root of the repository; trainings are smaller.
+# What cells say of sizes, and what is run here: `make docs` runs them as they are.
+SMALLER = {
+    "per_device_train_batch_size=32": "per_device_train_batch_size=8",
+    "max_completion_length=36": "max_completion_length=12",
+    "PROMPTS, RESPONSES, MICROBATCH, MAX_TOKENS = 32, 8, 32, 36": (
+        "PROMPTS, RESPONSES, MICROBATCH, MAX_TOKENS = 8, 8, 8, 12"
+    ),
+}
 
-    `make docs` runs them as they are.
-    """
+
+def smaller(cell: str) -> str:
+    for size, here in SMALLER.items():
+        cell = cell.replace(size, here)
+    return cell
+
+
+def typed_in_a_terminal(line: str, folder: Path) -> None:
+    """Run `rl-training COMMAND …` as a warm fork, which starts at the root of the repository; trainings are smaller."""
     name, command, *arguments = shlex.split(line)
     assert name == "rl-training"
     words = [re.sub("(^|=)runs/", rf"\1{folder}/runs/", argument) for argument in arguments]
     if command == "train":
         words += [word for word in QUICK if word != "logger=none"]
+    if command == "analyze":
+        words += ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8"]
     done = forks.run("rl_training/__main__.py", command, *words)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_size_that_is_made_smaller_here_stands_in_a_tutorial() -> None:
+    cells = "".join(cell for page in TUTORIALS for cell in code_cells(page))
+    assert [size for size in SMALLER if size not in cells] == []
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
@@ -60,7 +80,7 @@ def test_a_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch: pyt
         if cell.startswith("!"):
             typed_in_a_terminal(cell[1:], tmp_path)
         else:
-            exec(compile(cell, str(page), "exec"), names)
+            exec(compile(smaller(cell), str(page), "exec"), names)
     plt.close("all")
     assert list(tmp_path.glob("**/metrics.jsonl"))
 

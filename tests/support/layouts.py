@@ -52,7 +52,7 @@ OPTIONS: dict[str, Any] = {
     "sampler": False,  # another policy has sampled
     "shuffled": False,  # the prompts of a process are spread over its microbatches
     "num_folds": None,
-    "few": False,  # no token classes, and no split of the noise scale by prompts
+    "few": False,  # only probes of the step's own folds, and one intervention
     "numerics": False,  # the only probes score rows again one by one
 }
 
@@ -73,15 +73,15 @@ def probes(case: dict[str, Any]) -> list[Any]:
         return []
     if case["numerics"]:
         return [SamplerProbe(numerics=True), ScoringProbe()]
-    return [
+    few: list[Any] = [
         SimpleEntropyProbe(per_sequence=True, num_folds=case["num_folds"]),
-        MeasuredStepProbe(responses_per_prompt=2),
         GradientNoiseScaleProbe(split_prompts=0 if case["few"] else PROMPTS),
         EffectiveSampleSizeProbe(),
-        SamplerProbe(),
-        InterventionsProbe(["bonus:0.5", "nsr", "lr:0.5"], every=1),
-        *([] if case["few"] else [TokenClassesProbe(every=1)]),
+        InterventionsProbe(["lr:0.5"] if case["few"] else ["bonus:0.5", "nsr", "lr:0.5"], every=1),
     ]
+    if case["few"]:
+        return few
+    return [*few, MeasuredStepProbe(responses_per_prompt=2), SamplerProbe(), TokenClassesProbe(every=1)]
 
 
 def model_of(case: dict[str, Any]) -> nn.Module:

@@ -1,11 +1,11 @@
 """Trains on given rollouts under several launches: python tests/support/replay.py FOLDER RUN...
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
-`_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the second of
-the three steps, with `_continued` from that of two processes; with `_remedied` it trains with interventions and has no
+`_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the first of
+the two steps, with `_continued` from that of two processes; with `_remedied` it trains with interventions and has no
 probes; with `_bounded` the rate of each step follows from its KL, and it has no probes either.
 Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
-FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
+FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their first step.
 
 Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
 """
@@ -35,7 +35,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from accelerate.utils.other import get_free_port
 from peft import LoraConfig
-from shared_rollouts import L_MAX, PROMPTS, STEPS, G, given_rollout
+from shared_rollouts import L_MAX, ZERO_STEP, G, given_rollout
 from torch.distributed.tensor import DTensor
 from trainers import trainer_maker
 from trl import GRPOTrainer
@@ -57,10 +57,11 @@ from rl_training.records.jsonl import Records
 from rl_training.step.needs import Need
 
 ROOT = Path(__file__).parents[2]
-MICROBATCH = 16  # two of them on each of two processes
+STEPS, PROMPTS = 2, 8  # at the first step the second half of the sequences has no advantage
+MICROBATCH = 8  # two of them on each of two processes
 TWO_LINES = ("zero2_2", "fsdp2_2")  # a trl.GRPOTrainer, with `attach` around its training
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-# Without advantages on one process at step 2, dynamic_sampling doubles the weights of the other's prompts.
+# Without advantages on one process at the first step, dynamic_sampling doubles the weights of the other's prompts.
 REMEDIES = ("dynamic_sampling", "w_reinforce:0.5", "top_entropy:0.5", "bonus:0.1", "lr:0.5")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce_scatter")
 
@@ -90,7 +91,7 @@ class GivenRollouts(GRPOTrainer):
         super().__init__(**arguments)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
-        whole = given_rollout(self.state.global_step + 1)
+        whole = given_rollout(ZERO_STEP + self.state.global_step, PROMPTS)
         share = len(inputs)
         rows = slice(self.accelerator.process_index * share, (self.accelerator.process_index + 1) * share)
         rank_inputs = {
@@ -168,7 +169,7 @@ def probes_of(run: str) -> list[Probe]:
     if not run.startswith(("fsdp2", "zero1")) or "_gpu" in run:
         probes += [
             InterventionsProbe(["bonus:0.5", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
-            TokenClassesProbe(every=2),  # of the third step: the first has no moments
+            TokenClassesProbe(every=1),
         ]
     return [*probes, Recorder()]
 
@@ -207,7 +208,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         "save_strategy": "no"
         if run.endswith(("bare", "resumed", "continued", "bf16", "remedied", "bounded"))
         else "steps",
-        "save_steps": 2,
+        "save_steps": 1,
     }
     trainer = trainer_maker(folder / run)(
         GivenRollouts if run in TWO_LINES else ReplayTrainer,
@@ -219,7 +220,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     )
     sizes = log_collectives()
     other = "plain_2" if run == "plain_1_continued" else run.removesuffix("_resumed")
-    before = folder / other / "state" / "checkpoint-2"
+    before = folder / other / "state" / "checkpoint-1"
     with attach(trainer, folder / run, probes) if run in TWO_LINES else contextlib.nullcontext():
         trainer.train(resume_from_checkpoint=None if other == run else str(before))
     assert trainer.accelerator.num_processes == world

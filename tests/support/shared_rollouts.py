@@ -13,18 +13,18 @@ def of_another_sampler(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return logps + 0.1 * torch.sin(ids.to(logps))
 
 
-def given_rollout(step: int) -> dict[str, torch.Tensor]:
+def given_rollout(step: int, num_prompts: int = PROMPTS) -> dict[str, torch.Tensor]:
     """Return the sequences of one step: the first half up to L_MAX tokens long, the second half up to 9."""
     generator = torch.Generator().manual_seed(step)
-    n = PROMPTS * G
+    n = num_prompts * G
     lengths = torch.cat([torch.randint(4, L_MAX + 1, (n // 2,), generator=generator),
                          torch.randint(1, 10, (n // 2,), generator=generator)])  # fmt: skip
-    prompt_lengths = torch.randint(3, 9, (PROMPTS,), generator=generator).repeat_interleave(G)
-    prompts = torch.randint(4, 50, (PROMPTS, 8), generator=generator).repeat_interleave(G, dim=0)
-    advantages = torch.randn(PROMPTS, G, generator=generator)
+    prompt_lengths = torch.randint(3, 9, (num_prompts,), generator=generator).repeat_interleave(G)
+    prompts = torch.randint(4, 50, (num_prompts, 8), generator=generator).repeat_interleave(G, dim=0)
+    advantages = torch.randn(num_prompts, G, generator=generator)
     advantages -= advantages.mean(dim=1, keepdim=True)
     if step == ZERO_STEP:
-        advantages[PROMPTS // 2 :] = 0.0
+        advantages[num_prompts // 2 :] = 0.0
     mask = (torch.arange(L_MAX) < lengths.unsqueeze(1)).long()
     prompt_mask = (torch.arange(8) >= 8 - prompt_lengths.unsqueeze(1)).long()
     return {

@@ -1,10 +1,13 @@
 """What every training of a few steps would do again, and which takes it as long as the steps themselves."""
 
 import copy
+import ctypes
+import dataclasses
 import functools
 import gc
 import importlib.metadata
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,8 +24,11 @@ def spare_trainings() -> None:
     versions, are answered from memory. The rows of the default task, which no training changes, are drawn once for this
     process and its forks, and its model is read once and copied. Pictures are drawn by one process: what fails there,
     again in one of its own; the templates of pages are compiled once. Settings are read by libyaml, and a command
-    composes them once: Hydra does so before, to see whether they ask for a sweep, which no file of conf/ does.
+    composes them once: Hydra does so before, to see whether they ask for a sweep, which no file of conf/ does. The
+    files of conf/ that a choice of groups means are joined once, and values are set in a copy. Memory
+    that tensors free stays with the process, where the system would take it back and hand it out again as zeros.
     """
+    _keep_freed_memory()
     if page := sys.modules.get("rl_training.records.report.page"):
         ask, run = start_drawing(), page._run
         page._run = lambda program, text="": ask(program, page.VEGA_LITE, text) or run(program, text)
@@ -39,6 +45,8 @@ def spare_trainings() -> None:
         hydra.Hydra.get_mode = lambda self, config_name, overrides: (
             ask_mode(self, config_name, overrides) if "hydra.mode" in str(overrides) else None
         )
+    if loader := sys.modules.get("hydra._internal.config_loader_impl"):
+        _join_files_once(loader)
     gc.freeze()
     if memory := sys.modules.get("accelerate.utils.memory"):
         memory.gc = SimpleNamespace(collect=int)
@@ -47,6 +55,13 @@ def spare_trainings() -> None:
             device.traceback = SimpleNamespace(format_stack=list)
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     importlib.metadata.version = functools.cache(importlib.metadata.version)
+
+
+def _keep_freed_memory() -> None:
+    """Set glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD: a tenth of a training's time is page faults."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for setting, num_bytes in ((-1, 2**31 - 1), (-2, 2**26), (-3, 2**25)):
+            mallopt(setting, num_bytes)
 
 
 def _read_tiny_once(models: ModuleType) -> None:
@@ -61,3 +76,34 @@ def _read_tiny_once(models: ModuleType) -> None:
 
     models.load_causal_lm = load
     models.load_tiny()  # for the forks
+
+
+def _join_files_once(loader: ModuleType) -> None:
+    """Keep, by the groups that are chosen, which files of conf/ Hydra joins, and what they are together."""
+    from rl_training.job.configuration.shipped import CONF
+
+    create, join = loader.create_defaults_list, loader.ConfigLoaderImpl._compose_config_from_defaults_list
+    lists: dict[Any, Any] = {}
+    joined: dict[int, Any] = {}  # by the identity of a list of files, which `lists` keeps
+
+    def create_once(repo: Any, config_name: Any, overrides_list: Any, **options: Any) -> Any:
+        sources = [source for source in repo.get_sources() if source.scheme() == "file"]
+        if any(Path(source.path).resolve() != CONF for source in sources):
+            return create(repo, config_name, overrides_list, **options)  # files of a test's own, which may change
+        kinds = sys.modules["hydra._internal.defaults_list"]
+        values = kinds.Overrides(repo=repo, overrides_list=overrides_list).config_overrides
+        groups = [override for override in overrides_list if override not in values]
+        key = (config_name, str(options), *(override.input_line for override in groups))
+        if key not in lists:
+            lists[key] = create(repo, config_name, groups, **options)
+        return dataclasses.replace(lists[key], config_overrides=values)
+
+    def join_once(self: Any, defaults: Any, repo: Any) -> Any:
+        if not any(defaults is known.defaults for known in lists.values()):
+            return join(self, defaults, repo)
+        if id(defaults) not in joined:
+            joined[id(defaults)] = join(self, defaults, repo)
+        return copy.deepcopy(joined[id(defaults)])
+
+    loader.create_defaults_list = create_once
+    loader.ConfigLoaderImpl._compose_config_from_defaults_list = join_once

@@ -34,11 +34,12 @@ STEP: dict[str, Any] = PLAIN | {
 }  # fmt: skip
 
 
+def few_probes() -> list[Any]:
+    return [SimpleEntropyProbe(per_sequence=True), EffectiveSampleSizeProbe(), GradientNoiseScaleProbe(split_prompts=2)]
+
+
 def probes() -> list[Any]:
-    return [
-        SimpleEntropyProbe(per_sequence=True), EffectiveSampleSizeProbe(), SamplerProbe(), MeasuredStepProbe(),
-        GradientNoiseScaleProbe(split_prompts=2), InterventionsProbe(["lr", "psr"], every=1),
-    ]  # fmt: skip
+    return [*few_probes(), SamplerProbe(), MeasuredStepProbe(), InterventionsProbe(["lr", "psr"], every=1)]
 
 
 class SeenRewards(Seen):
@@ -57,10 +58,10 @@ class SeenRewards(Seen):
         return reading
 
 
-def measured(trainer: Any) -> tuple[dict[str, Any], list[Any]]:
+def measured(trainer: Any, by: Any = probes) -> tuple[dict[str, Any], list[Any]]:
     """Return the estimates of the last step, and all steps as probes see them, with the rewards that rows have."""
     seen = SeenRewards(trainer)
-    with attach(trainer, probes=[*probes(), seen], whole_prompts=True) as attachment:
+    with attach(trainer, probes=[*by(), seen], whole_prompts=True) as attachment:
         trainer.train()
     assert all(logged == reward for logged, reward in seen.rewards)
     return dict(attachment.latest), seen.steps
@@ -137,7 +138,7 @@ def test_prompts_that_are_drawn_again_keep_their_own_rewards_and_are_measured(ma
     trainer = make_trainer(
         DrawsAgain, **STEP | {"reward": lambda completions, **k: [float(len(c) > 4) for c in completions]}
     )
-    estimates, steps = measured(trainer)
+    estimates, steps = measured(trainer, few_probes)
     assert all(step.batch.rollout.on_policy for step in steps)
     for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "gns/trace_between"):
         assert math.isfinite(estimates[name].value) or not estimates[name].reason.startswith("the ")
@@ -145,7 +146,7 @@ def test_prompts_that_are_drawn_again_keep_their_own_rewards_and_are_measured(ma
 
 def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(make_trainer: Any) -> None:
     """What describes the batch and its gradient is measured, from the folds that the smaller batch has."""
-    estimates, steps = measured(keeps(make_trainer, shortest_half))
+    estimates, steps = measured(keeps(make_trainer, shortest_half, max_steps=1))
     for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "ess/importance", "measured/delta_h"):
         assert estimates[name].code == "not_all_kept"
     for name in ("entropy/visited_prefixes", "ess/zero_advantage_prompts", "gns/trace_step"):
@@ -170,7 +171,7 @@ def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(m
 
 
 def test_prompts_with_unlike_numbers_of_responses_are_named(make_trainer: Any) -> None:
-    estimates, _ = measured(keeps(make_trainer, unlike_numbers))
+    estimates, _ = measured(keeps(make_trainer, unlike_numbers, max_steps=1), few_probes)
     for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
         assert estimates[name].code == "uneven_prompts"
     assert math.isfinite(estimates["ess/zero_advantage"].value)
@@ -179,7 +180,8 @@ def test_prompts_with_unlike_numbers_of_responses_are_named(make_trainer: Any) -
 def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None:
     """Each with its own reward; the sums over folds are those of the order that they were generated in."""
     plain, other = (
-        measured(keeps(make_trainer, rows, max_steps=1))[0] for rows in (lambda out: slice(None), reversed_rows)
+        measured(keeps(make_trainer, rows, max_steps=1), few_probes)[0]
+        for rows in (lambda out: slice(None), reversed_rows)
     )
     for name in ("entropy/token", "delta_reward/forward", "ess/advantage", "gns/trace_step"):
         assert other[name].value == pytest.approx(plain[name].value, rel=1e-3), name
@@ -223,7 +225,7 @@ def test_a_response_that_was_written_by_somebody_else_is_noticed(make_trainer: A
             out["completion_ids"][0, 0] = 7 if out["completion_ids"][0, 0] != 7 else 8
             return out
 
-    estimates, _ = measured(make_trainer(Shown, **STEP))
+    estimates, _ = measured(make_trainer(Shown, **STEP | {"max_steps": 1}))
     assert estimates["entropy/token"].reason.startswith("1 of the 32 responses in this batch were not generated")
     assert estimates["measured/delta_reward"].reason.startswith("1 of the 32")
 
@@ -234,7 +236,9 @@ def test_a_batch_that_a_subclass_makes_anew_keeps_its_prompts_and_knows_no_rewar
             inputs = super()._prepare_inputs(generation_batch)
             return {key: value for key, value in inputs.items() if not key.startswith("rollout_")}
 
-    plain, other = (measured(make_trainer(kind, **STEP | {"max_steps": 1}))[0] for kind in (GRPOTrainer, Anew))
+    plain, other = (
+        measured(make_trainer(kind, **STEP | {"max_steps": 1}), few_probes)[0] for kind in (GRPOTrainer, Anew)
+    )
     for name in ("entropy/token", "delta_h/forward", "gns/trace_step", "ess/zero_advantage_prompts"):
         assert other[name].value == pytest.approx(plain[name].value, rel=1e-6)
     assert other["delta_reward/forward"].code == "no_rewards"
@@ -250,7 +254,7 @@ def test_microbatches_of_sizes_that_nobody_foretold_have_folds_that_add_up_to_th
             return {key: value[:rows] if value.ndim else value for key, value in inputs.items()}
 
     settings = STEP | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
-    estimates, steps = measured(make_trainer(Shrinks, **settings))
+    estimates, steps = measured(make_trainer(Shrinks, **settings), few_probes)
     assert steps[-1].batch.rollout.num_sequences == 28
     for name in ("delta_h/forward", "gns/trace_step", "entropy/token"):
         assert math.isfinite(estimates[name].value)

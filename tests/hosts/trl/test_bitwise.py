@@ -19,8 +19,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "responses that are learned from again": {"num_iterations": 2, "max_steps": 3},  # the third has its own rollout
     "a rollout of two steps, with interventions": {"steps_per_generation": 8, "interventions": ("psr", "bonus")},
-    "bf16 and checkpointing": {"bf16": True, "activation_checkpointing": True},
-    "dropout of an adapter, and checkpointing": {"lora": True, "activation_checkpointing": True},
+    "dropout of an adapter, in bf16 and with checkpointing": {
+        "lora": True, "bf16": True, "activation_checkpointing": True,
+    },
     "top-p": {"top_p": 0.8},
     "every response is truncated and hidden": {"mask_truncated_completions": True, "max_completion_length": 3},
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Several processes measure what one does, under DDP, ZeRO, FSDP2 alike, and a launch that cannot be ends saying why.
 
 The runs of tests/support/replay.py train on the same given rollouts. The first half of the sequences, rank 0's share,
-is up to 24 tokens long, the second up to 9; at step 2 the second half has no advantage.
+is up to 24 tokens long, the second up to 9; at the first of two steps the second half has no advantage.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path)
 
 @pytest.mark.parametrize("run", ["zero2_2", "zero3_2"])  # of DDP and FSDP2: parallel/test_sharding.py
 def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path, run: str) -> None:
-    """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too."""
+    """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too.
+
+    To 1e-4: of small classes much cancels, and a young v hardly differs from 0.
+    """
     saved(runs, run)  # skipped where DeepSpeed is not installed
     first, second = (
         {key: row for key, row in estimates(runs, name).items() if key[1].startswith(BY_FOLDS)}
@@ -107,7 +110,7 @@ def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path,
     )
     off = differences(first, second)
     assert len(off) > 50
-    assert too_far(off) == {}
+    assert too_far(off, 1e-4) == {}
 
 
 def test_two_processes_train_with_interventions_as_one_does(runs: Path) -> None:
@@ -138,7 +141,7 @@ def test_two_processes_bound_a_step_as_one_does(runs: Path, run: str) -> None:
 def test_processes_keep_parts_that_together_are_the_gradients_and_states_of_one(runs: Path, run: str) -> None:
     """Before clipping, which every step needs; of all entries about half are on each."""
     steps = joined_steps(runs, run)
-    assert len(steps) == 3
+    assert len(steps) == 2
     for a, b in zip(saved(runs, "plain_1")["steps"], steps, strict=True):
         for kind in ("gradient", "exp_avg", "exp_avg_sq"):
             assert_same_tensors(of_kind(a, kind), of_kind(b, kind))
@@ -155,26 +158,26 @@ def test_processes_keep_parts_that_together_are_the_gradients_and_states_of_one(
 
 @pytest.mark.parametrize("run", ["zero2_2", "zero1_2_lora"])
 def test_a_checkpoint_of_zero_is_restored_with_the_moments_that_its_next_step_had(runs: Path, run: str, make_trainer):
-    """Bit for bit what the third step of the same run found on its processes; the weights are the file's."""
-    third = joined_steps(runs, run)[2]
-    checkpoint = runs / run / "state" / "checkpoint-2"
+    """Bit for bit what the second step of the same run found on its processes; the weights are the file's."""
+    second = joined_steps(runs, run)[1]
+    checkpoint = runs / run / "state" / "checkpoint-1"
     adapter = LoraConfig.from_pretrained(checkpoint) if run.endswith("lora") else None
     if adapter:
         adapter.inference_mode = False  # as it is saved, always, it would be frozen
-    restored = restore(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=3), checkpoint)
+    restored = restore(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=2), checkpoint)
     assert restored.optimizer.states is not None
-    assert set(restored.optimizer.states) == {name.partition("/")[2] for name in of_kind(third, "exp_avg")}
-    assert restored.learning_rate == pytest.approx(1e-4)
+    assert set(restored.optimizer.states) == {name.partition("/")[2] for name in of_kind(second, "exp_avg")}
+    assert restored.learning_rate == pytest.approx(1.5e-4)
     weights = load_file(checkpoint / ("adapter_model.safetensors" if adapter else "model.safetensors"))
     for name, state in restored.optimizer.states.items():
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(getattr(state, moment).flatten(), third[f"{moment}/{name}"])
+            assert torch.equal(getattr(state, moment).flatten(), second[f"{moment}/{name}"])
         assert torch.equal(restored.parameters[name], weights[name.replace(".default.", ".")])
 
 
 def test_a_checkpoint_of_fsdp_is_not_restored(runs: Path, make_trainer) -> None:
     with pytest.raises(ValueError, match="was written under FSDP, whose optimizer is not read here"):
-        restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-2")
+        restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-1")
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
@@ -190,7 +193,7 @@ def test_two_lines_around_trls_own_trainer_leave_one_folder_of_a_sharded_launch(
     assert [saved(runs, run, rank)["listens"] for rank in (0, 1)] == [True, False]  # for SIGTERM: the one that writes
     assert yaml.safe_load((runs / run / "config.yaml").read_text())["batch"]["processes"] == 2
     assert (runs / run / "report" / "report.html").is_file()
-    assert [row["step"] for row in read_metrics(runs / run / "logs")] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(runs / run / "logs")] == [1, 2]
     assert not (runs / f"{run}-2").exists()
 
 
@@ -219,11 +222,11 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs,
         whole, resumed = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_resumed"))
         assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
     last, again = (
-        {key: row for key, row in estimates(runs, name).items() if key[0] == 3} for name in (run, f"{run}_resumed")
+        {key: row for key, row in estimates(runs, name).items() if key[0] == 2} for name in (run, f"{run}_resumed")
     )
     assert len(last) > 40
     assert repr(again) == repr(last)  # nan is nan
-    checkpoint = runs / run / "state" / "checkpoint-2"
+    checkpoint = runs / run / "state" / "checkpoint-1"
     assert find_flaw(checkpoint, sharded_by) == ""
     assert find_flaw(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
 
@@ -231,10 +234,10 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs,
 def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_of_its_last_step(runs: Path) -> None:
     """Each reads its own entries of it, for `backward`; error bars go on with the errors of the steps before."""
     last, again = (
-        {key: row for key, row in estimates(runs, name).items() if key[0] == 3}
+        {key: row for key, row in estimates(runs, name).items() if key[0] == 2}
         for name in ("plain_1", "plain_1_continued")
     )
-    assert math.isfinite(last[3, "delta_h/backward"][0])
+    assert math.isfinite(last[2, "delta_h/backward"][0])
     assert too_far(differences(last, again)) == {}
 
 
@@ -258,7 +261,7 @@ def test_what_a_step_with_sharded_weights_did_is_measured_at_the_new_ones(runs: 
 def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_rounded(runs: Path) -> None:
     """Measured with rounded ones, a step's true change of entropy is rounding: 13 of its standard errors off."""
     exact, mixed = estimates(runs, "plain_2"), estimates(runs, "fsdp2_2_bf16")
-    for step in (1, 2, 3):
+    for step in (1, 2):
         for name in ("delta_h/forward", "delta_h/backward"):
             value, stderr = exact[step, name]
             assert mixed[step, name][0] == pytest.approx(value, abs=0.2 * stderr, nan_ok=True), (step, name)
@@ -279,9 +282,9 @@ def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) ->
 
 def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
     rows = estimates(runs, "plain_2")
-    assert rows[2, "ess/zero_advantage"][0] == 0.5
-    for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/token_weight"):
-        assert math.isfinite(rows[2, name][0])
+    assert rows[1, "ess/zero_advantage"][0] == 0.5
+    for name in ("delta_h/forward", "gns/trace_step", "ess/token_weight"):
+        assert math.isfinite(rows[1, name][0])
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

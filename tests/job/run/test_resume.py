@@ -40,7 +40,8 @@ PARTS = [
 
 def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one_does() -> None:
     """Real SIGKILLs: one anywhere, one where a checkpoint begins to be written."""
-    ended = forks.run("benchmarks/kill_resume.py", "--kills", "2", "probe=simple", "trainer.max_steps=4", *QUICK)
+    short = [*QUICK, "batch.sequences_per_step=16", "trainer.max_steps=4"]
+    ended = forks.run("benchmarks/kill_resume.py", "--kills", "2", "probe=simple", *short)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 kills of 1 process" in ended.stdout
     assert "bitwise the same as uninterrupted" in ended.stdout
