@@ -37,13 +37,13 @@ class BoundedDriver(StepDriver):
         assert step is not None
         self.finish_backward()
         rollout = join_rollouts(step.rollouts)
-        with self._measurement_context(), self._clock.timed(self.bound.name):
+        with self._unnoticed(), self._clock.timed(self.bound.name):
             self.bound.before_step(rollout, step.join_scores(rollout))
         super().gradients_ready(rollout_number)
 
     def stepped(self, made: bool = True) -> None:
         if made:
-            with self._measurement_context(), self._clock.timed(self.bound.name):
+            with self._unnoticed(), self._clock.timed(self.bound.name):
                 self._found = self.bound.after_step()
         else:
             self.bound.restore()
@@ -52,6 +52,10 @@ class BoundedDriver(StepDriver):
     def skip_step(self) -> None:
         self.bound.restore()
         super().skip_step()
+
+    def fail_step(self) -> None:
+        self.bound.restore()
+        super().fail_step()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
         estimates, self._found = self._found, {}

@@ -14,9 +14,8 @@ without probes.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,9 +38,8 @@ from rl_training.entropy.previous_update import UpdateState
 from rl_training.gradients.fold_reduction import FoldReduction
 from rl_training.parallel.fsdp import reshard
 from rl_training.policy.padding_check import PaddingCheck
-from rl_training.policy.rng import preserve_rng
+from rl_training.policy.precision import unnoticed
 from rl_training.policy.rollout import Rollout
-from rl_training.policy.rotary import preserve_rotary_tables
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import StepData
@@ -173,15 +171,11 @@ class StepDriver:
         self._seen_prompts.turn_to(rollout_number)
         step.is_ready = True
         if step.probes:
-            with self._measurement_context():
+            with self._unnoticed():
                 self._prepare(step)
 
-    @contextlib.contextmanager
-    def _measurement_context(self) -> Iterator[None]:
-        """A context of the probes' own calculations: a loop may be in one of autocast, and a probe may draw."""
-        device, model = self._layout.device, self._loop.policy.model
-        with preserve_rng(device), preserve_rotary_tables(model), torch.autocast(device.type, enabled=False):
-            yield
+    def _unnoticed(self) -> AbstractContextManager[None]:
+        return unnoticed(self._loop.policy.model, self._layout.device)
 
     def measuring(self) -> AbstractContextManager[None]:
         """A context whose time counts as the engine's, of what a loop does for the sake of measuring alone."""
@@ -227,7 +221,7 @@ class StepDriver:
         if self._predictions is not None:
             with self.measuring():
                 self._predictions.stepped(step.number)
-        with self._measurement_context():
+        with self._unnoticed():
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     reading = step.readings[probe.name]
@@ -249,6 +243,17 @@ class StepDriver:
             self._runtime.reduction.raise_error()
         if self._rows is not None:
             self._rows.release()
+
+    def fail_step(self) -> None:
+        """Discard the step that has begun: it has failed, perhaps on this process alone. No collective.
+
+        It may be taken again. What was predicted for it is not looked back on, unless the optimizer has made it.
+        """
+        self.open_step = None
+        if self._rows is not None:
+            self._rows.release()
+        if self._predictions is not None:
+            self._predictions.fail_step()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
         """End the step, and free its gradients. Returns the estimates of each probe that measured it, by its name.

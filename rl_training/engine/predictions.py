@@ -14,6 +14,7 @@ from rl_training.parallel.sharding import Shard
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.limit import Limit
 from rl_training.step.data import EntropyPrediction, StepData
+from rl_training.step.limits import FAILED
 from rl_training.step.needs import Need
 from rl_training.step.runtime import Runtime
 
@@ -26,6 +27,7 @@ class Predictions:
         self._shard: Shard = loop.shard
         self._memory = PreviousUpdate(loop.shard, requirements.entropy, requirements.offload, state)
         self._verifier = UpdateVerifier(loop.shard, self._memory, loop.ranks.reduce)
+        self._unverified: int | None = None  # the number of a step that is predicted, until it is verified
 
     @property
     def state(self) -> UpdateState:
@@ -49,6 +51,7 @@ class Predictions:
     def predict(self, step: StepData, runtime: Runtime, probes: Sequence[Probe]) -> EntropyPrediction | None:
         """Return what the step will do to entropy, as far as these probes ask for it. A collective."""
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
+        self._unverified = step.number if asking else None
         prediction = predict_entropy(step, runtime, self._memory, needs_of(asking)) if asking else None
         self._verifier.snapshot(step.optimizer, prediction)
         return prediction
@@ -61,12 +64,19 @@ class Predictions:
         """Learn what the step has done to the weights, where that is not known before it."""
         self._memory.finish(number, self._shard.weights())
 
+    def fail_step(self) -> None:
+        """Forget a prediction that is not verified: the step has failed, perhaps on this process alone."""
+        if self._unverified is not None and self._memory.step == self._unverified:
+            self._memory.leave_out(self._unverified, FAILED)
+        self._unverified = None
+
     def verify(self, made: bool) -> tuple[dict[str, Estimate], Limit | None]:
         """Return what is known of how the step was made, and the limit of what was predicted for it. A collective.
 
         Args:
             made: False: the loop has left the step out.
         """
+        self._unverified = None
         estimates, limit = self._verifier.verify(made)
         if estimates:
             self._memory.errors.commit(is_formula=limit is None)

@@ -15,8 +15,8 @@ Where each quantity is calculated, and which limits (step/limits.py) make it nan
     splits, unclipped                                                 of the optimizer (optim/state.py), one_fold,
                                                                       reused, `rows_limit` (engine/build_step.py)
     backward            FoldProducts._dots in products.py             `backward_limit`: first_step, step_not_measured,
-                                                                      what the step before was (previous_update.py),
-                                                                      reused
+                                                                      step_taken_again, or what the step before was
+                                                                      (previous_update.py); reused
     reuse               FoldProducts._dots in products.py             no formula of the optimizer
     change of length    statistic in fold_sums.py                     `forward_limit`
     change of reward,   reward_products in length_and_reward.py       `forward_limit`, and `reward_limit`, from

@@ -15,7 +15,7 @@ from rl_training.parallel.vectors import Vector, num_bytes
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_variance import RunningVariance
 from rl_training.step.data import EntropySettings
-from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED
+from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AGAIN
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class PreviousUpdate:
         """Return the limit of `backward` where δθ of step − 1 is not known, or None."""
         if self.step is None:
             return FIRST_STEP
+        if self.step >= step:
+            return STEP_TAKEN_AGAIN
         if self.step != step - 1:
             return STEP_NOT_MEASURED.filled(step=step - 1)
         return self._limit

@@ -206,7 +206,7 @@ class MeasuredLoop:
             self._writer.write_step(number, self._metrics)
             self._number = number
         except BaseException:
-            self._driver.drop_backward()
+            self._driver.fail_step()
             raise
         finally:
             self._place = BETWEEN

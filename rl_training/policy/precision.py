@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from rl_training.parallel.sharding import dtype_name
+from rl_training.policy.rng import preserve_rng
+from rl_training.policy.rotary import preserve_rotary_tables
 
 FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other kinds of attention may refuse fp32
 
@@ -22,6 +24,13 @@ def measuring(model: nn.Module) -> Iterator[None]:
     """
     device = next(model.parameters()).device.type
     with ieee_fp32(), without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def unnoticed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let probes draw and calculate: a loop may be in an autocast of its own, and finds random streams as they were."""
+    with preserve_rng(device), preserve_rotary_tables(model), torch.autocast(device.type, enabled=False):
         yield
 
 

@@ -63,10 +63,12 @@ class NoiseHistory:
 
     def add(self, moments: Tensor, step: int, decay: float) -> NoiseHistory:
         """Return the history with the moments of a step, (channels, 2), and without steps that hardly count."""
-        all_moments = torch.cat([self.moments, moments.unsqueeze(0)])
-        steps = torch.cat([self.steps, torch.tensor([step])])
-        is_remembered = decay ** (step - steps).double() >= SMALLEST_WEIGHT
-        return NoiseHistory(all_moments[is_remembered], steps[is_remembered])
+        is_remembered = decay ** (step - self.steps).double() >= SMALLEST_WEIGHT
+        is_remembered &= self.steps < step  # a step that is taken again counts once
+        return NoiseHistory(
+            torch.cat([self.moments[is_remembered], moments.unsqueeze(0)]),
+            torch.cat([self.steps[is_remembered], torch.tensor([step])]),
+        )
 
 
 class GradientNoiseScaleProbe(Probe):

@@ -40,7 +40,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.jackknife import estimates_over_units
 from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_variance import RunningVariance
-from rl_training.step.limits import NO_OTHERS, NO_REWARDS
+from rl_training.step.limits import NO_OTHERS, NO_REWARDS, STEP_TAKEN_AGAIN
 from rl_training.step.score_check import ScoreCheck
 
 CHANGES = tuple(f"measured/{name}" for name in ("delta_h", "delta_h_sequence", "delta_length", "delta_reward"))
@@ -103,8 +103,10 @@ class MeasuredStepProbe(Probe):
             return Reading(measured=dict.fromkeys(NAMES, Estimate.missing(why)), state=state)
         shard, layout = ctx.policy.shard, ctx.step.gradients.layout
         assert shard is not None
-        answers, errors = dict.fromkeys(NAMES, Estimate.missing(FIRST)), state.errors
-        if state.step:
+        is_again = state.step >= ctx.step.number
+        answers = dict.fromkeys(NAMES, Estimate.missing(STEP_TAKEN_AGAIN if is_again else FIRST))
+        errors = state.errors
+        if state.step and not is_again:
             answers, errors = self._changes(ctx, state.weights.local(shard), state)
         now = layout.by_name(layout.vector(shard.copy_local_weights().values()))
         return Reading(measured=answers, state=WeightsBefore(ShardedVector.of(shard, now), ctx.step.number, errors))

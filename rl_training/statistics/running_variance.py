@@ -47,7 +47,7 @@ class RunningVariance:
         newest = variance.reshape(1, -1)
         if self.variances.shape[1] != newest.shape[1]:
             return RunningVariance(newest, torch.tensor([step]))
-        is_kept = self.steps > step - _memory(decay)
+        is_kept = (self.steps > step - _memory(decay)) & (self.steps < step)  # a step that is taken again counts once
         return RunningVariance(
             torch.cat([self.variances[is_kept], newest]), torch.cat([self.steps[is_kept], torch.tensor([step])])
         )

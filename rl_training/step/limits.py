@@ -108,7 +108,15 @@ NOT_THE_FORMULA = Limit(
     "else",
 )
 LEFT_OUT = Limit("left_out", "this step was left out: the optimizer has not changed the weights")
-FIRST_STEP = Limit("first_step", "this is the first measured step: there is no earlier update to look back on")
+FAILED = Limit("failed", "the step has failed before the optimizer made it")
+FIRST_STEP = Limit(
+    "first_step",
+    "no earlier update is known to look back on: this is the first measured step, or the first one after a stop",
+)
+STEP_TAKEN_AGAIN = Limit(
+    "step_taken_again",
+    "this step was measured before, failed, and is taken again: what was kept of the step before it is gone by now",
+)
 STEP_NOT_MEASURED = Limit(
     "step_not_measured", "step {step} was not measured, so its update is not known; backward needs every=1"
 )

@@ -194,7 +194,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
             outputs = super().train_batch(data, loss_function)
             outputs["metrics"] |= self._open.finish(outputs)
         except BaseException:
-            self._open.driver.drop_backward()
+            self._open.driver.fail_step()
             raise
         finally:
             self._open = None

@@ -1,0 +1,188 @@
+"""A step of a plain loop that fails before its optimizer's may be taken again, wherever and however that is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import CLIP, loss_of, microbatches, scores_of
+from shared_rollouts import MICROBATCH, G
+from torch.nn.utils import clip_grad_norm_
+
+from rl_training import (
+    Estimate,
+    GradientNoiseScaleProbe,
+    MeasuredStepProbe,
+    Probe,
+    Reading,
+    SimpleEntropyProbe,
+    measured_loop,
+)
+from rl_training.hosts.loop import MeasuredLoop
+from rl_training.tasks.models import load_tiny
+
+LEARNING_RATE = 1e-3
+COUNT, FAILING, STEPS = 2, 2, 3  # microbatches of a step; the step that fails; steps
+# What fails, in the order of a step: before the step is measured, and once what it takes of the one before is gone.
+EARLY, LATE = ["backward", "last microbatch"], ["measurement", "optimizer"]
+SAME, AGAIN, RESUMED = "in the same `with`", "in another `with`", "by a loop that resumes"
+
+
+class Failed(Exception):
+    pass
+
+
+class Breakable(Probe):
+    """Fails in its measurement if told so."""
+
+    name = "breakable"
+    fails = False
+
+    def measure(self, ctx: Any, state: Any) -> Reading:
+        if self.fails:
+            raise Failed
+        return Reading(measured={"breakable/step": Estimate(ctx.step.number)})
+
+
+class Training:
+    """A model, its optimizer, and what a loop measures of its steps."""
+
+    def __init__(self) -> None:
+        self.model = load_tiny()[0].train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))
+        self.breakable = Breakable()
+        self.loop = self.new_loop()
+        self.optimizer.register_step_pre_hook(lambda *_: self.fail_at("optimizer"))
+        self.place = ""  # where it fails
+        self.answers: list[dict[str, Estimate]] = []
+
+    def new_loop(self, **more: Any) -> MeasuredLoop:
+        probes = [SimpleEntropyProbe(num_folds=COUNT), MeasuredStepProbe(), GradientNoiseScaleProbe(), self.breakable]
+        return measured_loop(
+            self.model, self.optimizer, probes, responses_per_prompt=G, microbatch_size=MICROBATCH, microbatches=COUNT,
+            max_grad_norm=CLIP, dr_grpo=True, **more,
+        )  # fmt: skip
+
+    def fail_at(self, place: str) -> None:
+        if place == self.place:
+            raise Failed
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.breakable.fails = self.place == "measurement"
+        with self.loop.step(number) as metrics:
+            for part in microbatches(number)[:COUNT]:
+                logps, entropies = scores_of(self.model, part)
+                self.loop.microbatch(part, logps, entropies.detach())
+                self.fail_at("backward")
+                loss_of(logps, part, COUNT).backward()
+            self.fail_at("last microbatch")
+            self.loop.gradients_ready()
+            metrics["grad_norm"] = clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+        self.answers.append({n: e for n, e in self.loop.latest.items() if not n.startswith("probe_cost/")})
+
+    def steps(self, first: int, last: int = STEPS) -> None:
+        for number in range(first, last + 1):
+            self.step(number)
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([param.detach().flatten() for param in self.model.parameters()])
+
+
+@functools.cache
+def undisturbed() -> tuple[list[dict[str, Estimate]], torch.Tensor]:
+    training = Training()
+    with training.loop:
+        training.steps(1)
+    return training.answers, training.weights()
+
+
+def taken_again(place: str, following: str) -> Training:
+    """Return a training whose second step fails there and is taken again so."""
+    training = Training()
+
+    def fail() -> None:
+        training.place = place
+        with pytest.raises(Failed):
+            training.step(FAILING)
+        training.place = ""
+
+    if following == SAME:
+        with training.loop:
+            training.steps(1, FAILING - 1)
+            fail()
+            training.steps(FAILING)
+    else:
+        with contextlib.suppress(Failed), training.loop:
+            training.steps(1, FAILING - 1)
+            training.place = place
+            training.step(FAILING)
+        assert len(training.answers) == FAILING - 1
+        training.place = ""
+        if following == RESUMED:
+            state = training.loop.state_dict()
+            training.loop = training.new_loop()
+            training.loop.load_state_dict(state)
+        with training.loop:
+            training.steps(FAILING)
+    assert torch.equal(training.weights(), undisturbed()[1])
+    return training
+
+
+def different(first: dict[str, Estimate], other: dict[str, Estimate]) -> set[str]:
+    assert first.keys() == other.keys()
+    return {name for name, estimate in first.items() if repr(estimate) != repr(other[name])}
+
+
+@pytest.mark.parametrize("following", [SAME, AGAIN, RESUMED])
+@pytest.mark.parametrize("place", EARLY)
+def test_a_step_that_failed_is_measured_when_it_is_taken_again_as_if_it_had_not(place: str, following: str) -> None:
+    answers, _ = undisturbed()
+    assert [*map(different, taken_again(place, following).answers, answers)] == [set()] * STEPS
+
+
+@pytest.mark.parametrize("following", [SAME, AGAIN, RESUMED])
+@pytest.mark.parametrize("place", LATE)
+def test_of_a_step_that_failed_once_it_was_measured_only_what_looks_back_is_missing(place: str, following: str) -> None:
+    """At the step itself; at the next one only sums and averages over steps differ."""
+    answers, _ = undisturbed()
+    first, second, third = taken_again(place, following).answers
+    assert different(first, answers[0]) == set()
+    gone = {name for name in second if name.startswith(("measured/", "delta_h/backward", "delta_h/trapezoid"))}
+    sums = {name for name in second if name.startswith("delta_h/cumulative_predicted")}
+    assert different(second, answers[1]) == gone | sums
+    assert {second[name].code for name in gone if "trapezoid" not in name} <= {"step_taken_again", "first_step"}
+    assert all(math.isnan(second[name].value) for name in gone)
+    for name in {*third} - sums:
+        assert repr(third[name].value) == repr(answers[2][name].value), name
+
+
+def test_the_step_after_one_that_failed_does_not_look_back_on_what_was_predicted_for_that() -> None:
+    """A loop that resumes may leave out the batch that failed."""
+    training = Training()
+    with contextlib.suppress(Failed), training.loop:
+        training.steps(1, FAILING - 1)
+        training.place = "optimizer"
+        training.step(FAILING)
+    training.place, state = "", training.loop.state_dict()
+    training.loop = training.new_loop()
+    training.loop.load_state_dict(state)
+    with training.loop:
+        training.step(FAILING + 1)
+    assert training.answers[-1]["delta_h/backward"].code == "first_step"
+    assert abs(training.answers[-1]["measured/delta_h"].value) < 1e-5  # of the step that was not made, up to rounding
+
+
+def test_a_bounded_step_that_failed_leaves_the_schedules_rate() -> None:
+    training = Training()
+    training.loop = training.new_loop(target_kl_share=1e-6)
+    with training.loop:
+        training.place = "optimizer"
+        with pytest.raises(Failed):
+            training.step(1)
+    assert training.optimizer.param_groups[0]["lr"] == LEARNING_RATE
