@@ -25,9 +25,13 @@ Where each quantity is calculated, and which limits (step/limits.py) make it nan
     every error bar     with_quantities in fold_sums.py               fewer than MIN_FOLDS_STEP folds
 
 A KL term of the loss, say, makes `delta_reward/forward` nan (other_loss, from _multiple_of_the_step there: the step's
-gradient is no multiple of the reward's, but at the reference itself, where the term's is 0), and no other quantity: it
-is part of the loss's weights on log-probabilities. All of them are nan where engine/verifier.py finds, after the step,
-that it was not the optimizer's formula (not_the_formula).
+gradient is no multiple of the reward's, but at the reference itself, where the term's is 0), and none of the others: it
+is part of the loss's weights on log-probabilities. Beside this table it makes nan what asks the same of a loss: the
+split of `gns` (_split_limit in probes/gns.py), and interventions that need Dr-GRPO's loss or its advantages
+(unavailable_reason in interventions/named.py).
+
+All of them are nan where engine/verifier.py finds, after the step, that it was not the optimizer's formula
+(not_the_formula).
 
 Vectors are this process's entries, and a fold may have sequences on several processes: products are sums over entries,
 and are summed over the processes once, at the end.

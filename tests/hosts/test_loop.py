@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from plain_loop import CLIP, loss_of, microbatches, rollout_of, scores_of, train
 from replay import ReplayTrainer
-from same_estimates import differences, of_records, too_far
+from same_estimates import NOT_OF_A_LOOP, differences, of_records, too_far
 from seen import Seen
 from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G
 from torch import Tensor
@@ -54,7 +54,6 @@ from rl_training.step.limits import REUSED, TOO_FAR, Fixes, Limits
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
-NOT_OF_A_LOOP = {"delta_length/truncated"}  # which responses are cut off it does not say
 ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}  # a first step that is no sign: rounding would decide that of a zero
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rl_training.records.jsonl import read_estimates
 
-# Of probe `simple`, beside entropy: known where the loop's loss and its maximum length are.
-OF_TRL_ALONE = {"delta_reward/forward", "delta_length/truncated"}
+NOT_OF_A_LOOP = {"delta_length/truncated"}  # which responses are cut off a plain loop does not say
+OF_TRL_ALONE = {*NOT_OF_A_LOOP, "delta_reward/forward"}  # known where the loss is, too
 Estimates = Mapping[tuple[int, str], tuple[float, float]]  # by step and name: value and standard error
 
 
