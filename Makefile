@@ -53,7 +53,8 @@ demo-real: $(VENV)/smollm2-installed
 
 # A process per core and file; python -m pytest tests/test_X.py runs one file here.
 TESTS ?= tests
-PYTEST := HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+WORKERS ?= logical
+PYTEST := HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/test-installed
 	$(PYTEST) $(TESTS)
 

@@ -41,16 +41,17 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
 LONG = [
-    "test_processes", "test_sharding", "test_command_line", "test_docs", "test_ground_truth",
-    "test_batches_of_subclasses", "test_resume", "test_wheel", "test_loop", "test_hostile_records", "test_simple_probe",
-    "test_sequence_kernel", "test_loggers", "test_config", "test_training_with_interventions", "test_secrets",
-    "test_several_turns", "test_bitwise", "test_offline", "test_verifier", "test_attach", "test_offline_probe",
-    "test_buffer", "test_report", "test_train", "test_real_scale", "test_evaluate", "test_interventions_probe",
-    "test_token_classes", "test_attached_run", "test_cuda", "test_offline_real", "test_sweep", "test_restored",
-    "test_gns", "test_offline_ends", "test_branch", "test_loss_check", "test_kl_bound", "test_measured_probe",
-    "test_values", "test_guard", "test_token_advantages", "test_reward_gradient", "test_tasks_gsm8k",
-    "test_bias", "test_gns_in_training", "test_compare", "test_floors", "test_trl_features", "test_kernel_structure",
-    "test_report_interventions", "test_scorer", "test_sync", "test_tiny",
+    "test_processes", "test_sharding", "test_fold_placement", "test_command_line", "test_wheel",
+    "test_hostile_records", "test_docs", "test_resume", "test_ground_truth", "test_simple_probe", "test_attach",
+    "test_batches_of_subclasses", "test_loggers", "test_offline", "test_training_with_interventions",
+    "test_sequence_kernel", "test_secrets", "test_bitwise", "test_loop", "test_buffer", "test_verifier",
+    "test_real_scale", "test_attached_run", "test_interventions_probe", "test_config", "test_token_classes",
+    "test_gpu_benchmark", "test_several_turns", "test_train", "test_waiting", "test_measured_probe", "test_kl_bound",
+    "test_offline_probe", "test_loss_check", "test_report", "test_evaluate", "test_sweep", "test_restored",
+    "test_offline_real", "test_probe_contract", "test_guard", "test_foreign_runs", "test_gns", "test_gns_in_training",
+    "test_token_advantages", "test_cuda", "test_branch", "test_probe_states", "test_offline_ends", "test_values",
+    "test_reward_gradient", "test_tasks_gsm8k", "test_bias", "test_compare", "test_floors", "test_trl_features",
+    "test_kernel_structure", "test_report_interventions", "test_scorer", "test_sync", "test_tiny",
 ]  # fmt: skip
 
 

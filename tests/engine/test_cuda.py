@@ -45,10 +45,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_kinds(*kinds: str) -> pytest.MarkDecorator:
-    """All of them on the GPU, on the CPU the last: hosts/trl/test_bitwise.py has the others there."""
+def of_kinds(*kinds: str, on_cpu: bool = True) -> pytest.MarkDecorator:
+    """All of them on the GPU, on the CPU the last."""
     on_gpu = [pytest.param("cuda", kind, marks=needs_cuda) for kind in kinds]
-    return pytest.mark.parametrize(("device", "kind"), [("cpu", kinds[-1]), *on_gpu])
+    return pytest.mark.parametrize(("device", "kind"), [("cpu", kinds[-1])] * on_cpu + on_gpu)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -89,7 +89,7 @@ def assert_probes_change_nothing(make_trainer: MakeTrainer, device: str, **setti
     assert math.isfinite(trainer.attachment.latest["delta_h/forward"].value)
 
 
-@of_kinds(*KINDS)
+@of_kinds(*KINDS, on_cpu=False)  # hosts/trl/test_bitwise.py has these there
 def test_training_with_probes_is_bitwise_the_training_without(make_trainer, device: str, kind: str) -> None:
     assert_probes_change_nothing(make_trainer, device, **KINDS[kind])
 

@@ -57,7 +57,7 @@ def typed_in_a_terminal(line: str, folder: Path) -> None:
     assert name == "rl-training"
     words = [re.sub("(^|=)runs/", rf"\1{folder}/runs/", argument) for argument in arguments]
     if command == "train":
-        words += [word for word in QUICK if word != "logger=none"]
+        words += QUICK
     if command == "analyze":
         words += ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8"]
     done = forks.run("rl_training/__main__.py", command, *words)

@@ -83,7 +83,9 @@ def ask_for_fsdp2() -> None:
 
 
 class GivenRollouts(GRPOTrainer):
-    """TRL's trainer, with rollouts that are given instead of sampled."""
+    """TRL's trainer, with rollouts that are given instead of sampled, of as many prompts as its settings mean."""
+
+    first_rollout = 1
 
     def __init__(self, **arguments: Any) -> None:
         if arguments["args"].use_cpu and "ACCELERATE_USE_FSDP" in os.environ:  # accelerate has no FSDP2 on the CPU
@@ -91,8 +93,9 @@ class GivenRollouts(GRPOTrainer):
         super().__init__(**arguments)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
-        whole = given_rollout(ZERO_STEP + self.state.global_step, PROMPTS)
         share = len(inputs)
+        num_prompts = share * self.accelerator.num_processes // G
+        whole = given_rollout(self.first_rollout + self.state.global_step, num_prompts)
         rows = slice(self.accelerator.process_index * share, (self.accelerator.process_index + 1) * share)
         rank_inputs = {
             key: (value[rows] if value.ndim else value).to(self.accelerator.device) for key, value in whole.items()
@@ -210,6 +213,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         else "steps",
         "save_steps": 1,
     }
+    GivenRollouts.first_rollout = ZERO_STEP
     trainer = trainer_maker(folder / run)(
         GivenRollouts if run in TWO_LINES else ReplayTrainer,
         peft_config=LORA if run.endswith("lora") else None,

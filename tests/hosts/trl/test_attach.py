@@ -90,7 +90,7 @@ def test_every_second_step_means_steps_1_3_5(make_trainer) -> None:
 
 def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_trainer) -> None:
     """One rollout a step: on-policy, all responses of a prompt in the step; but the microbatches mix prompts."""
-    settings = {"max_steps": 3}
+    settings = {"max_steps": 2}
     trainer = make_trainer(GRPOTrainer, **settings)
     with attach(trainer, probes=[SimpleEntropyProbe()], metrics="all", whole_prompts=False):
         assert differing(ending(trainer), bare_ending(GRPOTrainer, **settings)) == []
