@@ -42,6 +42,7 @@ from rl_training.errors import UserError
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.described import settings_of_loop
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop_life import BATCHES, BETWEEN, OUTSIDE, READY, SKIPPED, STEPPED, LoopLife
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy, Sample
 from rl_training.parallel.fsdp import FullyShard
 from rl_training.parallel.ranks import all_ranks
@@ -58,10 +59,6 @@ from rl_training.step.limits import Fixes, Limits
 logger = logging.getLogger(__name__)
 
 SAYS_DR_GRPO = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone"
-# The loop's current phase. Calls in the wrong phase are refused.
-OUTSIDE, BETWEEN = "outside `with measured_loop(...)`", "between two steps"
-BATCHES, READY, STEPPED = "in the microbatches", "past gradients_ready()", "past optimizer.step()"
-SKIPPED = "past skip_step()"
 LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: say measured.skip_step() where that is meant"
 
 
@@ -135,15 +132,11 @@ class MeasuredLoop:
         self._driver.refuse_impossible_folds(loop.shape)
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
-        self._place = OUTSIDE
+        self._life = LoopLife()
         self._states: Mapping[str, Any] | None = None  # that the next `with` goes on from; None: it begins anew
         self._begun_with: Mapping[str, Any] | None = None  # the same, of the `with` that is open
-        self._number: int | None = None  # of the latest step that was made
-        self._learned_rollout: int | None = None  # the rollout that it learned from
-        self._rollout_number = 0  # of the step that is open
         self._scores_checked = False
-        self._left_out: int | None = None  # the latest step, where it was left out without a word
-        self._metrics: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}  # of the open step
 
     @property
     def scorer(self) -> Scorer:
@@ -156,25 +149,25 @@ class MeasuredLoop:
         return self._writer.latest
 
     def __enter__(self) -> MeasuredLoop:
-        self._expect(OUTSIDE, "enter measured_loop once per training")
+        self._life.expect(OUTSIDE, "enter measured_loop once per training")
         self._driver.start(self._loop, self._states)
         self._begun_with, self._states = self._states, None
         self._undo.callback(self._driver.close)
         optimizer = self._loop.shard.optimizer
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
-        self._place = BETWEEN
+        self._life = self._life.at(BETWEEN)
         self._writer.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._place = OUTSIDE
+        self._life = self._life.at(OUTSIDE)
         self._writer.note_interrupt(error)
         if error is None:  # else perhaps on this process alone
             self._driver.end()
         self._undo.close()
         # Of a training that has not ended a step nothing is kept: the next `with` takes its first step again.
-        self._states = self._begun_with if self._number is None else self._driver.states()
+        self._states = self._begun_with if self._life.number is None else self._driver.states()
         self._begun_with = None
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -187,29 +180,28 @@ class MeasuredLoop:
 
         rollout_number  which rollout the step learns from, where several steps learn from one; None: from its own
         """
-        self._expect(BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended")
-        if self._number is None and self._writer.records is not None:
+        self._life.expect(
+            BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended"
+        )
+        if self._life.number is None and self._writer.records is not None:
             self._writer.records.start(after_step=number - 1, settings=settings_of_loop(self._loop))
-        loop_refusals.refuse_other_number(number, self._number)
-        self._rollout_number = number if rollout_number is None else rollout_number
-        self._metrics, self._place = {}, BATCHES
+        self._life = self._life.begun(number, rollout_number)
+        self._metrics = {}
         try:
             self._driver.begin(number)
             self._driver.plan()
             yield self._metrics
-            self._left_out = number if self._place in (BATCHES, READY) else None
-            if self._left_out is not None:
+            is_left_out = self._life.place in (BATCHES, READY)
+            if is_left_out:
                 logger.warning(LEFT_OUT.format(number=number))
                 self.skip_step()
-            if self._place == STEPPED:
-                self._learned_rollout = self._rollout_number
+            self._life = self._life.ended(is_left_out)
             self._writer.write_step(number, self._metrics)
-            self._number = number
         except BaseException:
             self._driver.fail_step()
             raise
         finally:
-            self._place = BETWEEN
+            self._life = self._life.at(BETWEEN)
 
     def microbatch(
         self, rollout: Rollout, logps: Tensor, entropies: Tensor | None = None, *, other_terms: bool = False
@@ -222,13 +214,15 @@ class MeasuredLoop:
                      the scorer computes them in one more forward pass, without graph
         other_terms  the loss has terms computed from neither (a KL penalty on logits, a load balancing loss)
         """
-        self._expect(BATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()")
+        self._life.expect(
+            BATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()"
+        )
         rollout = with_one_advantage_each(rollout)
         step = self._step()
         loop_refusals.refuse_missing_backward(step)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
         loop_refusals.refuse_one_more_microbatch(step, self._loop.shape)
-        if rollout.on_policy and self._learned_rollout == self._rollout_number:
+        if rollout.on_policy and self._life.learns_again:
             raise UserError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         if (step.probes or self._bound) and not self._scores_checked:
             loop_refusals.refuse_other_scores(rollout, logps, entropies, self._policy)
@@ -243,37 +237,38 @@ class MeasuredLoop:
 
     def gradients_ready(self) -> None:
         """Call after the last backward, when gradients are averaged over processes and not clipped yet."""
-        self._expect(BATCHES, "call gradients_ready() once in a step, after its microbatches")
+        self._life.expect(BATCHES, "call gradients_ready() once in a step, after its microbatches")
         loop_refusals.refuse_missing_microbatches(self._step(), self._loop.shape)
         loop_refusals.refuse_missing_backward(self._step())
-        self._driver.gradients_ready(self._rollout_number)
+        self._driver.gradients_ready(self._life.rollout_number)
         self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
-        self._place = READY
+        self._life = self._life.at(READY)
 
     def skip_step(self) -> None:
         """Say that the optimizer makes no step from these microbatches: call it anywhere in a step, instead of it.
 
         The step keeps its number and what was measured of its responses; it has no predictions.
         """
-        if self._place == READY:
+        if self._life.place == READY:
             self._driver.stepped(made=False)
         else:
-            self._expect(BATCHES, "call skip_step() inside `with measured.step(number):`, instead of optimizer.step()")
+            what = "call skip_step() inside `with measured.step(number):`, instead of optimizer.step()"
+            self._life.expect(BATCHES, what)
             self._driver.skip_step()
-        self._place = SKIPPED
+        self._life = self._life.at(SKIPPED)
 
     def _before_optimizer(self, *args: Any) -> None:
-        if self._place == BETWEEN and self._left_out is None:
+        if self._life.place == BETWEEN and not self._life.was_left_out:
             return
         what = "call optimizer.step() once in a step, after gradients_ready() and before the step's context ends"
-        self._expect(READY, what)
+        self._life.expect(READY, what)
         loop_refusals.refuse_grad_scaler()
         self._driver.about_to_step()
 
     def _after_optimizer(self, *args: Any) -> None:
-        if self._place == READY:
+        if self._life.place == READY:
             self._driver.stepped()
-            self._place = STEPPED
+            self._life = self._life.at(STEPPED)
 
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
@@ -283,7 +278,7 @@ class MeasuredLoop:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Restore what `state_dict` returned, before `with`. ValueError when it belongs to other probes."""
-        self._expect(OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
+        self._life.expect(OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
         initial = self._driver.initial_states()
         if state.keys() != initial.keys():
             raise UserError(
@@ -294,7 +289,3 @@ class MeasuredLoop:
     def _step(self) -> StepRecorder:
         assert self._driver.open_step is not None
         return self._driver.open_step
-
-    def _expect(self, place: str, what: str) -> None:
-        if self._place != place:
-            raise UserError(f"{what}: the loop is {self._place}")

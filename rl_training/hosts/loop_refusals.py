@@ -127,12 +127,6 @@ def refuse_grad_scaler() -> None:
                 raise UserError(SCALED)
 
 
-def refuse_other_number(number: int, latest: int | None) -> None:
-    """Raise UserError for a step whose number is not the next one; the first may have any."""
-    if latest is not None and number != latest + 1:
-        raise UserError(f"step {number} follows step {latest}: number the optimizer steps consecutively")
-
-
 def refuse_one_more_microbatch(step: StepRecorder, shape: StepShape) -> None:
     """Raise UserError for a microbatch beyond those that a step has."""
     if len(step.rollouts) == shape.microbatches:

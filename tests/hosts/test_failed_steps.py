@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ class Training:
         self.loop = self.new_loop()
         self.optimizer.register_step_pre_hook(lambda *_: self.fail_at("optimizer"))
         self.place = ""  # where it fails
+        self.metrics: dict[str, Any] = {}  # that the loop adds to a step's line
         self.answers: list[dict[str, Estimate]] = []
 
     def new_loop(self, **more: Any) -> MeasuredLoop:
@@ -82,6 +84,7 @@ class Training:
                 loss_of(logps, part, COUNT).backward()
             self.fail_at("last microbatch")
             self.loop.gradients_ready()
+            metrics |= self.metrics
             metrics["grad_norm"] = clip_grad_norm_(self.model.parameters(), CLIP)
             self.optimizer.step()
         self.answers.append({n: e for n, e in self.loop.latest.items() if not n.startswith("probe_cost/")})
@@ -186,3 +189,15 @@ def test_a_bounded_step_that_failed_leaves_the_schedules_rate() -> None:
         with pytest.raises(Failed):
             training.step(1)
     assert training.optimizer.param_groups[0]["lr"] == LEARNING_RATE
+
+
+def test_a_step_that_was_made_is_not_asked_for_again_where_its_line_could_not_be_written(tmp_path: Path) -> None:
+    training = Training()
+    training.loop = training.new_loop(records=tmp_path)
+    with training.loop:
+        training.metrics = {"mine": object()}
+        with pytest.raises(TypeError, match="object is not JSON serializable"):
+            training.step(1)
+        training.metrics = {}
+        training.step(2)
+    assert math.isfinite(training.answers[-1]["delta_h/backward"].value)
