@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from plain_loop import CLIP, loss_of, microbatches, rollout_of, scores_of, train
 from replay import ReplayTrainer
-from same_estimates import NOT_OF_A_LOOP, differences, of_records, too_far
+from same_estimates import differences, of_records, too_far, unknown_to_a_loop
 from seen import Seen
 from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G
 from torch import Tensor
@@ -108,9 +108,9 @@ def trained(model: Any, optimizer: Any, measured: MeasuredLoop, steps: int = STE
 
 
 def off_from(expected: Path, run: Path) -> dict[str, float]:
+    unknown = unknown_to_a_loop(run)
     both = [
-        {key: row for key, row in of_records(folder).items() if key[1] not in NOT_OF_A_LOOP}
-        for folder in (expected, run)
+        {key: row for key, row in of_records(folder).items() if key[1] not in unknown} for folder in (expected, run)
     ]
     return differences(*both)
 
@@ -145,8 +145,9 @@ def test_attach_and_the_loop_measure_the_same(tmp_path: Path, trainer: Callable[
     loop = new_loop(probes(), model=of_trl.model, records=Records(tmp_path / "loop"), dr_grpo=True)
     trained(*loop, forward=trl_scores)
     exact = off_from(tmp_path / "attach", tmp_path / "loop")
+    unknown = unknown_to_a_loop(tmp_path / "loop")
     reasons = [
-        [row["reason"] for row in read_estimates(tmp_path / name) if row["name"] not in NOT_OF_A_LOOP]
+        [row["reason"] for row in read_estimates(tmp_path / name) if row["name"] not in unknown]
         for name in ("attach", "loop")
     ]
     assert reasons[0] == reasons[1]

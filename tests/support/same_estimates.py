@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rl_training.records.jsonl import read_estimates
+from rl_training.step.limits import UNKNOWN_TRUNCATION
 
-NOT_OF_A_LOOP = {"delta_length/truncated"}  # which responses are cut off a plain loop does not say
-OF_TRL_ALONE = {*NOT_OF_A_LOOP, "delta_reward/forward"}  # known where the loss is, too
 Estimates = Mapping[tuple[int, str], tuple[float, float]]  # by step and name: value and standard error
 
 
 def of_records(folder: Path) -> dict[tuple[int, str], tuple[float, float]]:
     return {(row["step"], row["name"]): (row["value"], row["stderr"]) for row in read_estimates(folder)}
+
+
+def unknown_to_a_loop(folder: Path) -> set[str]:
+    """Return the metrics in the records of a plain loop that are of responses cut off, which it does not say."""
+    return {row["name"] for row in read_estimates(folder) if row.get("code") == UNKNOWN_TRUNCATION.code}
 
 
 def differences(expected: Estimates, actual: Estimates, fields: int = 2) -> dict[str, float]:
