@@ -28,8 +28,9 @@ def test_the_analysis_of_an_adapter_on_gsm8k_in_bf16(stand_in: Path, tmp_path: P
     trained.train()
     weights = {n: p.detach().clone() for n, p in trained.trainer.model.named_parameters() if p.requires_grad}
     restored = restored_at(run, 1)
+    smaller = ["evaluation.prompts=4", "update.prompts=2"] if adapter == "qlora" else []
     with composing():
-        (path,) = analyse_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL]))
+        (path,) = analyse_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL, *smaller]))
     assert restored.parameters.keys() == weights.keys()
     assert all(torch.equal(weights[name], param) for name, param in restored.parameters.items())
     results = read_analysis(path)["results"]

@@ -7,7 +7,8 @@ probes; with `_bounded` the rate of each step follows from its KL, and it has no
 Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
 FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their first step.
 
-Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
+Everything is imported once, then processes are forked: nothing has used autograd or threads before. The runs of a kind
+and number of processes are trained in the same ones, one after another.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from peft import LoraConfig
 from shared_rollouts import L_MAX, ZERO_STEP, G, given_rollout
 from torch.distributed.tensor import DTensor
 from trainers import trainer_maker
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Probe, attach
@@ -137,9 +140,11 @@ class Recorder(Probe):
         return Reading(measured={"recorder/clipping": Estimate(step.optimizer.max_grad_norm)})
 
 
-def log_collectives() -> list[int]:
-    """Return a list that gets the number of elements of every collective that Python asks torch for from now on."""
+@contextlib.contextmanager
+def logged_collectives() -> Iterator[list[int]]:
+    """Yield a list that gets the number of elements of every collective that Python asks torch for meanwhile."""
     sizes: list[int] = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
     def logged(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -149,9 +154,11 @@ def log_collectives() -> list[int]:
 
         return call
 
-    for name in COLLECTIVES:
-        setattr(dist, name, logged(getattr(dist, name)))
-    return sizes
+    for name, original in originals.items():
+        setattr(dist, name, logged(original))
+    yield sizes
+    for name, original in originals.items():
+        setattr(dist, name, original)
 
 
 def probes_of(run: str) -> list[Probe]:
@@ -177,8 +184,21 @@ def probes_of(run: str) -> list[Probe]:
     return [*probes, Recorder()]
 
 
-def train(rank: int, folder: Path, run: str, port: int) -> None:
-    """Train as process `rank` of a run and write what it saw."""
+def train_all(rank: int, folder: Path, runs: list[str], port: int) -> None:
+    """Train runs of one kind and number of processes, as process `rank` of each."""
+    environment, trainers = dict(os.environ), []
+    for run in runs:
+        unset_hf_deepspeed_config()  # else the weights of the next model would be cut while it is read
+        trainers.append(train(rank, folder, run, port))
+        if dist.is_initialized():
+            dist.barrier()
+        os.environ.clear()
+        os.environ.update(environment)
+    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+
+
+def train(rank: int, folder: Path, run: str, port: int) -> DrGRPOTrainer:
+    """Train as process `rank` of a run and write what it saw; returns the trainer, which nobody may free."""
     kind, processes = run.split("_")[:2]
     world, on_gpus = int(processes), "_gpu" in run
     if world > 1 or kind == "fsdp2":
@@ -222,10 +242,10 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         records=Records(folder / run / "logs"),
         **settings,
     )
-    sizes = log_collectives()
     other = "plain_2" if run == "plain_1_continued" else run.removesuffix("_resumed")
     before = folder / other / "state" / "checkpoint-1"
-    with attach(trainer, folder / run, probes) if run in TWO_LINES else contextlib.nullcontext():
+    attachment = attach(trainer, folder / run, probes) if run in TWO_LINES else contextlib.nullcontext()
+    with logged_collectives() as sizes, attachment:
         trainer.train(resume_from_checkpoint=None if other == run else str(before))
     assert trainer.accelerator.num_processes == world
     assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (kind.startswith("zero"), kind == "fsdp2")
@@ -254,9 +274,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         },
         folder / run / f"{rank}.pt",
     )
-    if world > 1:
-        dist.barrier()
-    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+    return trainer
 
 
 def whole_weights(trainer: DrGRPOTrainer) -> Any:
@@ -277,11 +295,15 @@ if __name__ == "__main__":
     with contextlib.suppress(ImportError):  # accelerate does in every process, where it is installed
         importlib.import_module("deepspeed")
     gc.freeze()  # what is here by now, no fork has to look through
+    runs: dict[tuple[str, str, bool], list[str]] = {}
     for name in sys.argv[2:]:
         (destination / name).mkdir(parents=True)
+        kind, processes = name.split("_")[:2]
+        runs.setdefault((kind, processes, "_gpu" in name), []).append(name)
+    for (_, processes, on_gpus), names in runs.items():
         torch.multiprocessing.start_processes(
-            train,
-            args=(destination, name, get_free_port()),
-            nprocs=int(name.split("_")[1]),
-            start_method="spawn" if "_gpu" in name else "fork",  # what was imported may have started CUDA
+            train_all,
+            args=(destination, names, get_free_port()),
+            nprocs=int(processes),
+            start_method="spawn" if on_gpus else "fork",  # what was imported may have started CUDA
         )

@@ -47,6 +47,9 @@ def spare_trainings() -> None:
         )
     if loader := sys.modules.get("hydra._internal.config_loader_impl"):
         _join_files_once(loader)
+        if configs := sys.modules.get("configs"):
+            for groups in ([], ["logger=none"], ["logger=none", "probe=none"]):
+                configs.composed("train", *groups)  # for the forks
     gc.freeze()
     if memory := sys.modules.get("accelerate.utils.memory"):
         memory.gc = SimpleNamespace(collect=int)

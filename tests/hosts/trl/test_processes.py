@@ -43,7 +43,7 @@ FRESH = ("delta_h/true", "delta_h/evaluation", "delta_h/ess", "delta_h/weight_")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the runs, a folder each."""
     folder = tmp_path_factory.mktemp("replay")
-    names = ["plain_1", "plain_2", "plain_2_bare", "plain_1_continued", *SHARDED, "zero1_2_lora"]
+    names = ["plain_2", "plain_2_bare", "plain_1", "plain_1_continued", *SHARDED, "zero1_2_lora"]
     names += ["zero1_2", *(f"{run}_bare" for run in (*ALL_SHARDED, "fsdp2_2_bf16"))] + [
         f"{run}_resumed" for run in SHARDED[1:]
     ]
