@@ -14,6 +14,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.engine.loop_spec import StepShape
 from rl_training.errors import UserError
+from rl_training.gradients.folds import DEFAULT_NUM_FOLDS
 from rl_training.hosts.trl.generated import rows_as_bytes
 from rl_training.parallel.ranks import all_ranks
 from rl_training.policy.rollout import Rollout, with_one_advantage_each
@@ -95,13 +96,25 @@ def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
 
 
 def whole_prompts_fix(trainer: GRPOTrainer) -> str:
-    """Return what to type so that the responses of a prompt lie side by side, of a trainer that TRL shuffles."""
+    """Return what to type so that the responses of a prompt lie side by side, of a trainer that TRL shuffles.
+
+    With what gives a step enough prompts for error bars, where it has fewer.
+    """
     args, group = trainer.args, trainer.num_generations
-    size, counts = args.per_device_train_batch_size, (args.gradient_accumulation_steps, args.steps_per_generation)
+    size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    settings = []
+    if size * count % group or size * args.steps_per_generation % group:
+        size = -(-size // group) * group
+        settings.append(f"per_device_train_batch_size={size}")
+    shared = math.gcd(size, group)  # so many microbatches as group // shared end with a whole prompt
+    enough = math.ceil(DEFAULT_NUM_FOLDS / (size // shared * all_ranks().count)) * (group // shared)
+    if count < enough:
+        count = enough
+        settings.append(f"gradient_accumulation_steps={count}")
     fix = "attach(trainer, ..., whole_prompts=True)"
-    if any(size * count % group for count in counts):
-        fix += f" and per_device_train_batch_size={-(-size // group) * group} in GRPOConfig"
-    if args.gradient_accumulation_steps % args.steps_per_generation:
+    if settings:
+        fix += f" and {', '.join(settings)} in GRPOConfig"
+    if count % args.steps_per_generation:
         fix += ", which changes which responses of a generation each step learns from"
     return fix
 
