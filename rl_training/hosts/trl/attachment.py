@@ -155,11 +155,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _wrappers(self) -> dict[str, Callable[..., Any]]:
         """Return what wraps which method of the trainer."""
-        return {
-            "train": self._on_train,
-            **self._steps.wrappers(),
-            **self._checkpoints.wrappers(),
-        }
+        return {"train": self._on_train, **self._steps.wrappers(), **self._checkpoints.wrappers()}
 
     @property
     def loss_settings(self) -> LossSettings:
@@ -190,6 +186,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             self._writer.note_interrupt(error)
 
     def _on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._end_run(None)  # of a training before, in the same block
         if not self._ends_with_training:
             return original(*args, **kwargs)
         try:
@@ -203,6 +200,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _end(self, error: BaseException | None) -> None:
         """Remove everything from the trainer, and write the report of a run that has begun."""
         self.remove()
+        self._end_run(error)
+
+    def _end_run(self, error: BaseException | None) -> None:
         self._log.flush()
         if self.run is None or not self.run.has_begun:
             return
@@ -227,7 +227,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         logger.warning(self.run.closing_line(how))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trained and state.global_step == 0 and (self.probes or self._records is not None):
+        if self.run is None and self._trained and state.global_step == 0 and (self.probes or self._records is not None):
             raise UserError(
                 "this trainer has trained before, so its records and running sums would restart midway: continue "
                 "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"

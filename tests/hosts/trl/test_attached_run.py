@@ -223,6 +223,18 @@ def test_a_second_training_goes_to_the_next_free_number_and_says_so(make_trainer
     assert f"{first} holds another training, so this one is written to {tmp_path / 'run-3'}" in caplog.messages
 
 
+def test_two_trainings_in_one_block_leave_a_run_each(make_trainer, tmp_path: Path, caplog) -> None:
+    trainer = make_trainer(**PLAIN, max_steps=1)
+    with attach(trainer, tmp_path / "run", "simple") as attached:
+        trainer.train()
+        trainer.train()
+    assert attached.folder == tmp_path / "run-2"
+    for folder in (tmp_path / "run", tmp_path / "run-2"):
+        assert files_in(folder) == FILES
+        assert [row["step"] for row in read_metrics(folder / "logs")] == [1]
+        assert f"training has finished after 1 step; the report: {folder / 'report/report.html'}" in caplog.messages
+
+
 def test_a_folder_with_a_config_yaml_of_somebody_else_stays_as_it_is(make_trainer, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: true\n")
     trainer = make_trainer(**PLAIN, max_steps=1)
