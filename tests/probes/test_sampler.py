@@ -239,6 +239,16 @@ def test_a_stale_sampler_is_measured_and_the_step_is_predicted(make_trainer: Any
     assert rollout.old_logps is None
 
 
+def test_zeros_in_place_of_log_probabilities_are_no_ratios(make_trainer: Any) -> None:
+    def with_zeros(prompts: list, trainer: Any) -> dict[str, Any]:
+        said = OtherSampler("own")(prompts, trainer)
+        return said | {"logprobs": [[0.0] * len(logps) for logps in said["logprobs"]]}
+
+    trainer = make_trainer(probes=["simple"], max_steps=1, beside={"rollout_func": with_zeros})
+    trainer.train()
+    assert trainer.attachment.latest["delta_h/forward"].code == "placeholder_logps"
+
+
 @pytest.mark.parametrize("name", ["int8", "bf16"])
 def test_a_rounded_copy_that_samples_is_as_far_off_as_both_models_say_in_float64(make_trainer: Any, name: str) -> None:
     """Response by response, without padding, by the two models themselves."""

@@ -263,8 +263,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _begin_training(self, resumed: Resumed | None) -> None:
         """Tell the driver where parameters and optimizer are: some launches place them only now."""
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
-        settings, is_typed = self.loss_settings, self.is_typed
-        loop = loop_of(trainer, self._policy, settings, whole_prompts=whole_prompts, is_typed=is_typed)
+        compatibility.warn_of_responses_left(trainer)
+        loop = loop_of(trainer, self._policy, self.loss_settings, whole_prompts=whole_prompts, is_typed=self.is_typed)
         loop = dataclasses.replace(loop, opening=opening(self.probes, self._place))
         self.driver.start(loop, None if resumed is None else resumed.states)
         if trainer.is_deepspeed_enabled:

@@ -222,3 +222,13 @@ def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
             f"{type(trainer).__name__}.training_step makes no use of compute_loss, which is watched: its steps have no "
             "estimates. Build on super().training_step, or make the loss in compute_loss"
         )
+
+
+def warn_of_responses_left(trainer: GRPOTrainer) -> None:
+    """Warn where TRL begins with what is left of the responses of the trainer's last training."""
+    microbatches = trainer.args.steps_per_generation * trainer.args.num_iterations
+    if trainer._buffered_inputs and trainer._step % microbatches and trainer.accelerator.is_main_process:
+        logger.warning(
+            "this trainer's last training ended within a step, and TRL goes on in the middle of its responses: each "
+            "step learns from stale ones, which are not measured. Make a new trainer"
+        )

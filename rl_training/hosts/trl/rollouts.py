@@ -46,12 +46,23 @@ UNEVEN = Limit(
     "images that do not lie as they were generated",
     fix="keep or leave out whole prompts",
 )
+PLACEHOLDERS = Limit(
+    "placeholder_logps",
+    "the log-probabilities that the rollout_func returns are all 0, as if every token had been certain",
+    fix="return logprobs=None where the policy itself samples, and otherwise the sampler's own",
+)
 
 
 def _in_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:
     """Return a generation batch in rollout order, where prompts are contiguous; draw the numbers of TRL's shuffle."""
     shuffle(generation_batch)
     return generation_batch
+
+
+def _are_placeholders(output: Mapping[str, Any]) -> bool:
+    """Return whether a sampler's log-probabilities are there and all 0."""
+    logps, tokens = output.get(batches.SAMPLING_LOGPS), output["completion_mask"]
+    return logps is not None and bool(tokens.any()) and not (logps * tokens).any()
 
 
 class Rollouts:
@@ -115,6 +126,8 @@ class Rollouts:
         self._mismatch = (
             next(filter(None, said), "") if said else sampling_limit(trainer) or ""
         )  # by settings, of its own code
+        if not self._mismatch and _are_placeholders(output):
+            self._mismatch = PLACEHOLDERS
         self._generated.begin_next(keys)
         keeps_old_logps = batches.steps_per_rollout(trainer.args) > 1 or not self._is_fresh
         if is_measured and trainer.mask_truncated_completions and keeps_old_logps and batches.OLD_LOGPS in output:

@@ -235,6 +235,23 @@ def test_two_trainings_in_one_block_leave_a_run_each(make_trainer, tmp_path: Pat
         assert f"training has finished after 1 step; the report: {folder / 'report/report.html'}" in caplog.messages
 
 
+def test_a_training_that_begins_within_the_responses_of_an_interrupted_one_says_so(make_trainer, caplog) -> None:
+    class Interrupting(TrainerCallback):
+        def on_substep_end(self, *others: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    interrupting = Interrupting()
+    trainer = make_trainer(**PLAIN, max_steps=1)
+    trainer.add_callback(interrupting)
+    with pytest.raises(KeyboardInterrupt), attach(trainer, probes="ess"):
+        trainer.train()
+    trainer.remove_callback(interrupting)
+    assert "Make a new trainer" not in caplog.text
+    with attach(trainer, probes="ess"):
+        trainer.train()
+    assert "this trainer's last training ended within a step" in caplog.text
+
+
 def test_a_folder_with_a_config_yaml_of_somebody_else_stays_as_it_is(make_trainer, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: true\n")
     trainer = make_trainer(**PLAIN, max_steps=1)
