@@ -67,7 +67,7 @@ class StepDriver:
         self._predictions: Predictions | None = None
         self._runtime: Runtime | None = None
         self._update_state = UpdateState()  # of the predictions, while no training lasts
-        self._costs = Costs()  # of the last step
+        self.costs = Costs()  # of the last step
         self._clock = Clock(torch.device("cpu"))
 
     def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
@@ -226,15 +226,11 @@ class StepDriver:
                 with self._clock.timed(probe.name):
                     reading = step.readings[probe.name]
                     step.readings[probe.name] = self._states.after_step(probe, step.context, reading)
-            with self.measuring():
-                self._verify(step, made)
-
-    def _verify(self, step: StepRecorder, made: bool) -> None:
-        """Keep what the step leaves for the next one, as far as it was the optimizer's formula. A collective."""
-        limit = None
-        if self._predictions is not None:
-            step.check, limit = self._predictions.verify(made)
-        step.readings = self._states.commit(step.readings, limit)
+            with self.measuring():  # what the step leaves for the next one is kept as far as it was the formula
+                limit = None
+                if self._predictions is not None:
+                    step.check, limit = self._predictions.verify(made)
+                step.readings = self._states.commit(step.readings, limit)
 
     def skip_step(self) -> None:
         """Discard the step that has begun; called instead of `gradients_ready` when the loop leaves the step out."""
@@ -262,7 +258,7 @@ class StepDriver:
         """
         step, self.open_step = self.open_step, None
         answers: dict[str, dict[str, Estimate]] = {}
-        num_bytes = self._costs.num_bytes
+        num_bytes = self.costs.num_bytes
         if step is not None and step.context is not None:
             answers = {name: reading.estimates for name, reading in step.readings.items()}
             if step.check:
@@ -273,17 +269,10 @@ class StepDriver:
             num_bytes = sum(of_engine) + vectors * self._layout.num_bytes
         if self._rows is not None:
             self._rows.release()
-        self._costs = Costs(self._clock.read(), num_bytes)
+        self.costs = Costs(self._clock.read(), num_bytes)
         return answers
 
-    # --- costs, state, end --------------------------------------------------------------------------------------------
-
-    def costs(self, step_seconds: float) -> dict[str, float]:
-        """Return what measuring the last step took: seconds by probe, their share of the step's, and bytes at once.
-
-        `engine_seconds` are what probes share: hooks, the folds' gradients, the entropy gradient, checks.
-        """
-        return self._costs.by_name(step_seconds)
+    # --- state, end ---------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """End what processes have in common: training has ended on all of them. A collective."""

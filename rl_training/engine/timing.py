@@ -21,7 +21,10 @@ class Costs:
     num_bytes: int = 0  # of all vectors that were held at once
 
     def by_name(self, step_seconds: float) -> dict[str, float]:
-        """Return them as metrics, with the share of a step that took so many seconds."""
+        """Return them as metrics, with the share of a step that took so many seconds.
+
+        `engine_seconds` are what probes share: hooks, the folds' gradients, the entropy gradient, checks.
+        """
         costs = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
         share = sum(self.seconds.values()) / step_seconds
         return costs | {"fraction_of_step": share, "buffer_bytes": float(self.num_bytes)}

@@ -70,7 +70,7 @@ class EstimateWriter:
         self._step_time, self._ended = now - self._ended, now
         if not estimates:
             return {}
-        costs = self._driver.costs(self._step_time) | {"step_time": self._step_time}
+        costs = self._driver.costs.by_name(self._step_time) | {"step_time": self._step_time}
         return numbers | {f"probe_cost/{name}": cost for name, cost in costs.items()}
 
     def write_step(self, number: int, line: dict[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from rl_training import Estimate, Probe, Reading
 from rl_training.engine import driver as driver_module
 from rl_training.engine import predictions
 from rl_training.engine.requirements import Requirements
-from rl_training.engine.timing import SHARED
+from rl_training.engine.timing import SHARED, Costs
 from rl_training.gradients.exchange import Exchange
 from rl_training.policy.padding_check import PaddingCheck
 from rl_training.probes import (
@@ -128,11 +128,11 @@ def test_asking_for_costs_changes_nothing_and_nobody_need_ask(make_trainer, monk
     driver = trainer.attachment.driver
     asked = []
 
-    def twice(step_seconds: float, costs: Any = driver.costs) -> dict[str, float]:
+    def twice(costs: Costs, step_seconds: float, by_name: Any = Costs.by_name) -> dict[str, float]:
         assert driver._rows.rows is None
-        asked.append(costs(step_seconds))
-        return costs(step_seconds)
+        asked.append(by_name(costs, step_seconds))
+        return by_name(costs, step_seconds)
 
-    monkeypatch.setattr(driver, "costs", twice)
+    monkeypatch.setattr(Costs, "by_name", twice)
     (cost,) = costs_of(trainer)
     assert asked[0] == {name: value for name, value in cost.items() if name != "step_time"}
