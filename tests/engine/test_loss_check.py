@@ -10,7 +10,7 @@ import pytest
 import torch
 from own_losses import PLAIN, WithSupervision
 from seen import Seen
-from shared_rollouts import MICROBATCH, PROMPTS, G
+from shared_rollouts import MICROBATCH, G
 from torch import Tensor
 from trainers import FEW
 from trl import GRPOTrainer
@@ -27,6 +27,7 @@ from rl_training.step.limits import OTHER_TERMS
 from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
+PROMPTS = 8  # of a step
 NUMBERS = "of its norm off the one that its log-probabilities and entropies give"
 
 
@@ -49,7 +50,7 @@ def loop_with(
     )  # fmt: skip
     return plain_loop.train(
         model, optimizer, measured, steps, clip=None, forward=forward,
-        backward=lambda loss: (loss + term(model)).backward(),
+        backward=lambda loss: (loss + term(model)).backward(), count=PROMPTS * G // MICROBATCH,
     )  # fmt: skip
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
 
+import plain_loop
 import pytest
 import torch
 from layouts import OPTIONS, model_of
-from plain_loop import CLIP, Action, nothing, train
-from shared_rollouts import MICROBATCH, PROMPTS, G
+from plain_loop import CLIP, Action, nothing
+from shared_rollouts import MICROBATCH, G
 
 from rl_training import Estimate, MeasuredStepProbe, Probe, Reading, SimpleEntropyProbe, UserError, measured_loop
 from rl_training.engine.driver import StepDriver
@@ -19,6 +21,9 @@ from rl_training.engine.probe_states import ProbeStates
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.parallel.state_tensors import to_tensors
 from rl_training.step.needs import Need
+
+MICROBATCHES = 4
+train = functools.partial(plain_loop.train, count=MICROBATCHES)
 
 
 class Counting(Probe):
@@ -49,7 +54,7 @@ def loop_with(*probes: Probe) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=1e-5)
     measured = measured_loop(
         model, optimizer, probes, responses_per_prompt=G, microbatch_size=MICROBATCH,
-        microbatches=PROMPTS * G // MICROBATCH, max_grad_norm=CLIP, dr_grpo=True,
+        microbatches=MICROBATCHES, max_grad_norm=CLIP, dr_grpo=True,
     )  # fmt: skip
     for probe in probes:
         if isinstance(probe, Counting):

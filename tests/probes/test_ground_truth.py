@@ -221,9 +221,9 @@ def train_twice(rank: int, out: Path) -> None:
 
 
 def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> Tensor:
-    """Return (768, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
+    """Return (512, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
     tokenizer, rows = trainer.processing_class, []
-    prompts = random.Random(seed).choices(trainer.train_dataset["prompt"], k=768)
+    prompts = random.Random(seed).choices(trainer.train_dataset["prompt"], k=512)
     batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
