@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 import real_truth
 import torch
 from peft.tuners.lora.layer import Linear
