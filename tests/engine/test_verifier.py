@@ -19,7 +19,7 @@ from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, Simp
 from rl_training.statistics.limit import Limit
 from rl_training.step.limits import EDITED_AFTER_STEP, EDITED_BEFORE_STEP
 
-SIZE, COUNT = 2 * G, 4
+SIZE, COUNT = G, 4
 
 
 def estimates(
