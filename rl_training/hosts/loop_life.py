@@ -45,8 +45,8 @@ class LoopLife:
         """
         if self.number is not None and number != self.number + 1:
             raise UserError(f"step {number} follows step {self.number}: number the optimizer steps consecutively")
-        own = number if rollout_number is None else rollout_number
-        return dataclasses.replace(self, place=BATCHES, open_number=number, rollout_number=own)
+        learns_from = number if rollout_number is None else rollout_number
+        return dataclasses.replace(self, place=BATCHES, open_number=number, rollout_number=learns_from)
 
     @property
     def learns_again(self) -> bool:
