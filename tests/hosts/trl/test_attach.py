@@ -450,7 +450,7 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_not_updated_and_m
     latest, parameters = [], []
     for trained, probes in ((True, [SimpleEntropyProbe(), GradientNoiseScaleProbe()]), (False, None), (True, [])):
         witness = Witness()
-        trainer = make_trainer()
+        trainer = make_trainer(per_device_train_batch_size=4)
         trainer.model.register_parameter("unused", torch.nn.Parameter(torch.ones(3), requires_grad=trained))
         trainer.attachment.remove()
         attached = [SimpleEntropyProbe(), GradientNoiseScaleProbe()] if probes is None else probes

@@ -331,12 +331,12 @@ def test_the_sequences_that_hold_a_prediction_against_the_truth_are_unfiltered(m
 
 
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_trainer: Make, tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2}
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "gradient_accumulation_steps": 2}
     whole, resumed = (
         make_trainer(buffer=FilteredBuffer(seed=7), probes=[SimpleEntropyProbe()], **settings) for _ in range(2)
     )
     ended = parameters_after(whole)
-    checkpoint = tmp_path / "state" / "checkpoint-2"
+    checkpoint = tmp_path / "state" / "checkpoint-1"
     assert find_flaw(checkpoint) == ""
     assert_equal(ended, parameters_after(resumed, resume_from_checkpoint=str(checkpoint)))
     assert logged_numbers(resumed) == logged_numbers(whole)
