@@ -172,7 +172,8 @@ def _averages(step: StepRecorder) -> dict[str, float]:
     rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.to(lengths)
     group = rollout.prompt_index.unique(return_inverse=True)[1]
     by_prompt = [rewards[group == g] for g in range(int(group.max()) + 1)]
-    spreads = torch.stack([prompt_rewards.std() for prompt_rewards in by_prompt])
+    # One response has no spread, of which torch would warn.
+    spreads = torch.stack([values.std() if len(values) > 1 else values.new_tensor(math.nan) for values in by_prompt])
     # torch's standard deviation of equal numbers may not be 0.
     are_equal = torch.stack([torch.isclose(prompt_rewards.min(), prompt_rewards.max()) for prompt_rewards in by_prompt])
     parts = {

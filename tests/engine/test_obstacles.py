@@ -99,6 +99,7 @@ def measured(probes: list[Probe], responses_per_prompt: int = G_OF_LOOP, **setti
     return plain_loop.train(model, optimizer, loop, steps=2)
 
 
+@pytest.mark.filterwarnings("error:.*degrees of freedom")
 def test_single_responses_have_no_entropy_gradient_and_say_why_and_training_goes_on(monkeypatch) -> None:
     def each_a_prompt(number: int, rollout_of: Any = plain_loop.rollout_of) -> Any:
         rollout = rollout_of(number)
