@@ -36,7 +36,7 @@ def without_seconds(estimates: dict[str, Estimate]) -> str:
 def test_a_second_training_with_the_same_probes_measures_as_one_with_fresh_probes(make_trainer) -> None:
     """Attached to before the first one has begun, too."""
     probes = all_probes()
-    trainers = [make_trainer(probes=probes, seed=seed, **QUICK) for seed in (1, 2)]
+    trainers = [make_trainer(probes=probes, seed=number, max_steps=number, **QUICK) for number in (1, 2)]
     fresh = make_trainer(probes=all_probes(), seed=2, **QUICK)
     for trainer in (*trainers, fresh):
         set_seed(trainer.args.seed)
