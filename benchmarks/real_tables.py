@@ -145,6 +145,8 @@ def effects_table(run: Path, samples: dict[int, Sample]) -> None:
     """Print what each intervention was predicted to change at a step, and what it changed on fresh responses."""
     for folder in sorted(run.glob("from_*")):
         state = int(folder.name.removeprefix("from_"))
+        if state not in samples or "plain" not in samples[state].scores:
+            continue  # not measured yet
         said, sample = said_by(folder / "plain"), samples[state]
         print(f"\n{run.name}, step {state + 1}, ± 95 %")
         print_head("intervention", "quantity", "predicted", "measured", "")
