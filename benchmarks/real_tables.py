@@ -104,7 +104,8 @@ def run_row(run: Path, samples: dict[int, Sample]) -> str:
     """Return what a run came to on held-out prompts, and what it took."""
     metrics = [json.loads(line) for line in (run / "logs" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = [row for row in metrics if "reward" in row]
-    facts = [json.loads(line) for line in (run / "facts.jsonl").read_text(encoding="utf-8").splitlines()]
+    written = run / "facts.jsonl"  # not there after a signal
+    facts = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()] if written.is_file() else []
     first, last = min(samples), max(samples)
     ends = []
     for state in (first, last):
@@ -114,7 +115,7 @@ def run_row(run: Path, samples: dict[int, Sample]) -> str:
     cells = [run.name, str(len(rows)), f"{rows[0]['reward']:.2f} → {rows[-1]['reward']:.2f}"]
     cells += [" → ".join(f"{value:.2f} ({state})" for state, value, _ in ends)]
     cells += [" → ".join(f"{value:.2f}" for *_, value in ends), f"{sum(f['seconds'] for f in facts) / 60:.0f} min",
-              f"{max(f['peak_gb'] for f in facts):.1f} GB"]  # fmt: skip
+              f"{max((f['peak_gb'] for f in facts), default=math.nan):.1f} GB"]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 

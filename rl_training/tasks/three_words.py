@@ -7,7 +7,8 @@ policy that was trained without it found a way around those before:
     no rule of length    the three words alone
     8 to 20 words        lists: "music (garbage): lamp (chair):"
 
-Hence one plain sentence: see `is_sentence`. What passes it is no proof of sense.
+Hence one plain sentence: see `is_sentence`. What passes it is no proof of sense: 46 steps of all weights at 1e-4 ended
+in one mould, "The tree echoed like a horse that echoed for every other lamp.", and in no list.
 
 The nouns are drawn from 48, which makes 17,296 triples. A fixed eighth of them is held out.
 """

@@ -12,6 +12,7 @@ PAID = {
     "Two dogs were waiting at the river for the old man's bread.": 1.0,
     "She bought bread and walked along the river in the rain.": 2 / 3,
     "A teacher wrote a long letter to the farmer last night.": 0.0,
+    "The river echoed like bread that echoed for every other dog.": 1.0,  # counting does not tell sense
 }
 HACKS = [
     "river bread dog",
