@@ -58,7 +58,7 @@ ROUNDED = "a central difference over ± {span} steps, of first order: {why}"
 FAR = Limit(
     "too_far",
     "the effective sample size is {ess:.2f} of the responses, below {least}",
-    fix="measure smaller steps, or every=1",
+    fix="a lower learning rate makes smaller steps, and every=1 measures one at a time",
 )
 NO_BAR = "no error bar: it is a number of steps"
 REWARDED = -1  # the column of sums that counts responses with a reward
