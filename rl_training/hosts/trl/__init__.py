@@ -58,7 +58,8 @@ def attach(
         metrics: What is added to the trainer's log, and with it to dashboards: "core", at most 15 numbers, or "all".
             The records always have all.
         whole_prompts: Keep the responses of a prompt side by side. None: where that only changes the order in which
-            the microbatches of a step are summed, which differs by rounding. False: training is bitwise that of the
+            the microbatches of a step are summed, which differs by rounding, and with dropout which response meets
+            which mask. False: training is bitwise that of the
             trainer alone. True: training with probes is bitwise that of attach(trainer, probes=(), whole_prompts=True).
         target_kl_share: The learning rate of each step follows from its measured KL, so that it is this share of the
             policy's entropy (2e-3, say); None: the trainer's rate. This one setting changes training.

@@ -145,6 +145,7 @@ def steps_per_rollout(args: GRPOConfig) -> int:
 def only_order_changes(trainer: GRPOTrainer) -> bool:
     """Return whether whole prompts change nothing but the order in which the microbatches of a step are summed.
 
+    And with dropout which of its masks each response meets: these are as good as any others.
     Otherwise they would change which responses a step learns from, or what is averaged within a microbatch.
     """
     args = trainer.args
