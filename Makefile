@@ -51,7 +51,7 @@ demo-real: $(VENV)/smollm2-installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$$($(PYTHON) -c 'import os; print(os.cpu_count())') \
 	  $(BIN)/accelerate launch --config_file launch/cpu.yaml train.py experiment=smollm2 run_dir=runs/smollm2 resume=auto
 
-# A process per core and file; python -m pytest tests/test_X.py runs one file here.
+# A process per core and file, or WORKERS=3; python -m pytest tests/test_X.py runs one file here.
 TESTS ?= tests
 WORKERS ?= logical
 PYTEST := HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
