@@ -27,7 +27,7 @@ def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_resp
     Returns:
         The sentence; "" where rewards differ or are not known, or where a loop has advantages of another baseline.
     """
-    table = ranks.gather(_facts(rollouts))
+    table = ranks.gather(_facts(rollouts)).cpu()
     least, most, advantage = float(table[:, 0].min()), float(table[:, 1].max()), float(table[:, 2].max())
     count, cut_off, longest = int(table[:, 3].sum()), float(table[:, 4].sum()), int(table[:, 5].max())
     if table.isnan()[:, :3].any() or not math.isclose(least, most) or advantage > NO_ADVANTAGE:
@@ -46,10 +46,9 @@ def _facts(rollouts: Sequence[Rollout]) -> torch.Tensor:
     rewards = torch.cat([_or_unknown(rollout.rewards, rollout) for rollout in rollouts])
     cut_off = torch.cat([_or_unknown(rollout.truncated, rollout) for rollout in rollouts])
     advantages = torch.cat([rollout.advantages_of_tokens.abs().amax(dim=1).double() for rollout in rollouts])
-    longest = max(int(rollout.token_mask.sum(dim=1).max()) for rollout in rollouts)
-    numbers = [float(rewards.min()), float(rewards.max()), float(advantages.max())]
-    numbers += [len(rewards), float(cut_off.sum()), longest]
-    return torch.tensor(numbers, dtype=torch.float64, device=rewards.device)
+    lengths = torch.cat([rollout.token_mask.sum(dim=1).double() for rollout in rollouts])
+    count = torch.full_like(lengths[0], len(lengths))
+    return torch.stack([rewards.min(), rewards.max(), advantages.max(), count, cut_off.sum(), lengths.max()])
 
 
 def _or_unknown(values: torch.Tensor | None, rollout: Rollout) -> torch.Tensor:

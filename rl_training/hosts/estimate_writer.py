@@ -170,7 +170,8 @@ def _averages(step: StepRecorder) -> dict[str, float]:
     rollout = join_rollouts(step.rollouts)
     lengths = rollout.completion_mask.sum(dim=1).double()
     rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.to(lengths)
-    group = rollout.prompt_index.unique(return_inverse=True)[1]
+    group = rollout.prompt_index.cpu().unique(return_inverse=True)[1]
+    rewards = rewards.cpu()  # a few numbers: groups of them on a GPU would be waited for one by one
     by_prompt = [rewards[group == g] for g in range(int(group.max()) + 1)]
     # One response has no spread, of which torch would warn.
     spreads = torch.stack([values.std() if len(values) > 1 else values.new_tensor(math.nan) for values in by_prompt])
@@ -184,7 +185,7 @@ def _averages(step: StepRecorder) -> dict[str, float]:
         "entropy": torch.cat([scores.entropies[scores.mask.bool()] for scores in step.scores]).double(),
     }
     reduce = all_ranks().reduce
-    totals = reduce(torch.stack([values.sum() for values in parts.values()]))
+    totals = reduce(torch.stack([values.sum().to(lengths.device) for values in parts.values()]))
     counts = reduce(torch.tensor([len(v) for v in parts.values()], device=totals.device).double())
     return dict(zip(parts, (totals / counts).tolist(), strict=True))
 
