@@ -45,6 +45,10 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 def __getattr__(name: str) -> Any:
     """Return a public name, imported on first use: reading records needs neither torch nor TRL."""
+    if name == "__all__":
+        with require_extra():
+            built_in = importlib.import_module(f"{__name__}.probes").BUILT_IN
+        return [*_HOME, *(probe.__name__ for probe in built_in.values())]
     home = _HOME.get(name, "probes" if name.endswith("Probe") else None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

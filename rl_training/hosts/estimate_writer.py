@@ -40,7 +40,6 @@ class EstimateWriter:
         self.records = records if all_ranks().number == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self.names: dict[str, list[str]] = {}  # of the estimates, by probe
-        self._times_missing: Counter[str] = Counter()  # steps, by limit
         self.begin()
 
     def begin(self, longer_responses: str = "allow longer ones") -> None:
@@ -53,6 +52,7 @@ class EstimateWriter:
         self._step_time = 0.0  # of the last step, in seconds
         self._longer_responses = longer_responses
         self._has_said_why = False  # nothing is learned from a step
+        self._times_missing: Counter[str] = Counter()  # steps, by limit
 
     def finish(self, number: int) -> dict[str, float]:
         """End the driver's step, write its sequences and estimates, and return these, their errors and their cost.

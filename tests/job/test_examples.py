@@ -64,6 +64,12 @@ def test_a_public_name_is_what_its_module_calls_so(name: str) -> None:
     assert getattr(rl_training, name).__name__ == name
 
 
+def test_a_star_import_brings_the_public_names_and_no_others() -> None:
+    brought: dict[str, Any] = {}
+    exec("from rl_training import *", brought)
+    assert brought.keys() - {"__builtins__"} == {*rl_training._HOME} | PROBES
+
+
 def test_every_probe_that_can_be_imported_is_built_in() -> None:
     assert {name for name in vars(rl_training.probes) if name.endswith("Probe")} - {"Probe"} == PROBES
 

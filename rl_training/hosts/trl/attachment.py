@@ -101,6 +101,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         )  # fmt: skip
         self._termination = Termination(self._write_before_the_end)
         self._trained = self._has_report = False
+        self._failed = ""  # how the latest training has, which the block may have caught the error of
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
         self._ends_with_training = not options.stays  # and not with the block that it is the context of
         self.is_typed = False  # what is advised is typed on a command line
@@ -187,14 +188,17 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._end_run(None)  # of a training before, in the same block
-        if not self._ends_with_training:
-            return original(*args, **kwargs)
+        self._failed = ""
+        self._guard.begin()
         try:
             output = original(*args, **kwargs)
         except BaseException as error:
-            self._end(error)
+            self._failed = how_it_ended(self._trainer, error)
+            if self._ends_with_training:
+                self._end(error)
             raise
-        self._end(None)
+        if self._ends_with_training:
+            self._end(None)
         return output
 
     def _end(self, error: BaseException | None) -> None:
@@ -207,7 +211,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         if self.run is None or not self.run.has_begun:
             return
         try:
-            line = self.run.end(self._outcome(how_it_ended(self._trainer, error)))
+            line = self.run.end(self._outcome(self._failed or how_it_ended(self._trainer, error)))
         finally:
             self._termination.release()
         self._has_report = True
@@ -263,7 +267,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _begin_training(self, resumed: Resumed | None) -> None:
         """Tell the driver where parameters and optimizer are: some launches place them only now."""
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
-        compatibility.warn_of_responses_left(trainer)
+        self._rollouts.take_what_is_left()
         loop = loop_of(trainer, self._policy, self.loss_settings, whole_prompts=whole_prompts, is_typed=self.is_typed)
         loop = dataclasses.replace(loop, opening=opening(self.probes, self._place))
         self.driver.start(loop, None if resumed is None else resumed.states)

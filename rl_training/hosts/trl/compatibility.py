@@ -59,7 +59,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 # Set by GRPOTrainer.__init__.
 TRAINER_ATTRIBUTES = (
     "_buffered_inputs",  # None until the first rollout, then its microbatches: a list of dictionaries
-    "_step",  # microbatches so far in this training
+    "_step",  # microbatches so far, in all trainings of this trainer
     "_metrics",  # {"train": {name: [values]}, "eval": …}, whose means go into the log line
     "_tokenizer",
     "_is_vlm",
@@ -225,10 +225,16 @@ def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
 
 
 def warn_of_responses_left(trainer: GRPOTrainer) -> None:
-    """Warn where TRL begins with what is left of the responses of the trainer's last training."""
-    microbatches = trainer.args.steps_per_generation * trainer.args.num_iterations
-    if trainer._buffered_inputs and trainer._step % microbatches and trainer.accelerator.is_main_process:
+    """Warn that TRL begins with what is left of the responses of the trainer's last training."""
+    if not trainer.accelerator.is_main_process:
+        return
+    if trainer._step % trainer.args.gradient_accumulation_steps:
         logger.warning(
             "this trainer's last training ended within a step, and TRL goes on in the middle of its responses: each "
-            "step learns from stale ones, which are not measured. Make a new trainer"
+            "step learns from stale ones. Make a new trainer"
+        )
+    else:
+        logger.warning(
+            "this trainer's last training ended before it had used up its responses, and TRL goes on with what is left "
+            "of them. Make a new trainer, or train for a number of steps that uses them up"
         )

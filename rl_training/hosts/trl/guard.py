@@ -32,6 +32,10 @@ class Guard:
     def __init__(self, driver: StepDriver, writer: EstimateWriter, *, trains: bool, strict: bool | None) -> None:
         self._driver, self._writer = driver, writer
         self._raises = trains or (os.environ.get(STRICT) == "1" if strict is None else strict)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a training: an error in one before it has ended measuring there alone."""
         self.step = 0  # that training is in
         self.reason = ""  # why measuring has ended before training
 

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.compatibility import SHUFFLE, wrap
+from rl_training.hosts.trl.compatibility import SHUFFLE, warn_of_responses_left, wrap
 from rl_training.hosts.trl.generated import GeneratedResponses, Response, key_of, rows_as_bytes
 from rl_training.hosts.trl.policy import TrainerPolicy, sampling_limit
 from rl_training.parallel.ranks import all_ranks
@@ -81,6 +81,14 @@ class Rollouts:
         self._origin = Origin()
         # Of responses that are no samples of the policy that is scored; "" where there are none.
         self._mismatch: Limit | Literal[""] = ""
+
+    def take_what_is_left(self) -> None:
+        """Begin a training: with responses that the trainer's last one has left, where TRL goes on with them."""
+        args = self._trainer.args
+        used = self._trainer._step % (args.steps_per_generation * args.num_iterations)
+        if self._trainer._buffered_inputs and used:
+            warn_of_responses_left(self._trainer)
+            self._origin = dataclasses.replace(self._origin, learned=used >= args.steps_per_generation)
 
     def add_generated(self, generated: tuple, limit_before: Limit | None) -> None:
         """Take what TRL has generated: which tokens a tool wrote, before truncated responses are taken out.

@@ -233,6 +233,24 @@ def test_two_trainings_in_one_block_leave_a_run_each(make_trainer, tmp_path: Pat
         assert files_in(folder) == FILES
         assert [row["step"] for row in read_metrics(folder / "logs")] == [1]
         assert f"training has finished after 1 step; the report: {folder / 'report/report.html'}" in caplog.messages
+    assert "not measured" not in caplog.text  # of each one's first step
+
+
+def test_a_training_whose_error_its_block_catches_has_not_finished(make_trainer, tmp_path: Path, caplog) -> None:
+    class Interrupting(TrainerCallback):
+        def on_step_end(self, *others: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    interrupting = Interrupting()
+    trainer = make_trainer(**PLAIN, max_steps=2)
+    trainer.add_callback(interrupting)
+    with attach(trainer, tmp_path / "run", "ess"):
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.remove_callback(interrupting)
+        trainer.train()
+    said = [line.partition(";")[0] for line in caplog.messages if line.startswith("training ")]
+    assert said == ["training was interrupted after 1 step", "training has finished after 2 steps"]
 
 
 def test_a_training_that_begins_within_the_responses_of_an_interrupted_one_says_so(make_trainer, caplog) -> None:
@@ -250,6 +268,15 @@ def test_a_training_that_begins_within_the_responses_of_an_interrupted_one_says_
     with attach(trainer, probes="ess"):
         trainer.train()
     assert "this trainer's last training ended within a step" in caplog.text
+
+
+def test_a_training_knows_that_the_one_before_has_learned_from_the_responses_that_it_left(make_trainer, caplog) -> None:
+    trainer = make_trainer(**PLAIN, max_steps=1, num_iterations=2)
+    for expected in (False, True):
+        with attach(trainer, probes="gns") as attached:
+            trainer.train()
+        assert (attached.latest["gns/trace_step"].code == "reused") == expected
+        assert ("ended before it had used up its responses" in caplog.text) == expected
 
 
 def test_a_folder_with_a_config_yaml_of_somebody_else_stays_as_it_is(make_trainer, tmp_path: Path) -> None:

@@ -111,6 +111,19 @@ def test_an_error_in_a_probe_ends_measuring_and_training_goes_on_bitwise(
     assert headline.startswith(f"Measuring ended at step 2 by an error ({whose}KeyError")
 
 
+def test_an_error_in_one_training_does_not_end_measuring_in_the_next_one_of_its_block(make_trainer, tmp_path) -> None:
+    failing = Failing("measure")
+    with attach(make_trainer(**PLAIN), tmp_path / "run", failing, strict=False) as attached:
+        attached._trainer.train()
+        failing.hook = ""
+        attached._trainer.train()
+    numbers = [row["value"] for row in read_estimates(tmp_path / "run-2" / "logs") if row["probe"] == "failing"]
+    assert numbers == [1.0, 2.0, 3.0]
+    assert not (tmp_path / "run-2" / "logs" / FAILURE_FILE).exists()
+    for name, says_so in (("run", True), ("run-2", False)):
+        assert opening(read_run(tmp_path / name)).headline.startswith("Measuring ended at step 2") == says_so
+
+
 def test_a_state_that_cannot_be_saved_costs_no_checkpoint(make_trainer, tmp_path: Path) -> None:
     trainer = make_trainer(**PLAIN | {"save_strategy": "steps", "save_steps": 2})
     with attach(trainer, probes=Failing("state"), strict=False):
