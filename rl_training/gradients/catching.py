@@ -132,8 +132,12 @@ class SentGradients(CaughtBackward):
         # The number of unsent buckets, which are the first ones: a backward roughly completes the last ones first.
         self._unsent = len(held.buckets)
         hook = self._consume if consume else self._catch
-        for name, leaf in leaves.items():
-            self._handles.append(leaf.register_hook(functools.partial(hook, name)))
+        try:
+            for name, leaf in leaves.items():
+                self._handles.append(leaf.register_hook(functools.partial(hook, name)))
+        except BaseException:  # nobody has this object yet, whose hooks would stay
+            self.drop()
+            raise
 
     def finish(self) -> None:
         while self._unsent:

@@ -183,9 +183,10 @@ class MeasuredLoop:
         self._life.expect(
             BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended"
         )
+        begun = self._life.begun(number, rollout_number)
         if self._life.number is None and self._writer.records is not None:
             self._writer.records.start(after_step=number - 1, settings=settings_of_loop(self._loop))
-        self._life = self._life.begun(number, rollout_number)
+        self._life = begun
         self._metrics = {}
         try:
             self._driver.begin(number)

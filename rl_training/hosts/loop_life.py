@@ -41,8 +41,10 @@ class LoopLife:
             rollout_number: that it learns from; None: from its own.
 
         Raises:
-            UserError: it does not follow the latest one; the first may have any number.
+            UserError: it does not follow the latest one; the first may have any number from 1 on.
         """
+        if number < 1:
+            raise UserError(f"step {number}: number the optimizer steps from 1")
         if self.number is not None and number != self.number + 1:
             raise UserError(f"step {number} follows step {self.number}: number the optimizer steps consecutively")
         learns_from = number if rollout_number is None else rollout_number

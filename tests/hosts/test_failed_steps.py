@@ -105,6 +105,12 @@ def undisturbed() -> tuple[list[dict[str, Estimate]], torch.Tensor]:
     return training.answers, training.weights()
 
 
+def test_steps_are_numbered_from_1() -> None:
+    training = Training()
+    with training.loop, pytest.raises(ValueError, match="number the optimizer steps from 1"):
+        training.step(0)
+
+
 def taken_again(place: str, following: str) -> Training:
     """Return a training whose second step fails there and is taken again so."""
     training = Training()

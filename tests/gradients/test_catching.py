@@ -1,0 +1,21 @@
+"""Hooks on leaves that cannot all be set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rl_training.gradients.fold_reduction import FoldReduction
+from rl_training.parallel.sharding import Shard
+
+
+def test_no_hook_stays_where_one_cannot_be_set() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    shard = Shard(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    model[1].bias.requires_grad_(False)
+    reduction = FoldReduction(shard)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        reduction.arm(shard.layout.zeros(1))
+    reduction.drop()
+    assert not any(param._backward_hooks for param in model.parameters())
