@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from rl_training.statistics.estimate import Estimate
 
 logger = logging.getLogger(__name__)
 
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")  # in the text of a reason
 NAMED = 3  # of the missing estimates, in a warning: the report has them all
 
 
@@ -136,13 +138,13 @@ class EstimateWriter:
     def _warn_of_missing(self, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
         """Warn once of each limit by which numbers are missing, from its second step on: at the first, some must be.
 
-        Its text may differ from step to step, where it has a number of the step in it.
+        Its text may have numbers of the step in it, by which alone two texts of one limit differ.
         """
         missing: dict[str, list[str]] = {}
         reasons: dict[str, str] = {}
         for name, estimate in itertools.chain.from_iterable(by_name.items() for by_name in estimates.values()):
             if math.isnan(estimate.value):
-                limit = estimate.code or estimate.reason
+                limit = NUMBER.sub("", estimate.reason)
                 missing.setdefault(limit, []).append(name)
                 reasons.setdefault(limit, estimate.reason)
         for limit, names in missing.items():

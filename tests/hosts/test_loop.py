@@ -49,6 +49,7 @@ from rl_training.probes import (
     TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates
+from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.limits import REUSED, TOO_FAR, Fixes, Limits
 from rl_training.tasks.models import load_tiny
@@ -613,3 +614,11 @@ def test_a_limit_with_a_number_of_its_step_is_said_once_with_the_estimates_of_al
         writer.write(step, {"one": {"a": missing}, "other": {"b": missing}})
         assert [line.message.split(": ")[1] for line in caplog.records] == ["a, b"] * (step > 1)
     assert "sample size is 0.20" in caplog.text
+
+
+def test_reasons_of_one_code_are_each_said_with_their_own_estimates(caplog: Any) -> None:
+    writer = EstimateWriter(StepDriver([]), None, str)
+    backward, measured = (Limit("first_step", text) for text in ("no update is known", "no weights are known"))
+    for step in (1, 2):
+        writer.write(step, {"one": {"a": Estimate.missing(backward), "b": Estimate.missing(measured)}})
+    assert [line.message for line in caplog.records] == [f"not measured: a: {backward}", f"not measured: b: {measured}"]
