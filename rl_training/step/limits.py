@@ -115,7 +115,8 @@ FIRST_STEP = Limit(
 )
 STEP_TAKEN_AGAIN = Limit(
     "step_taken_again",
-    "this step was measured before, failed, and is taken again: what was kept of the step before it is gone by now",
+    "a step of this number was measured before: it failed and is taken again, or steps are numbered anew, and what was "
+    "kept of the step before it is gone by now",
 )
 STEP_NOT_MEASURED = Limit(
     "step_not_measured", "step {step} was not measured, so its update is not known; backward needs every=1"

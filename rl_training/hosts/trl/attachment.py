@@ -78,8 +78,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         whole_prompts = not keeps_order if options.whole_prompts is None else options.whole_prompts
         if whole_prompts:
             compatibility.refuse_split_prompts(trainer)
-        share = options.target_kl_share
-        self._bound = None if share is None else KLBound(share)
+        self._bound = None if options.target_kl_share is None else KLBound(options.target_kl_share)
         if probes or self._bound:
             compatibility.refuse_what_cannot_be_measured(trainer)
         self._trainer = trainer
@@ -240,9 +239,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         resumed, self._checkpoints.resumed = self._checkpoints.resumed, None
         attached_settings = {
             "whole_prompts": self._rollouts.whole_prompts,
-            "interventions": [e.name for e in self._loss.on_loss],
+            "interventions": [intervention.name for intervention in self._loss.on_loss],
+            "target_kl_share": self._bound and self._bound.share_of_entropy,
         }
-        attached_settings["target_kl_share"] = self._bound and self._bound.share_of_entropy
         settings = settings_of_trainer(self._trainer, attached_settings)
         with beside_the_bar():
             self._begin(resumed, settings)
