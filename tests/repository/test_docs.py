@@ -229,7 +229,7 @@ def test_links_of_pages_beside_the_readme_lead_to_files_and_headings(page: str) 
 
 
 def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formula() -> None:
-    """4 (F + 4) P/N bytes at F = 8, to 5 %; at_size.md counts it, pieces of entries included."""
+    """4 (F + 4) P/N bytes at F = 8, to 5 %; at_size.md counts a vector less, pieces of entries included."""
     adapter, whole = 4 * 12 * 18_464_768 / 1e9, 4 * 12 * 7_615_616_512 / 8 / 1e9  # of Qwen2.5-1.5B, and of all of 7B
     said = {
         "../README.md": [
@@ -241,8 +241,8 @@ def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formu
             (r"([\d.]+) GB on each of 8 at 7B", whole),
         ],
         "explanation/at_size.md": [
-            (r"\| 1.5B-LoRA \| 1 \| `simple` \|.*?\| 6.9 \| ([\d.]+) \|", adapter),
-            (r"\| 7B \| 8 \| `simple` \|.*?\| 25.9 \| ([\d.]+) \|", whole),
+            (r"\| 1.5B-LoRA \| 1 \| `simple` \|.*?\| 6.9 \| ([\d.]+) \|", adapter * 11 / 12),
+            (r"\| 7B \| 8 \| `simple` \|.*?\| 25.9 \| ([\d.]+) \|", whole * 11 / 12),
         ],
         "how_to/gpu_and_cluster.md": [(r"F = 8 folds: one GPU; 8 \| ([\d.]+);", adapter)],
     }
