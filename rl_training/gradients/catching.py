@@ -4,7 +4,7 @@
     GrownGradients     the loop's backward reduces by itself (FSDP2): what it has added to `.grad`
     ReducedGradients   a probe's backward does: each `.grad` as soon as it is reduced, so that never all of them exist
 
-Each begins when it is made. After a backward that has succeeded comes `finish`, a collective; after one that has
+Each begins with `begin`. After a backward that has succeeded comes `finish`, a collective; after one that has
 failed, perhaps on this process alone, `drop`, which is none.
 """
 
@@ -78,7 +78,7 @@ class CaughtBackward(ABC):
     num_late_gradients = 0  # that arrived after their bucket was sent
 
     def __init__(self, shard: Shard, held: HeldGradients, target: Vector, timed: Timed) -> None:
-        """Begin to catch gradients.
+        """Take what the backward is caught for; nothing is caught before `begin`.
 
         Args:
             shard: of the trained parameters.
@@ -88,6 +88,10 @@ class CaughtBackward(ABC):
         """
         self._shard, self._held, self._target, self._timed = shard, held, target, timed
         self._handles: list[RemovableHandle] = []
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin to catch gradients. Where this fails, `drop` undoes what it has done."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -118,26 +122,25 @@ class SentGradients(CaughtBackward):
         leaves: Mapping[str, Tensor],
         consume: bool,
     ) -> None:
-        """Set hooks on these leaves, by name.
+        """Take where the gradients go.
 
         Args:
             shard, held, target, timed: as of any backward. The processes of a fold are neighbours, equally many for
                 each fold.
             exchange: sends the buckets.
-            leaves: that get hooks; none where `held` gets the gradients from what has called the backward.
+            leaves: that get hooks, by name; none where `held` gets the gradients from what has called the backward.
             consume: nobody else needs the gradients, so they are freed as they arrive.
         """
         super().__init__(shard, held, target, timed)
         self._exchange = exchange
         # The number of unsent buckets, which are the first ones: a backward roughly completes the last ones first.
         self._unsent = len(held.buckets)
-        hook = self._consume if consume else self._catch
-        try:
-            for name, leaf in leaves.items():
-                self._handles.append(leaf.register_hook(functools.partial(hook, name)))
-        except BaseException:  # nobody has this object yet, whose hooks would stay
-            self.drop()
-            raise
+        self._leaves, self._consumes = leaves, consume
+
+    def begin(self) -> None:
+        hook = self._consume if self._consumes else self._catch
+        for name, leaf in self._leaves.items():
+            self._handles.append(leaf.register_hook(functools.partial(hook, name)))
 
     def finish(self) -> None:
         while self._unsent:
@@ -196,10 +199,11 @@ class ReducedBackward(CaughtBackward):
 class GrownGradients(ReducedBackward):
     """What the loop's own backward adds to `.grad`."""
 
-    def __init__(self, shard: Shard, held: HeldGradients, target: Vector, timed: Timed) -> None:
-        super().__init__(shard, held, target, timed)
-        held.replace(shard.gradients())
-        self._before = [torch.cat(held.take(bucket.names, bucket.sizes)) for bucket in held.buckets]
+    _before: Sequence[Tensor] = ()  # what was there, by bucket
+
+    def begin(self) -> None:
+        self._held.replace(self._shard.gradients())
+        self._before = [torch.cat(self._held.take(bucket.names, bucket.sizes)) for bucket in self._held.buckets]
 
     def finish(self) -> None:
         self._held.replace(self._shard.gradients())
@@ -208,15 +212,14 @@ class GrownGradients(ReducedBackward):
 
     def drop(self) -> None:
         super().drop()
-        self._before = []
+        self._before = ()
 
 
 class ReducedGradients(ReducedBackward):
     """What a probe's backward leaves in `.grad`, taken out of it at once."""
 
-    def __init__(self, shard: Shard, held: HeldGradients, target: Vector, timed: Timed) -> None:
-        super().__init__(shard, held, target, timed)
-        for name, param in shard.trained.items():
+    def begin(self) -> None:
+        for name, param in self._shard.trained.items():
             self._handles.append(param.register_post_accumulate_grad_hook(functools.partial(self._catch, name)))
 
     def finish(self) -> None:

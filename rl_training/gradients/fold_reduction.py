@@ -91,10 +91,15 @@ class FoldReduction:
         if len(target[0]) == 1 and shard.reduces_each_backward:
             reduced = ReducedGradients if consume else GrownGradients
             self._backward = reduced(shard, self._held, target, self._timed)
-            return
-        self._exchange.open()
-        leaves = {} if consume and self._returned else shard.leaves
-        self._backward = SentGradients(shard, self._held, target, self._timed, self._exchange, leaves, consume)
+        else:
+            self._exchange.open()
+            leaves = {} if consume and self._returned else shard.leaves
+            self._backward = SentGradients(shard, self._held, target, self._timed, self._exchange, leaves, consume)
+        try:
+            self._backward.begin()
+        except BaseException:  # half of the hooks may be set
+            self.drop()
+            raise
 
     def raise_error(self) -> None:
         """Raise what a hook of the loop's own backward has met, if anything. No collective."""

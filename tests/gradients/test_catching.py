@@ -17,5 +17,17 @@ def test_no_hook_stays_where_one_cannot_be_set() -> None:
     reduction = FoldReduction(shard)
     with pytest.raises(RuntimeError, match="doesn't require gradient"):
         reduction.arm(shard.layout.zeros(1))
-    reduction.drop()
     assert not any(param._backward_hooks for param in model.parameters())
+
+
+def test_no_hook_stays_where_one_cannot_be_set_on_gradients_that_are_reduced_already() -> None:
+    class Reducing(Shard):
+        reduces_each_backward = True
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    shard = Reducing(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    model[1].bias.requires_grad_(False)
+    reduction = FoldReduction(shard)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        reduction.arm(shard.layout.zeros(1), consume=True)
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
