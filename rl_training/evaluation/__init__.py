@@ -1,1 +1,1 @@
-"""Evaluates checkpoints: a policy answers the rows of a task's evaluation split, and metrics summarize the answers."""
+"""Evaluation of checkpoints: a policy responds to a task's evaluation prompts, and metrics summarize the responses."""

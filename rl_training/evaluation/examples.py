@@ -1,4 +1,4 @@
-"""Two example metrics to start your own from: entropy by position, and in right and wrong responses.
+"""Two example metrics to copy and adapt: entropy by token position, and entropy of right and wrong responses.
 
 evaluate.py run=RUN 'metric=[entropy_by_correctness,entropy_by_position]'
 """
@@ -15,9 +15,9 @@ import numpy as np
 def entropy_by_correctness(
     *, rewards: Sequence[float], entropies: Sequence[np.ndarray], right_reward: float = 1.0, **others: object
 ) -> dict[str, float]:
-    """Return nats per token in the right responses to a prompt, in the wrong ones, and their difference.
+    """Return entropy per token, in nats, of the right and of the wrong responses to a prompt, and the difference.
 
-    The difference compares within a prompt: it is nan for one with only right or only wrong responses.
+    The difference compares responses to the same prompt. It is nan if all of them are right, or all wrong.
     """
     right = [h for h, reward in zip(entropies, rewards, strict=True) if reward >= right_reward]
     wrong = [h for h, reward in zip(entropies, rewards, strict=True) if reward < right_reward]
@@ -28,10 +28,10 @@ def entropy_by_correctness(
 def entropy_by_position(
     *, entropies: Sequence[np.ndarray], edges: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), **others: object
 ) -> dict[str, float]:
-    """Return nats per token by the token's position in its response: the first, the second, 3–4, 5–8, …
+    """Return entropy per token, in nats, by the token's position in its response: first, second, 3–4, 5–8, …
 
     Args:
-        edges: last position of each range, counted from 1; the last range goes on to the end
+        edges: Last position of each range, counted from 1. Positions beyond the last edge form one more range.
     """
     ends = [0, *edges, max(map(len, entropies))]
     by_range = {}

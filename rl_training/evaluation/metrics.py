@@ -1,15 +1,17 @@
-"""From scored responses to numbers with standard errors over prompts, built-in ones and the user's own.
+"""Metrics of scored responses with standard errors over prompts: the built-in ones and the user's own.
 
     reward                      mean reward of sampled responses
     greedy_accuracy             share of prompts whose greedy response is right
-    pass_at_1 … pass_at_k       chance that one of k responses is right
-    majority                    chance that the answer given most often is right
-    entropy/token, /sequence    exact next-token entropies: nats of all responses over their tokens; nats per response
-    kl/token, /sequence         the same of the divergence from the policy to the run's first model
-    length, truncated, format   tokens per response; shares that reach the length limit, and that have an answer at all
+    pass_at_1 … pass_at_k       probability that at least one of k responses is right
+    majority                    probability that the most frequent answer is right, ties broken at random
+    entropy/token, /sequence    exact next-token entropy: total nats over total tokens; mean nats per response
+    kl/token, /sequence         the same for the KL divergence from the policy to the run's first model
+    length                      tokens per response
+    truncated                   share of responses that reach the length limit
+    format                      share of responses from which an answer can be read
 
-A response is right if it earns at least `right_reward`. Intervals of shares, and of rewards whose range the task names,
-stay within that range.
+A response is right if it earns at least `right_reward`. Confidence intervals of shares stay within 0 and 1, those of
+rewards within the task's reward range, if it declares one.
 """
 
 from __future__ import annotations
@@ -45,12 +47,15 @@ def response_metrics(
     answers: bool,
     reward_range: tuple[float, float] | None = None,
 ) -> dict[str, Estimate]:
-    """Return the built-in metrics of a checkpoint's responses; all rows have equally many.
+    """Return the built-in metrics of a checkpoint's responses. Every row must have the same number of responses.
 
     Args:
-        max_k: largest k of pass@k; ValueError above the number of responses per prompt
-        answers: whether the task can read an answer from a response; without, majority and format are nan
-        reward_range: the least and the most that a response can earn; None: not known
+        max_k: Largest k of pass@k, at most the number of responses per prompt.
+        answers: Whether the task can read an answer from a response. If not, majority and format are nan.
+        reward_range: Lowest and highest reward that a response can earn. None if unknown.
+
+    Raises:
+        ValueError: `max_k` exceeds the number of responses per prompt.
     """
     sampled, greedy = by_row(responses)
     rewards = _table(sampled, lambda r: r.reward)
@@ -89,7 +94,7 @@ def response_metrics(
 
 
 def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], dict[int, Response]]:
-    """Return the sampled responses of each row, and the greedy one; in the order of rows and numbers."""
+    """Group the responses by row: the sampled ones, ordered by row and number, and each row's greedy one."""
     ordered = sorted(responses, key=lambda r: (r.row, r.number))
     sampled: dict[int, list[Response]] = {}
     for response in ordered:
@@ -99,13 +104,13 @@ def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], di
 
 
 def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> dict[str, Estimate]:
-    """Return `name/…` for every number that a user's metric returns, averaged over the prompts that have it.
+    """Return `name/KEY` for every KEY that a user's metric returns, averaged over the prompts that have a value.
 
-    It is called once per prompt, by keyword: with the task's row, and of each sampled response its text, its reward and
-    arrays over its tokens, nats. For nan, or a name that it leaves out, this prompt has no number.
+    The metric is called once per prompt, with keyword arguments: the task's row and, for each sampled response, its
+    text, its reward, and per-token arrays in nats. A prompt has no value where the metric returns nan or omits the key.
 
     Raises:
-        UserError: naming the metric and the row, when it raises or returns something else than numbers by name.
+        UserError: The metric raised, or did not return a mapping from names to numbers. Names the metric and the row.
     """
     by_prompt: list[dict[str, float]] = []
     for index, group in sampled.items():
@@ -121,7 +126,7 @@ def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> d
             if not isinstance(returned, Mapping):
                 raise TypeError(f"it returned {returned!r:.60} instead of numbers by name, such as {{'mine': 0.5}}")
             by_prompt.append({str(key): float(value) for key, value in returned.items()})
-        except Exception as error:  # of code that is not ours
+        except Exception as error:  # the user's code can raise anything
             raise UserError(
                 f"metric {name} raised at row {index} (prompt {str(row['prompt'])[:60]!r}): "
                 f"{type(error).__name__}: {error}"
@@ -139,5 +144,5 @@ def _per_token_and_sequence(name: str, sums: Tensor, lengths: Tensor) -> dict[st
 
 
 def _table(sampled: ByRow, value: Callable[[Response], float]) -> Tensor:
-    """Return a number of each response, (prompts, responses per prompt) fp64."""
+    """Return `value` of every response, (prompts, responses per prompt), fp64."""
     return torch.from_numpy(np.array([[value(r) for r in group] for group in sampled.values()], dtype=np.float64))

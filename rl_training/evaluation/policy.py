@@ -1,8 +1,8 @@
-"""A checkpoint's policy and the run's first model: sampling, and scores of given tokens.
+"""A checkpoint's policy, and the run's first model as its reference: sampling responses and scoring given tokens.
 
-The sampled, decoded and scored policy is the same: in the precision of its weights, without dropout, at one
-temperature and nothing else (no top-p, no penalty). Every sequence has its own random numbers,
-so a response depends neither on the other sequences of its batch nor on the number of processes.
+Sampling, greedy decoding and scoring all use the same policy: weights in their own precision, no dropout, one
+temperature, no top-p and no penalties. Every response has its own random numbers, so it depends neither on the other
+sequences in its batch nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ from rl_training.policy.scorer import Scorer
 from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.tasks.models import ADAPTER_CONFIG, load_causal_lm, refuse_code_in_adapter
 
-LOGITS = 2**26  # entries of logits on a CPU at most, where more at once is not faster
-BYTES = 16  # of memory per entry at the peak: the model's logits, the same in fp32, and the reference's
-SHARE = 1 / 8  # of a GPU's memory, for logits
+LOGITS = 2**26  # most logits (tokens × vocabulary) at once on a CPU; more would not be faster
+BYTES = 16  # peak memory per logit: the model's logits, their fp32 copy, and the reference's
+SHARE = 1 / 8  # of a GPU's memory that logits may take
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The scores of a response's tokens, (tokens,) each, in nats, fp64."""
+    """Scores of one response, one entry per token: (tokens,), fp64, in nats."""
 
     logps: Tensor
     entropies: Tensor
-    kl: Tensor | None  # from the policy to the reference; None without one
+    kl: Tensor | None  # KL divergence from the policy to the reference; None without a reference
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """A model that answers prompts at a temperature.
+    """A model that responds to prompts at a temperature.
 
-    reference  the run's first model: this one, whose adapter is then switched off, or another; None for none
-    template   what the tokenizer's chat template is told beside the messages
+    Args:
+        reference: The run's first model. If it is `model` itself, its adapter is switched off to score the reference.
+            None: there is no reference.
+        template: Extra arguments of the tokenizer's chat template.
     """
 
     model: PreTrainedModel
@@ -67,17 +69,18 @@ class CheckpointPolicy:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end a response: the tokenizer's, and those of the model's generation_config."""
+        """The tokens that end a response: the tokenizer's EOS, then those of the model's generation_config."""
         ids = self.model.generation_config.eos_token_id
         ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
         return list(dict.fromkeys([self.tokenizer.eos_token_id, *ids]))
 
     @torch.inference_mode()
     def generate(self, prompt_ids: Sequence[Tensor], uniforms: Tensor | None) -> list[Tensor]:
-        """Return a response to each prompt, cut after the first token that ends it.
+        """Return one response per prompt, ending with the first EOS token if there is one.
 
         Args:
-            uniforms: (B, max_completion_length), the numbers in [0, 1) that choose the tokens; None decodes greedily
+            uniforms: Random numbers in [0, 1) that choose the tokens, (B, max_completion_length). None decodes
+                greedily.
         """
         pad, device = self.tokenizer.pad_token_id, self.model.device
         ids = pad_sequence(list(prompt_ids), True, pad, padding_side="left").to(device)
@@ -85,7 +88,7 @@ class CheckpointPolicy:
         choose = [] if uniforms is None else [_Choose(uniforms.to(device), ids.shape[1], self.temperature)]
         config = GenerationConfig(
             max_new_tokens=self.max_completion_length,
-            do_sample=False,  # the largest score: the processor leaves one token, or greedy decoding is meant
+            do_sample=False,  # to sample, _Choose leaves a single token
             num_beams=1,
             pad_token_id=pad,
             eos_token_id=self.eos_token_ids,
@@ -97,12 +100,12 @@ class CheckpointPolicy:
         )
         completions = sequences[:, ids.shape[1] :].cpu()
         is_end = torch.isin(completions, torch.tensor(self.eos_token_ids))
-        lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
+        lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # number of tokens with no EOS before them
         return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
 
     @torch.inference_mode()
     def score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[TokenScores]:
-        """Return the scores of the policy, and its divergence from a reference, at each token of the responses."""
+        """Return each response's log-probabilities and entropies, and the KL divergence to the reference if any."""
         prompts, completions = ([ids.to(self.model.device) for ids in part] for part in (prompt_ids, completion_ids))
         rollout = as_rollout(prompts, completions, range(len(prompts)), self.tokenizer.pad_token_id)
         rows, lengths = torch.arange(len(prompts), device=self.model.device), [len(ids) for ids in completions]
@@ -117,14 +120,14 @@ class CheckpointPolicy:
         return [TokenScores(*values) for values in zip(logps, entropies, kl, strict=True)]
 
     def _divergences(self, reference: Scorer, rollout: Rollout, rows: Tensor) -> Tensor:
-        """Return the divergence from the policy to its reference at each token of some rows, (tokens,)."""
+        """Return the KL divergence from the policy to its reference at every token of these rows, (tokens,)."""
         logits, is_adapter = self.scorer.token_logits(rollout, rows), self.reference is self.model
         with self.model.disable_adapter() if is_adapter else contextlib.nullcontext():
             return divergences(logits, reference.token_logits(rollout, rows))
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """Score in the precision of the weights, without dropout."""
+        """Scorer of the policy, in the precision of its weights, without dropout."""
         return Scorer(self.model, self.temperature)
 
     @functools.cached_property
@@ -133,9 +136,10 @@ class CheckpointPolicy:
 
 
 def logits_at_once(device: torch.device) -> int:
-    """Return how many entries of logits there may be at once, unless one sequence alone has more.
+    """Return how many logits may be held at once. A single sequence may exceed it.
 
-    It uses the device's total memory, not its free memory: the same command gives the same batches, hence numbers.
+    The number follows from the device's total memory, not its free memory: the same command then always makes the same
+    batches, and so the same numbers.
     """
     if device.type != "cuda":
         return LOGITS
@@ -143,7 +147,7 @@ def logits_at_once(device: torch.device) -> int:
 
 
 class _Choose(LogitsProcessor):
-    """Leaves of each distribution the token at which its cumulative probability exceeds the sequence's next number."""
+    """Inverse-CDF sampling: leaves only the token where the cumulative probability first exceeds the next uniform."""
 
     def __init__(self, uniforms: Tensor, prompt_width: int, temperature: float) -> None:
         self.uniforms, self.prompt_width, self.temperature = uniforms, prompt_width, temperature
@@ -151,12 +155,12 @@ class _Choose(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         cumulative = (scores.double() / self.temperature).softmax(dim=-1).cumsum(dim=-1)
         number = self.uniforms[:, input_ids.shape[1] - self.prompt_width, None] * cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, number, right=True)  # never one of probability 0
+        token = torch.searchsorted(cumulative, number, right=True)  # never a token of probability 0
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
 
 def uniforms_of(seed: int, row: int, response: int, length: int) -> Tensor:
-    """Return the (length,) random numbers of one response: the same for all checkpoints, batches and processes."""
+    """Return the random numbers of one response, (length,): the same for all checkpoints, batches and processes."""
     return torch.from_numpy(np.random.default_rng([seed, row, response]).random(length))
 
 
@@ -171,13 +175,13 @@ def load_policy(
     dtype: str = "float32",
     quantization: str | None = None,
 ) -> CheckpointPolicy:
-    """Return the policy of a checkpoint folder: a whole model, or an adapter on the run's first model.
+    """Load the policy of a checkpoint folder: a full model, or an adapter on the run's first model.
 
     Args:
-        load_first: makes the model that the run started from; None where no run is known
+        load_first: Loads the model that the run started from. None if the run is unknown.
 
     Raises:
-        UserError: when the folder has no weights, or what it has cannot be loaded.
+        UserError: The folder has no weights, or they cannot be loaded.
     """
     require_weights(checkpoint)
     reference: PreTrainedModel | None = None
@@ -190,7 +194,7 @@ def load_policy(
             model = PeftModel.from_pretrained(base, str(checkpoint))
         except UserError:
             raise
-        except Exception as error:  # each damaged file raises an error of its own library's
+        except Exception as error:  # a damaged file raises whatever error the library that reads it has
             raise UserError(f"its adapter cannot be loaded: {type(error).__name__}: {error}") from error
         reference = model if with_reference else None
     else:
@@ -204,7 +208,7 @@ def load_policy(
 
 
 def require_weights(checkpoint: Path) -> None:
-    """Raise UserError when a checkpoint folder holds no weights, or was left before it was finished."""
+    """Raise a UserError if a checkpoint folder holds no weights, or was not written completely."""
     if not checkpoint.is_dir():
         raise UserError("there is no such folder")
     weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]

@@ -1,7 +1,7 @@
-"""Responses to the rows of a task: which rows, generated in which batches, judged and scored.
+"""Responses to the rows of a task: chooses rows, forms batches, generates, scores and judges.
 
-The batches do not depend on the number of processes: process r of R takes batches r, r + R, …, so R processes give
-exactly the responses of one.
+The batches do not depend on the number of processes: process r of R takes batches r, r + R, …, so R processes produce
+exactly the same responses as one.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rl_training.errors import UserError
 from rl_training.evaluation.policy import CheckpointPolicy, uniforms_of
 from rl_training.tasks.task import Task
 
-GREEDY = -1  # stands for the number of a response that was decoded greedily
+GREEDY = -1  # number of the greedily decoded response
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response with everything known about it. Scores have one entry per token, in nats."""
+    """One response, scored and judged. The score arrays have one entry per token, in nats."""
 
-    row: int  # of the task's evaluation split
-    number: int  # among the responses to this row; GREEDY for the greedy one
+    row: int  # index in the task's evaluation split
+    number: int  # 0, 1, … among the sampled responses to this row; GREEDY for the greedy one
     text: str
     reward: float
     truncated: bool
-    answer: str | None  # what the task reads from it; None where it has no answer
+    answer: str | None  # the answer that the task reads from the text; None if there is none
     logps: np.ndarray
     entropies: np.ndarray
     kl: np.ndarray | None
@@ -45,14 +45,14 @@ class Response:
 def batches_of(
     rows: Sequence[int], responses_per_prompt: int, greedy: bool, batch_size: int
 ) -> list[list[tuple[int, int]]]:
-    """Return the (row, number) pairs of each batch; greedy ones, one of each row, are never among sampled ones."""
+    """Return each batch as (row, number) pairs. Greedy responses, one per row, have batches of their own."""
     sampled = [(row, number) for row in rows for number in range(responses_per_prompt)]
     parts = (sampled, [(row, GREEDY) for row in rows] if greedy else [])
     return [part[start : start + batch_size] for part in parts for start in range(0, len(part), batch_size)]
 
 
 def choose_rows(num_rows: int, fraction: float, seed: int) -> tuple[int, ...]:
-    """Return the rows of a seeded random subset in their order; at least one."""
+    """Return a seeded random subset of the rows, sorted, with at least one row."""
     chosen = np.random.default_rng([seed]).permutation(num_rows)[: max(1, round(fraction * num_rows))]
     return tuple(sorted(int(row) for row in chosen))
 
@@ -64,7 +64,7 @@ def generate_responses(
     seed: int,
     seconds: dict[str, float],
 ) -> Iterator[list[Response]]:
-    """Yield the responses of each batch; adds to `seconds` what generating, scoring and judging took."""
+    """Yield the responses of each batch, and add the time taken to generate, score and judge them to `seconds`."""
     for batch in batches:
         rows = [task.eval_dataset[row] for row, _ in batch]
         prompts = [tokenize(policy, row["prompt"]) for row in rows]
@@ -99,10 +99,10 @@ def generate_responses(
 
 
 def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
-    """Return the tokens of a prompt: plain text, or messages put into the tokenizer's chat template.
+    """Return the tokens of a prompt: plain text, or messages formatted by the tokenizer's chat template.
 
     Raises:
-        UserError: when the tokenizer cannot spell it.
+        UserError: The tokenizer cannot encode the prompt: it has an unknown token, or decoding it loses characters.
     """
     tokenizer = policy.tokenizer
     if isinstance(prompt, str):
@@ -123,7 +123,7 @@ def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completi
     """Return the task's reward of each response.
 
     Raises:
-        UserError: when one is not finite, or outside the task's range.
+        UserError: A reward is missing, not finite, or outside the task's range.
     """
     prompts = [row["prompt"] for row in rows]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
@@ -145,5 +145,5 @@ def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completi
 
 
 def _letters(text: str) -> set[str]:
-    """Return the characters of a text, whatever a tokenizer's normalizer makes of spaces, case and accents."""
+    """Return the characters of a text without spaces and case, NFKD-decomposed: tokenizers may normalize these."""
     return set("".join(unicodedata.normalize("NFKD", text).casefold().split()))

@@ -1,4 +1,4 @@
-"""Runs work in its own process: receives what it sends, frees its memory with it, and reports why it ended."""
+"""Runs work in a separate process: receives what it sends, frees its memory when it ends, and reports why it ended."""
 
 from __future__ import annotations
 
@@ -18,32 +18,35 @@ Send = Callable[[Any], None]
 
 
 def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None], imports: Sequence[str] = ()) -> str:
-    """Run `work` in a process of its own, and give every object that it sends to `receive` meanwhile.
+    """Run `work` in a separate process and pass every object that it sends to `receive` as it arrives.
 
-    The other process inherits nothing, no CUDA context and no thread, and ends with this one.
+    The process inherits nothing, no CUDA context and no threads. It ends when this process ends.
 
     Args:
-        imports: modules that take long: on Linux they are imported once, in a server from which each process is forked
+        imports: Modules that are slow to import. On Linux a fork server imports them once for all processes.
+
+    Returns:
+        Why the work failed, in one line. Empty if it succeeded.
     """
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
-    if sys.platform == "linux":  # only there do libraries survive a fork
+    if sys.platform == "linux":  # on other systems some libraries do not survive a fork
         context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))
     own_end, other_end = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(work, other_end))
-    resource_tracker.ensure_running()  # it unblocks the signals of whoever starts it
-    # The parent handles Ctrl-C: the server and its forks ignore it from the start, also during their imports.
+    resource_tracker.ensure_running()  # before SIGINT is blocked: starting the tracker unblocks it
+    # Only this process handles Ctrl-C: the server and its forks ignore it from the start, even during their imports.
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-    other_end.close()  # so that its end of the pipe closes with the process
+    other_end.close()  # so that the pipe closes when the process ends
     try:
         while True:
             try:
                 kind, content = own_end.recv()
-            except (EOFError, OSError):  # it ended without a last word, perhaps in the middle of one
+            except (EOFError, OSError):  # the process died without an "ended" message, or while sending one
                 process.join()
                 return _how_it_ended(process.exitcode)
             if kind == "sent":
@@ -52,24 +55,24 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
                 process.join(timeout=10)
                 return content
     finally:
-        process.kill()  # where it has not ended: `receive` raised, or Ctrl-C
+        process.kill()  # has no effect unless `receive` raised or Ctrl-C was pressed
         process.join()
         own_end.close()
 
 
 def _run(work: Callable[[Send], None], connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a server that somebody else has started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fork server may have been started elsewhere, with SIGINT on
     try:
         work(lambda content: connection.send(("sent", content)))
         connection.send(("ended", ""))
     except BrokenPipeError:  # the parent is gone
         return
-    except BaseException as error:  # whatever it is, the parent is told
+    except BaseException as error:  # the parent reports any error
         connection.send(("ended", reason_of(error)))
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as one line: our own in its words, others with their type and where they were raised."""
+    """Return an error as one line: a UserError's message, or any other error's type, message and location."""
     message = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "out of memory" in message.lower():
         return f"it ran out of memory: a smaller evaluation.batch_size needs less ({message or type(error).__name__})"
