@@ -1,12 +1,12 @@
-"""What a run leaves in its folder, and its readers. Read in this order.
+"""The files of a run folder: names, writers, readers and pages. Read in this order.
 
-folder.py        what lies where, by name
+folder.py        names of the files and folders
 Written:         jsonl.py (logs/metrics.jsonl and probes.jsonl, line by line), config.py, provenance.py, failure.py,
-                 checkpoint_states.py (what probes keep in the trainer's checkpoints), evaluated.py
-Read:            frames.py (all of it as pandas DataFrames: the names that this package exports), checkpoints.py
-                 (which there are, and whether they are whole)
-Shown:           report/ (the page of a run), compare/ (of several), workspace.py (the panels of a dashboard)
-files/           how each file is written and read: whole or absent, by one process, without secrets, and never run
+                 checkpoint_states.py (states of probes in the trainer's checkpoints), evaluated.py
+Read:            frames.py (everything as pandas DataFrames: the names that this package exports), checkpoints.py
+                 (finds checkpoints, and checks that they are complete)
+Shown:           report/ (the page of one run), compare/ (the page of several), workspace.py (a W&B dashboard)
+files/           safe access to single files: atomic writes, locks, masked secrets, readers that run no code
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, imported on first use: writing records needs no pandas."""
+    """Import a public name on first use, because writing records needs no pandas."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with require_extra():

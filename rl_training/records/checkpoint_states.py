@@ -1,6 +1,6 @@
-"""What is added to the trainer's checkpoint: the states of probes and buffer, who wrote it, and its checksums.
+"""Additions to the trainer's checkpoint: states of probes and buffer, number of processes, checksums of weights.
 
-Of weights: safetensors keep none, and a changed byte in them would go unnoticed.
+safetensors has no checksums, so a changed byte in the weights would go unnoticed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"
-NOT_WEIGHTS = ("probes", "buffer")  # how names of files of tensors begin that have none of the model's weights
-CHUNK = 2**24  # bytes of a file read at once
-MOST_PROCESSES = 100_000  # that a checkpoint may say it was written by: each has a file in it
+NOT_WEIGHTS = ("probes", "buffer")  # prefixes of safetensors files that are not the model's weights
+CHUNK = 2**24  # bytes read at once
+MOST_PROCESSES = 100_000  # a checkpoint that claims more is damaged, since each has a file in it
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint keeps: the same on all processes."""
+    """An object with a state to keep in checkpoints. The state is the same on all ranks."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -41,9 +41,9 @@ class Stateful(Protocol):
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A context in which a checkpoint is written: what fails is an OSError that names the folder and the fix.
+    """Turn any failure to write a checkpoint inside this context into a UserError that names the folder and the fix.
 
-    torch and safetensors call a full disk "basic_ios::clear: iostream error", or worse.
+    torch and safetensors report a full disk as "basic_ios::clear: iostream error", or worse.
     """
     try:
         yield
@@ -56,9 +56,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def about(checkpoint: Path) -> dict[str, str]:
-    """Return what `save_probe_states` noted of a checkpoint; nothing where the trainer had no probes.
+    """Return the notes that `save_probe_states` left in a checkpoint; {} if the trainer had no probes.
 
-    Raises UserError, naming the file, for notes that it does not write.
+    Raises:
+        UserError: If the notes are not of the form that it writes; names the file.
     """
     path = checkpoint / PROBE_STATES
     if not path.is_file():
@@ -89,7 +90,7 @@ def checksum(path: Path) -> str:
 
 
 def changed_files(folder: Path, checksums: Mapping[str, str]) -> list[str]:
-    """Return which files in a folder are missing or do not match these checksums."""
+    """Return the names of the files in a folder that are missing or do not match these checksums."""
     return [
         name
         for name, expected in checksums.items()
@@ -98,20 +99,20 @@ def changed_files(folder: Path, checksums: Mapping[str, str]) -> list[str]:
 
 
 def _file_of(rank: int) -> str:
-    """Return the name of a process's file."""
+    """Return the name of the file that a rank writes."""
     return PROBE_STATES if rank == 0 else PROBE_STATES.replace(".", f"_{rank}.")
 
 
 def save_probe_states(
     states: Mapping[str, Any], checkpoint: Path, num_processes: int, rank: int = 0, run: str = ""
 ) -> None:
-    """Write the states of probes, the number of processes and checksums into a checkpoint that has its weights.
+    """Write the states of probes, the number of processes and checksums into a checkpoint that already has its weights.
 
-    Call it on every process: others than the first write what they alone have, each into a file of its own.
+    Call it on every rank. Ranks above 0 write only their own shards, each into its own file.
 
     Args:
-        states: by the probe's name.
-        run: Name of the folder of the run that the checkpoint belongs to, where it does not lie in it.
+        states: States by the probe's name.
+        run: Name of the run folder, if the checkpoint lies outside of it.
     """
     tensors = {
         f"{name}/{key}": tensor.detach().clone(
@@ -132,13 +133,13 @@ def save_probe_states(
 
 
 def load_probe_states(initial: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return the states in a checkpoint; warns of one that was not there when the checkpoint was written.
+    """Return the probe states in a checkpoint. A probe that has none in it keeps its initial state, with a warning.
 
     Args:
-        initial: the states that a training begins with, by the probe's name: the kinds of those that are read.
+        initial: Initial states by the probe's name. States are loaded into the same types.
 
     Raises:
-        UserError: a state is of a probe with other options.
+        UserError: If a state was written by a probe with other options.
     """
     notes = about(checkpoint)
     names = notes["probes"].split(",") if notes else []
@@ -146,8 +147,8 @@ def load_probe_states(initial: Mapping[str, Any], checkpoint: Path) -> dict[str,
     tensors = {}
     for path in filter(Path.is_file, files):
         with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118, it is no dictionary
-                # Of a shard only the entries that are asked for are read, then.
+            for key in file.keys():  # noqa: SIM118, it is not a dictionary
+                # A slice of a shard is lazy: only the entries that are used are read.
                 is_shard = key.partition("/")[2].startswith(SHARD)
                 tensors[key] = file.get_slice(key) if is_shard else file.get_tensor(key)
     states = dict(initial)
@@ -174,7 +175,7 @@ def save_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
 
 
 def load_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
-    """Give the buffer its state back. ValueError when the checkpoint has none."""
+    """Restore the buffer's state. Raises UserError if the checkpoint has none."""
     if not (checkpoint / BUFFER_STATE).is_file():
         raise UserError(
             f"{checkpoint} has no {BUFFER_STATE}, so it was not written with buffer=filtered: resume with "

@@ -1,4 +1,4 @@
-"""Checkpoints: finding the one to resume from, and refusing one that is half-written or damaged."""
+"""Checkpoints: find the one to resume from or to analyse, and refuse incomplete or damaged ones."""
 
 from __future__ import annotations
 
@@ -24,33 +24,39 @@ from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
-SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
-WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer, as some other trainers have it
-SHARDED_BY = ("DeepSpeed", "FSDP")  # launches whose checkpoints store the optimizer in their own format
+SET_ASIDE = "set_aside"  # subfolder of training_state for checkpoints of steps that are taken again
+WEIGHTS_ALONE = "model"  # a folder of weights alone, as some other trainers write it; its parent holds the optimizer
+SHARDED_BY = ("DeepSpeed", "FSDP")  # launchers that store the optimizer in their own format
 
 
 def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: str = "resume") -> Path:
-    """Return the checkpoint folder that `resume` names.
+    """Return the checkpoint folder that `resume` names. Incomplete checkpoints are skipped with a warning.
 
-    resume   "latest": the newest complete checkpoint of `run_dir`, or, when that run does not exist yet, of the newest
-             run beside it that has one. Otherwise a checkpoint folder, or a run folder (its newest complete one).
+    Args:
+        resume: A checkpoint folder, a run folder (its newest complete checkpoint), or "latest": the newest complete
+            checkpoint of `run_dir` or, if that run does not exist yet, of the newest run next to it that has one.
+        run_dir: Folder of this run.
+        sharded_by: Which of SHARDED_BY launched this run, or "".
+        setting: Name of the setting that `resume` is the value of, for errors.
 
-    sharded_by  which of SHARDED_BY this run is launched with; "": none
-    setting     the one that names it
-
-    Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
+    Raises:
+        UserError: If there is none; says where it looked.
     """
     runs = run_dir if (run_dir / TRAINING_STATE).is_dir() else run_dir.parent
     return _named(resume, runs, lambda checkpoint: find_flaw(checkpoint, sharded_by), setting)
 
 
 def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
-    """Return the checkpoint folders that are meant, with whole weights, in the order given or of their steps.
+    """Return the checkpoint folders with undamaged weights that are meant, in the given order or sorted by step.
 
-    choice  "latest": the newest checkpoint of the newest run in `runs`; "all": all of that run's; a run folder: its
-            newest; a folder of checkpoints, as RUN/training_state: all there; a checkpoint folder; a list of these
+    Args:
+        choice: "latest": the newest checkpoint of the newest run in `runs`; "all": all of that run; a run folder: its
+            newest; a folder of checkpoints, such as RUN/training_state: all in it; a checkpoint folder; or a list of
+            these.
+        runs: A folder of runs.
 
-    Raises ValueError when one is not there or damaged, saying what was looked at.
+    Raises:
+        UserError: If one is missing or damaged; says where it looked.
     """
     if not isinstance(choice, str):
         return [path for place in choice for path in checkpoints_named(str(place), runs)]
@@ -61,9 +67,15 @@ def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
 
 
 def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str) -> Path:
-    """Return the newest checkpoint without a flaw of what is named, or the one that is named. ValueError: none.
+    """Return the checkpoint that `choice` names: the given folder, or the newest one without a flaw.
 
-    runs  a run, or a folder of runs, of which the one that has taken a step last counts: where none is named
+    Args:
+        runs: Where to look for "latest" and "all": a run, or a folder of runs. The run with the most recent step comes
+            first.
+        flaw_of: Returns what is wrong with a checkpoint, or "".
+
+    Raises:
+        UserError: If there is no such checkpoint.
     """
     path = Path(choice)
     if choice == "latest" or (choice == "all" and setting == "checkpoint"):
@@ -85,12 +97,12 @@ def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str
 
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
-    """Return the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
+    """Return the newest complete checkpoint of a run, or None. Incomplete ones are skipped with a warning."""
     return next(_flawless(checkpoints_of(run)[::-1], lambda path: find_flaw(path, sharded_by)), None)
 
 
 def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> Iterator[Path]:
-    """Yield those without a flaw; the others are left out with a warning."""
+    """Yield the checkpoints without a flaw; skip the others with a warning."""
     for checkpoint in checkpoints:
         flaw = flaw_of(checkpoint)
         if flaw:
@@ -100,7 +112,7 @@ def _flawless(checkpoints: Iterable[Path], flaw_of: Callable[[Path], str]) -> It
 
 
 def _last_step_at(run: Path) -> float:
-    """Return when a run took its last step, by the clock of the file system; 0 when it took none."""
+    """Return the file system's time of a run's last step, in seconds; 0 if it has taken none."""
     written = [run / LOGS_FOLDER / METRICS_FILE, *(path / "trainer_state.json" for path in checkpoints_of(run))]
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
@@ -108,7 +120,7 @@ def _last_step_at(run: Path) -> float:
 def steps_taken(checkpoint: Path) -> int:
     """Return the number of optimizer steps behind a complete checkpoint, whatever its folder is called.
 
-    Of a folder of weights alone, it is the number at the end of its parent's name, and 0 without one.
+    A folder of weights alone has no trainer_state.json. The number at the end of its parent's name counts, or 0.
     """
     state = state_folder(checkpoint)
     if state != checkpoint and not (state / "trainer_state.json").is_file():
@@ -118,26 +130,26 @@ def steps_taken(checkpoint: Path) -> int:
 
 
 def state_folder(checkpoint: Path) -> Path:
-    """Return the folder that holds optimizer and scheduler: the checkpoint, or the one around weights in `model`."""
+    """Return the folder that holds optimizer and scheduler: the checkpoint, or the folder around weights in `model`."""
     alone = checkpoint.resolve().name == WEIGHTS_ALONE and not (checkpoint / "trainer_state.json").is_file()
     return checkpoint.resolve().parent if alone else checkpoint
 
 
 def set_aside_later(run: Path, after_step: int) -> None:
-    """Move checkpoints of later steps away for a run that takes those steps again: `latest` might pick one of them."""
+    """Move later checkpoints away, because the run takes those steps again and `latest` might pick one of them."""
     aside = run / TRAINING_STATE / SET_ASIDE
     for later in checkpoints_of(run):
         if step_of(later) > after_step:
             aside.mkdir(exist_ok=True)
-            shutil.rmtree(aside / later.name, ignore_errors=True)  # of a kill before this one
+            shutil.rmtree(aside / later.name, ignore_errors=True)  # left from an earlier kill and resume
             later.rename(aside / later.name)
             logger.warning(f"continuing from step {after_step}: {later.name} is now in {aside}")
 
 
 def find_flaw(checkpoint: Path, sharded_by: str = "") -> str:
-    """Return the reason that this checkpoint folder is incomplete or damaged, or "".
+    """Return why this checkpoint folder is incomplete or damaged, or "".
 
-    The trainer writes trainer_state.json last, so a folder without it was being written when the process died.
+    The trainer writes trainer_state.json last. A folder without it was being written when the process died.
     """
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
@@ -157,7 +169,7 @@ def find_flaw(checkpoint: Path, sharded_by: str = "") -> str:
 
 
 def _flaw_of_pickles(paths: Iterable[Path]) -> str:
-    """Return the reason that these files hold more than tensors, or "": DeepSpeed would run what its own files name."""
+    """Return why these files hold more than tensors, or "". DeepSpeed unpickles its own files, which could run code."""
     try:
         for path in paths:
             load_tensors(path, "meta")
@@ -167,8 +179,8 @@ def _flaw_of_pickles(paths: Iterable[Path]) -> str:
 
 
 def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
-    """Return which of SHARDED_BY wrote this checkpoint ("": none), and the files of its optimizer."""
-    if (checkpoint / "latest").exists():  # where DeepSpeed says in which folder its engine's state is
+    """Return which of SHARDED_BY wrote this checkpoint ("" for neither), and the names of its optimizer files."""
+    if (checkpoint / "latest").exists():  # DeepSpeed writes the name of the folder of its engine's state here
         folder = deepspeed_folder(checkpoint)
         return "DeepSpeed", [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
     if any(checkpoint.glob("pytorch_model_fsdp*")):
@@ -177,7 +189,7 @@ def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
 
 
 def deepspeed_folder(checkpoint: Path) -> str:
-    """Return the name of the folder in which DeepSpeed's engine has its state. UserError: there is no such name."""
+    """Return the name of the folder with the state of DeepSpeed's engine. Raises UserError if `latest` has no name."""
     name = read_text(checkpoint / "latest").strip()
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError(f"{checkpoint / 'latest'} names no folder of this checkpoint: it is damaged")
@@ -185,7 +197,7 @@ def deepspeed_folder(checkpoint: Path) -> str:
 
 
 def what_is_wrong_with_weights(checkpoint: Path) -> str:
-    """Return the reason that a folder's weights are damaged, or what the parent of weights alone lacks; or ""."""
+    """Return why a folder's weights are damaged, or what is missing next to a folder of weights alone; otherwise ""."""
     if leads_out_of_its_run(checkpoint):
         return f"it is a link out of its run, to {checkpoint.resolve()}"
     if state_folder(checkpoint) != checkpoint:
@@ -211,7 +223,7 @@ def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
     for path in weights:
         try:
             with safe_open(path, framework="pt"):
-                pass  # its header is read, and the file has the length that this says
+                pass  # opening checks the header, and the file's length against it
         except SafetensorError as error:
             return f"{path.name} is damaged ({error})"
     for index in sorted(checkpoint.glob("*.safetensors.index.json")):
@@ -230,7 +242,7 @@ def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
 
 
 def _flaw_of_zip(path: Path) -> str:
-    """Return what is wrong with a file of torch.save, a zip archive: each of its members has a checksum."""
+    """Return what is wrong with a file of torch.save, or "". It is a zip archive with a checksum for each member."""
     if not zipfile.is_zipfile(path):
         return "missing or damaged"
     try:
@@ -242,14 +254,14 @@ def _flaw_of_zip(path: Path) -> str:
 
 
 def written_by(checkpoint: Path) -> int:
-    """Return how many processes wrote this complete checkpoint."""
+    """Return the number of processes that wrote this complete checkpoint."""
     return len(_rng_files(checkpoint))
 
 
 def _rng_files(checkpoint: Path) -> list[str]:
-    """Return the names of the files with the random states: one of each process that wrote the checkpoint."""
+    """Return the names of the files with random states, one for each process that wrote the checkpoint."""
     metadata = about(checkpoint)
-    if "num_processes" not in metadata:  # of a trainer without probes: which files there should be is not known
+    if "num_processes" not in metadata:  # from a trainer without probes: the number is unknown
         return sorted(path.name for path in checkpoint.glob("rng_state*.pth")) or ["rng_state.pth"]
     num_processes = int(metadata["num_processes"])
     return ["rng_state.pth"] if num_processes == 1 else [f"rng_state_{rank}.pth" for rank in range(num_processes)]

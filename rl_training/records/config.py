@@ -1,6 +1,7 @@
-"""config.yaml: the settings of a run, written here and nowhere else.
+"""config.yaml: the settings of a run. Only this module writes it.
 
-Of a run whose trainer is the user's own it has settings to read and compare, of which nothing can be made.
+An attached run has one too. Its trainer was built by the user's own script, so these settings can be read and compared,
+but no trainer can be built from them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ FIRST_LINE = "# Settings of a training that rl_training.attach has measured: the
 
 
 class _Plain(yaml.SafeDumper):
-    """A dumper that writes no anchors, which are refused where a config.yaml is read."""
+    """A YAML dumper without anchors, because the reader of config.yaml refuses them."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Quote also a text that only OmegaConf, which reads the file, takes for a number: 1e-3."""
+        """Quote also text such as 1e-3, which OmegaConf, unlike YAML, would read as a number."""
         try:
             float(data)
         except ValueError:
@@ -39,25 +40,25 @@ _Plain.add_representer(str, _Plain.represent_str)
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with secrets masked, in which values of kinds that JSON does not have are text."""
+    """Return settings with secrets masked, and with values that JSON cannot represent turned into text."""
     plain = to_json(without_secrets(dict(settings)), infinite_as_text=True)
     return dict(json.loads(json.dumps(plain, default=str)))
 
 
 def write_config(folder: Path, settings: Mapping[str, Any], first_line: str = "", fix: str = MAKE_ROOM) -> None:
-    """Write the settings of a run into its folder, whole or not at all.
+    """Write the settings of a run into its folder, atomically.
 
     Args:
-        settings: Values that YAML has, secrets masked.
-        first_line: A comment, with FIRST_LINE that of an attached run.
-        fix: What to do where the file cannot be written.
+        settings: Plain YAML values, with secrets already masked.
+        first_line: A comment for the top of the file. FIRST_LINE marks an attached run.
+        fix: What the error tells the user to do if the file cannot be written.
     """
     text = yaml.dump(settings, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
     write_atomically({folder / CONFIG_FILE: (first_line + text).encode()}, fix)
 
 
 def is_of_attached_run(folder: Path) -> bool:
-    """Return whether the config.yaml in a folder is one of an attached run."""
+    """Return whether the config.yaml in a folder belongs to an attached run."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return False

@@ -1,11 +1,11 @@
-"""The files that evaluations of a run's checkpoints write, and their reader.
+"""The files that evaluations of a run's checkpoints write, and their readers.
 
-    RUN/evaluations/<name>/settings.json                what was asked for; the same for all checkpoints
+    RUN/evaluations/<name>/settings.json                the request; the same for all checkpoints
     RUN/evaluations/<name>/step_N/metrics.json          every number with its standard error, or why there is none
     RUN/evaluations/<name>/step_N/responses.jsonl[.gz]  every response with its prompt and scores
     RUN/evaluations/<name>/consolidated_metrics.csv     a row per step and metric, with the columns COLUMNS
 
-Files are there whole or not at all, and metrics.json is written last: without it a step was not evaluated.
+Files are written atomically, metrics.json last: a step without it has not been evaluated.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rl_training.records.files.spreadsheet import as_csv
 from rl_training.records.jsonl import MOST, checked_count, checked_text, parse_json, to_json
 from rl_training.statistics.estimate import Estimate
 
-IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
+IN_TRAINING = "in training"  # name of the trainer's own evaluations (trainer.eval_strategy)
 TABLE_FILE = "consolidated_metrics.csv"
 METRICS = "metrics.json"
 RESPONSES = "responses.jsonl"
 SETTINGS = "settings.json"
-COLUMNS = ["step", "metric", "value", "stderr", "num_prompts", "low", "high"]  # the last two: Estimate.interval
+COLUMNS = ["step", "metric", "value", "stderr", "num_prompts", "low", "high"]  # low and high: Estimate.interval
 MAKE_ROOM = "make room, and run the same command again; nothing that was finished is lost"
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that this evaluation was started with; a new one stores the given settings."""
+    """Return the settings that this evaluation was started with. A new evaluation stores the given ones."""
     path = folder / SETTINGS
     if not path.is_file():
         write_atomically({path: json.dumps(settings, indent=2).encode()}, MAKE_ROOM)
@@ -50,12 +50,16 @@ def write_step(
     responses: Sequence[Mapping[str, Any]],
     compress: bool = False,
 ) -> None:
-    """Write the two files of step_N, or none. Raises OSError, naming the file, on a full disk.
+    """Write the two files of step_N, both or neither.
 
-    about  what else metrics.json says, beside the numbers: which checkpoint it was, how long it took
+    Args:
+        about: Further facts for metrics.json, such as the checkpoint and the time taken.
+
+    Raises:
+        UserError: If the disk is full; names the file.
     """
     rows = (json.dumps(to_json(row, infinite_as_text=True), ensure_ascii=False) + "\n" for row in responses)
-    text = "".join(rows).encode(errors="backslashreplace")  # half a character is written as JSON does: \\ud800
+    text = "".join(rows).encode(errors="backslashreplace")  # a lone surrogate becomes \\ud800, as in JSON
     names = (RESPONSES, f"{RESPONSES}.gz")
     numbers = {
         name: {
@@ -66,16 +70,17 @@ def write_step(
     }  # fmt: skip
     content = to_json({"step": step, **about, "metrics": numbers}, infinite_as_text=True)
     home = folder / f"step_{step}"
-    # Without a time in the header, the same responses make the same bytes.
+    # mtime=0: the same responses always give the same bytes.
     packed = {home / names[compress]: gzip.compress(text, mtime=0) if compress else text}
     write_atomically({**packed, home / METRICS: json.dumps(content, indent=2).encode()}, MAKE_ROOM)
-    (home / names[not compress]).unlink(missing_ok=True)  # of an evaluation before this one
+    (home / names[not compress]).unlink(missing_ok=True)  # from an earlier evaluation
 
 
 def read_step(folder: Path, step: int) -> dict[str, Any] | None:
-    """Return what metrics.json says of this step, null as nan; None when it was not evaluated.
+    """Return the content of a step's metrics.json, null as nan; None if the step was not evaluated.
 
-    Raises ValueError for a damaged one, naming it.
+    Raises:
+        UserError: If the file is damaged; names it.
     """
     path = folder / f"step_{step}" / METRICS
     if not path.is_file():
@@ -90,7 +95,7 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 def _numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is said of a metric, each fact of its own kind; raises an error of Python's where one is not."""
+    """Return one metric's entry, each field checked and converted. Raises Python's own errors if one is malformed."""
     value, stderr = (math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr"))
     counted, said = checked_count(row["num_prompts"]), checked_text(row["reason"])
     return {
@@ -110,9 +115,9 @@ def _pair(ends: Any) -> tuple[float, float] | None:
 
 
 def read_table(folder: Path) -> pd.DataFrame:
-    """Return the numbers of all evaluated steps, in their order: COLUMNS and `reason`; no rows before the first."""
+    """Return the numbers of all evaluated steps, sorted by step: COLUMNS and `reason`. No rows if there are none."""
     names = (path.parent.name.removeprefix("step_") for path in folder.glob(f"step_*/{METRICS}"))
-    steps = sorted({int(name) for name in names if name.isdecimal() and int(name) <= MOST})  # step_8.old is none
+    steps = sorted({int(name) for name in names if name.isdecimal() and int(name) <= MOST})  # step_8.old does not count
     rows = [
         {"step": step, "metric": name, **row, **dict(zip(("low", "high"), row["interval"] or (), strict=False))}
         for step in steps
@@ -124,14 +129,14 @@ def read_table(folder: Path) -> pd.DataFrame:
 
 
 def consolidate(folder: Path) -> Path:
-    """Return the path of the rebuilt table of all evaluated steps, for other programs."""
+    """Rewrite the CSV table of all evaluated steps, for other programs, and return its path."""
     path = folder / TABLE_FILE
     write_atomically({path: as_csv(read_table(folder)[COLUMNS], missing="nan")}, MAKE_ROOM)
     return path
 
 
 def estimates_in(table: pd.DataFrame) -> list[Estimate]:
-    """Return the number of each row."""
+    """Return the estimate in each row."""
     return [
         Estimate(value, stderr, int(num), reason, interval=None if math.isnan(low) else (low, high))
         for value, stderr, num, low, high, reason in table[[*COLUMNS[2:], "reason"]].itertuples(index=False)
@@ -139,6 +144,6 @@ def estimates_in(table: pd.DataFrame) -> list[Estimate]:
 
 
 def largest_pass_at(metrics: Iterable[str]) -> str:
-    """Return the metric pass_at_k of the largest k; "" where there is none."""
+    """Return the metric pass_at_k with the largest k, or ""."""
     by_k = {int(k): f"pass_at_{k}" for m in metrics if (k := m.removeprefix("pass_at_")) != m and k.isdecimal()}
     return by_k[max(by_k)] if by_k else ""

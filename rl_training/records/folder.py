@@ -1,4 +1,4 @@
-"""What lies in the folder of a run, by name; the files in `logs` have theirs beside what reads and writes them."""
+"""Names of the files and folders in a run folder. Files in `logs` are named in the modules that read and write them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from pathlib import Path
 
 from rl_training.errors import UserError
 
-CONFIG_FILE = "config.yaml"  # every setting, and where the run comes from
-LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and what dashboards keep on the disk
+CONFIG_FILE = "config.yaml"  # every setting, and the run's provenance
+LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and the local files of dashboards
 REPORT_FOLDER = "report"
-PAGE_FILE = "report.html"  # in it: of one run
+PAGE_FILE = "report.html"  # the page of one run, in REPORT_FOLDER
 OFFLINE = "offline"  # analyses of checkpoints
 EVALUATIONS = "evaluations"
-# Prefixes of settings that do not affect training: where it writes, how far it goes, what watches it.
+# Prefixes of settings that do not affect training: output paths, number of steps, probes and logging.
 NOT_OF_TRAINING = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                    "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
                    "trainer.project", "trainer.ddp_timeout", "trainer.eval_", "trainer.dataloader_", "provenance.",
                    "rollouts.", "logger.", "additional_steps")  # fmt: skip
-COMPARISON_FILE = "comparison.html"  # of several runs: in the folder where the command was given
+COMPARISON_FILE = "comparison.html"  # the page of several runs, in the current folder
 TRAINING_STATE = "training_state"  # the checkpoint-N folders
 WRITTEN = (CONFIG_FILE, LOGS_FOLDER, REPORT_FOLDER, OFFLINE, EVALUATIONS, TRAINING_STATE)  # what commands write
 
 
 def checkpoints_of(run: Path) -> list[Path]:
-    """Return the checkpoint-N folders of a run, whole or not, by their steps."""
+    """Return the checkpoint-N folders of a run, complete or not, sorted by step."""
     return checkpoints_in(run / TRAINING_STATE)
 
 
@@ -32,7 +32,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def refuse_a_file(path: Path) -> None:
-    """Raise UserError where a file lies in the place of a folder that is to be made."""
+    """Raise UserError if a file stands at the path of a folder that is to be created."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file, and a folder of this name is to be made: move it away")
 

@@ -1,6 +1,6 @@
-"""A run's records and its checkpoint analyses as pandas DataFrames, for notebooks and analyses of your own.
+"""A run's records and checkpoint analyses as pandas DataFrames, for notebooks and your own analyses.
 
-Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")}, names=["run"])`.
+For several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")}, names=["run"])`.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ VARIED = ["evaluation_size", "eta", "update_prompts", "update_filtered", "update
 NUMBERS = ["deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "paired_error_odd", "covariance"]
 ALONE = ["ESS", "H_orig", "avg_reward", "learning_rate"]
 SIZES, PRECONDITIONED = ("B_E", "B_U", "G"), ("name", "delta_h1", "delta_h1_same_gain")
-NO_NUMBERS = ("name", "update_filtered")  # of the columns of its tables
-LINEAR = ["deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se"]  # in the size of the step
+NO_NUMBERS = ("name", "update_filtered")  # columns of its tables that hold other types
+LINEAR = ["deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se"]  # proportional to the size of the step
 ANALYSIS_COLUMNS = [
     *ABOUT, *VARIED, *(f"{name}{unit}{se}" for name in NUMBERS for unit in ("", "_sequence") for se in ("", "_se")),
     *ALONE,
 ]  # fmt: skip
-SUMMARY = "_summary.json"  # ends the name of a log's summary
+SUMMARY = "_summary.json"  # end of the file name of a log's summary
 
 
 def metrics(run: str | Path) -> pd.DataFrame:
     """Return logs/metrics.jsonl as a table: a row per logged step (the index), a column per metric.
 
-    What a step did not log is nan. Raises FileNotFoundError when the folder is no run, and ValueError for a damaged
-    line, naming the file.
+    Values that a step did not log are nan.
+
+    Raises:
+        UserError: If the folder is not a run, or a line is damaged; names the file.
     """
     table = pd.DataFrame(jsonl.read_metrics(logs_of(run))).set_index("step")
     return table.apply(pd.to_numeric, errors="coerce")  # an infinite number is recorded as a string
 
 
 def probes(run: str | Path) -> pd.DataFrame:
-    """Return logs/probes.jsonl as a table: a row per estimate, with the columns of PROBE_COLUMNS and then `detail`s.
+    """Return logs/probes.jsonl as a table: a row per estimate, with PROBE_COLUMNS and then the fields of `detail`.
 
-    `half_width` is that of the 95 % Student-t interval, t_{.975, num_samples−1} · stderr; nan without an error.
-    `reason` says why a value or an error is nan. No rows when no probe ran. Raises as `metrics` does.
+    `half_width` is half of the 95 % Student-t interval, t_{.975, num_samples−1} · stderr; nan without an error.
+    `reason` says why a value or an error is nan. There are no rows if no probe ran. Raises as `metrics` does.
     """
     table = pd.DataFrame(jsonl.read_estimates(logs_of(run)))
     table = table.reindex(columns=[*PROBE_COLUMNS, *(column for column in table if column not in PROBE_COLUMNS)])
@@ -69,39 +71,45 @@ def probes(run: str | Path) -> pd.DataFrame:
 
 
 def rollouts(run: str | Path) -> pd.DataFrame:
-    """Return logs/rollouts.jsonl.gz as a table: a row per recorded sequence, with the columns of ROLLOUT_COLUMNS.
+    """Return logs/rollouts.jsonl.gz as a table: a row per recorded sequence, with ROLLOUT_COLUMNS.
 
-    No rows when none were recorded (rollouts.every). Raises ValueError for a damaged line.
+    There are no rows if none were recorded (rollouts.every).
+
+    Raises:
+        UserError: If a line is damaged, or the folder is not a run.
     """
     return pd.DataFrame(jsonl.iterate_rollouts(logs_of(run)), columns=ROLLOUT_COLUMNS)
 
 
 def evaluations(run: str | Path) -> pd.DataFrame:
-    """Return all evaluations of a run's checkpoints: a row per evaluation, step and metric; see EVALUATION_COLUMNS.
+    """Return all evaluations of a run's checkpoints: a row per evaluation, step and metric, with EVALUATION_COLUMNS.
 
-    `evaluation` is the folder's name in RUN/evaluations, or "in training" for those that the trainer made itself
-    (logs/evaluations.jsonl: their metrics without the leading eval_, errors and number of prompts). No rows when there
-    are none. Raises as `metrics` does.
+    `evaluation` is a folder's name in RUN/evaluations, or "in training" for the trainer's own evaluations. Those come
+    from logs/evaluations.jsonl: the leading eval_ is removed from their metrics, and they have no errors and no number
+    of prompts. There are no rows if nothing was evaluated. Raises as `metrics` does.
     """
     logs = logs_of(run)
-    last = {row["step"]: row for row in jsonl.read_evaluations(logs)}  # of several at a step, the last counts
+    last = {row["step"]: row for row in jsonl.read_evaluations(logs)}  # the last of several at one step counts
     in_training = [
         (IN_TRAINING, step, name.removeprefix("eval_"), float(value))
         for step, row in last.items()
         for name, value in row.items()
-        if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
+        if name.startswith("eval_") and isinstance(value, int | float)  # infinite values are strings
     ]
     tables = [pd.DataFrame(in_training, columns=EVALUATION_COLUMNS[:4])]
     for folder in sorted(logs.parent.glob(f"{EVALUATIONS}/*")):
         tables.append(read_table(folder).assign(evaluation=in_whole_characters(folder.name)))
-    some = [table for table in tables if len(table)] or tables[:1]  # without rows, columns have no type
+    some = [table for table in tables if len(table)] or tables[:1]  # a table without rows has no column types
     return pd.concat(some, ignore_index=True).reindex(columns=EVALUATION_COLUMNS)
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Return the run folders in `folder`, at any depth and sorted by path; the folder alone when it is a run itself.
+    """Return the run folders in `folder`, at any depth and sorted by path, or `folder` alone if it is a run itself.
 
-    A run is a folder with logs/metrics.jsonl. Raises FileNotFoundError when there is none.
+    A run is a folder with logs/metrics.jsonl.
+
+    Raises:
+        UserError: If there is none.
     """
     folder = Path(folder)
     if (folder / LOGS_FOLDER / METRICS_FILE).is_file():
@@ -119,14 +127,15 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def analysis_results(folder: str | Path) -> pd.DataFrame:
-    """Return a row per prediction and its truth, of all analyses in a folder (a run, or RUN/offline/NAME).
+    """Return a row per prediction with its measurement, of all analyses in a folder (a run, or RUN/offline/NAME).
 
-    kind   "whole": the analysis itself. Of sweeps: "eta", another multiple of the step; "size", fewer sequences of E;
-           "update", another U
-    step   optimizer steps behind the checkpoint: the step that is analysed is the next one
+    The columns are ANALYSIS_COLUMNS. Changes are in nats, `…_se` is one standard error, and numbers that were not asked
+    for are nan. `kind` is "whole" for the analysis itself and, in sweeps, "eta" for another multiple of the step,
+    "size" for fewer sequences of E, "update" for another U. `step` counts the optimizer steps before the checkpoint:
+    the step that is analysed is the next one. There are no rows if there is no analysis.
 
-    Columns: ANALYSIS_COLUMNS. Numbers are in nats, `…_se` one standard error; what was not asked for is nan. No rows
-    where there is no analysis. Raises ValueError for a damaged file, naming it.
+    Raises:
+        UserError: If a file is damaged; names it.
     """
     folder = Path(folder)
     below = folder / OFFLINE if (folder / OFFLINE).is_dir() else folder
@@ -136,7 +145,11 @@ def analysis_results(folder: str | Path) -> pd.DataFrame:
 
 
 def read_analysis(path: str | Path) -> dict[str, Any]:
-    """Return what a result.json holds; nan where a number is not available, with the reason in `reasons`."""
+    """Return the content of a result.json. Numbers that are not available are nan; `reasons` says why.
+
+    Raises:
+        UserError: If the file is damaged, or lacks a number that reports show; names it.
+    """
     try:
         content: dict[str, Any] = jsonl.from_json(jsonl.parse_json(Path(path).read_text(encoding="utf-8")))
         results = {key: float(value) for key, value in content["results"].items()}
@@ -145,7 +158,7 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
         jsonl.checked_text(content["checkpoint"])
         for row in (row for rows in content["tables"].values() for row in rows):
             row |= {key: float(value) for key, value in row.items() if key not in NO_NUMBERS}
-        # Nothing is missing in it that is shown.
+        # Check that every number that reports show is there.
         list(_rows_in(content, Path(path)))
         [content["results"][name] for name in SIZES]
         [row[name] for row in content["tables"].get("conditioning", []) for name in PRECONDITIONED]
@@ -156,7 +169,7 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
 
 
 def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a result.json that lies there: the analysis itself, and what was varied."""
+    """Yield the table rows of the result.json at this path: the analysis itself, then its variations."""
     results, settings, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
         "analysis": in_whole_characters(path.parents[1].name), "checkpoint": content["checkpoint"],
@@ -176,9 +189,9 @@ def _rows_in(content: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]
 
 
 def probe_logs(folder: str | Path) -> pd.DataFrame:
-    """Return a row per finished log in a folder, at any depth, by step and time: what it is of, its core numbers."""
+    """Return a row per finished log in a folder, at any depth, by step and time: checkpoint, level, core numbers."""
     rows = []
-    # By the name without its end: a second log of one second, …_2, comes after the first.
+    # Sorted without the ending, so that …_2, the second log of one second, comes after the first.
     stems = sorted(str(path).removesuffix(SUMMARY) for path in Path(folder).rglob(f"entropy_probe_*{SUMMARY}"))
     for stem in stems:
         content = json.loads(Path(stem + SUMMARY).read_text(encoding="utf-8"))
@@ -190,16 +203,18 @@ def probe_logs(folder: str | Path) -> pd.DataFrame:
 
 
 def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
-    """Return the tables of a log, those that its level has.
+    """Return the tables of a log by name. Its level decides which there are.
 
-    results       name, value, stderr, reason: the core numbers alone at level minimal
+    results       name, value, stderr, reason; at level minimal the core numbers alone
     timing        phase, seconds
     statistics    a row per quantity: mean, sd, min, q25, median, q75, max
-    eta           the change at each multiple of the step; conditioning: under each preconditioner
-    evaluation    a row per sequence of E; update: of U
+    eta           the change at each multiple of the step; conditioning: the change under each preconditioner
+    evaluation    a row per sequence of E; update: a row per sequence of U
     tokens        a row per token of E: sequence, position, log-probability, entropy, …
 
-    Raises FileNotFoundError when there is no such file, and ValueError when it is none of these logs.
+    Raises:
+        FileNotFoundError: If there is no such file.
+        UserError: If the file is not a log of a checkpoint analysis.
     """
     path = Path(path)
     try:

@@ -1,14 +1,14 @@
-"""What a run leaves behind in logs/, written line by line, and its readers.
+"""The files in logs/, written line by line, and their readers.
 
-    metrics.jsonl   one flat line per log (with logging_steps=1: per optimizer step); key `step`
-    evaluations.jsonl   the same for evaluations, where the trainer makes some
-    probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
-                    (and, for some, the reason's code and what they describe: prompt, response, reward, advantage)
-    rollouts.jsonl.gz   on request (rollouts.every=N), the sequences of some steps, a line each
-    settings.json   the settings of a training that has no config.yaml
+    metrics.jsonl       one flat line per log (per optimizer step with logging_steps=1); key `step`
+    evaluations.jsonl   the same for the trainer's own evaluations, if it makes any
+    probes.jsonl        one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples,
+                        reason (and, for some, the reason's code and details: prompt, response, reward, advantage)
+    rollouts.jsonl.gz   on request (rollouts.every=N), the sequences of some steps, one per line
+    settings.json       the settings of a training without config.yaml
 
-Every line is flushed as it is written, so that a killed run keeps what it measured; the sequences of a step are a gzip
-member of their own. nan is written as null, an infinite number as a string (as null among sequences).
+Each step's lines are flushed when they are written, so a killed run keeps what it measured. The sequences of each step
+are one gzip member. nan is written as null, an infinite number as a string (in rollouts.jsonl.gz as null).
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ from rl_training.statistics.estimate import Estimate
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-SETTINGS_FILE = "settings.json"  # of a training that has no config.yaml
+SETTINGS_FILE = "settings.json"  # of a training without config.yaml
 PROBES_FILE = "probes.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
-MOST_DIGITS = 300  # of a whole number: with more it is no float
-MOST = 2**53  # of a step or another count
-HALF_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes half a character, and both halves of one
-MOST_LEVELS = 50  # of what is nested: no run writes as many
+MOST_DIGITS = 300  # of an integer; a longer one is read as a float, because converting it later could overflow
+MOST = 2**53  # largest step or other count
+HALF_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # an escaped surrogate, lone or one of a pair
+MOST_LEVELS = 50  # of nesting: no run writes as many
 MAKE_ROOM = "make room, then go on with resume=latest"
 
 
 class Records:
-    """Writes these files in `folder`. One process writes: rank 0.
+    """Writes these files into a folder. Only rank 0 writes.
 
-    rollouts_every  write the sequences of every n-th step too, beginning with the first; 0 for none
+    Args:
+        folder: The `logs` folder; created if it is missing.
+        rollouts_every: Write the sequences of every n-th step too, beginning with the first; 0 for none.
     """
 
     def __init__(self, folder: str | Path, rollouts_every: int = 0) -> None:
@@ -59,15 +61,17 @@ class Records:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, after_step: int, settings: Mapping[str, Any] | None = None) -> None:
-        """Drop the lines of steps that come after `after_step`: a resumed run takes those steps again.
+        """Drop the lines of steps after `after_step`, because a resumed run takes those steps again.
 
-        settings  that affect training, by name: kept where the run's folder has no config.yaml, which has them all
+        Args:
+            settings: The settings that affect training, by name. Written only if the run folder has no config.yaml,
+                which holds all settings.
         """
         if settings is not None and not (self.folder.parent / CONFIG_FILE).exists():
             text = json.dumps(to_json(without_secrets(dict(settings)), infinite_as_text=True), default=str, indent=1)
             write_atomically({self.folder / SETTINGS_FILE: text.encode()}, MAKE_ROOM)
         failure = self.folder / FAILURE_FILE
-        if failure.is_file():  # measuring begins anew: the report is not to say that it has ended
+        if failure.is_file():  # measuring starts again: the report must not say that it ended
             failure.replace(failure.with_name(f"probe_error_before_step_{after_step + 1}.txt"))
         for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE, ROLLOUTS_FILE):
             path, dropped = self.folder / name, 0
@@ -79,10 +83,10 @@ class Records:
                     if row["step"] <= after_step:
                         yield line, row["step"]
 
-            if path.exists():  # a part of the file is in memory at a time
+            if path.exists():  # streamed: only one step's lines are in memory at a time
                 steps = groupby(kept(path), key=itemgetter(1))
                 texts = ("".join(line for line, _ in of_step) for _, of_step in steps)
-                # A gzip member for each step. A kill or a full disk loses nothing.
+                # One gzip member per step. Atomic: a kill or a full disk loses nothing.
                 write_atomically({path: (_packed(path, text) for text in texts)}, MAKE_ROOM)
             if dropped:
                 logger.warning(f"{path}: {dropped} lines of steps after {after_step} are dropped")
@@ -116,9 +120,9 @@ class Records:
         path = self.folder / name
         lines = (json.dumps(to_json(row, infinite_as_text)) + "\n" for row in rows)
         try:
-            with open(path, "ab") as file:  # closed, hence flushed, at each step
+            with open(path, "ab") as file:  # closing flushes it at each step
                 file.write(_packed(path, "".join(lines)))
-        except OSError as error:  # a full disk: the half of a line that may be there is dropped by the next `start`
+        except OSError as error:  # a full disk; the next `start` drops a partial line
             raise cannot_write(path, error, MAKE_ROOM) from error
 
 
@@ -127,7 +131,11 @@ def _packed(path: Path, text: str) -> bytes:
 
 
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each whole line of a file with what it says. ValueError with the number of one that cannot be read."""
+    """Yield each complete line of a file as text and as parsed data.
+
+    Raises:
+        UserError: If a line cannot be read; gives its number.
+    """
     checks = CHECKS.get(path.name, {"step": checked_count})
     for number, line in enumerate(whole_lines(path), start=1):
         try:
@@ -148,7 +156,7 @@ def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parse_json(text: str) -> Any:
-    """Return what a text of JSON says. ValueError where it is none, or is nested without end."""
+    """Parse JSON, and write out lone surrogates. Raises ValueError if the text is malformed or nested too deeply."""
     try:
         value = json.loads(text, parse_int=_whole_number)
     except RecursionError:
@@ -161,27 +169,27 @@ def _as_it_is(value: Any) -> Any:
 
 
 def checked_count(value: Any) -> int:
-    """Return a whole number that counts something. ValueError for what is none, or is larger than any count."""
+    """Return the value if it is an integer of at most MOST in size; otherwise raise UserError."""
     if type(value) is not int or abs(value) > MOST:
         raise UserError(f"{str(value)[:40]!r}, which is no count")
     return value
 
 
 def checked_text(value: Any) -> str:
-    """Return a text, "" for null. ValueError for anything else."""
+    """Return the value if it is a text, "" for null (None or nan); otherwise raise UserError."""
     if not isinstance(value, str | None) and value == value:
         raise UserError(f"{str(value)[:40]!r}, which is no text")
     return value if isinstance(value, str) else ""
 
 
 def checked_number(value: Any) -> float:
-    """Return a number, nan for null. ValueError for anything else."""
+    """Return the value as a float if it is a number, nan (null) included; otherwise raise UserError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{str(value)[:40]!r}, which is no number")
     return float(value)
 
 
-# Facts of a line by name, and what checks them; other facts of probes.jsonl are an estimate's `detail`.
+# By file, the fields of a line and their checks. Any other field of probes.jsonl is part of an estimate's `detail`.
 CHECKS: dict[str, dict[str, Callable[[Any], Any]]] = {
     PROBES_FILE: {
         "step": checked_count, "about_step": checked_count, "name": checked_text, "value": _as_it_is,
@@ -200,7 +208,7 @@ def _whole_number(digits: str) -> int | float:
 
 
 def logs_of(run: str | Path) -> Path:
-    """Return the folder of a run's logs. Raises FileNotFoundError where no complete line of metrics.jsonl is there."""
+    """Return the `logs` folder of a run. Raises UserError if metrics.jsonl is missing or has no complete line."""
     path = Path(run) / LOGS_FOLDER / METRICS_FILE
     if next(_iterate(path), None) is None:
         raise UserError(
@@ -211,10 +219,10 @@ def logs_of(run: str | Path) -> Path:
 
 
 def read_settings(run: str | Path) -> dict[str, Any]:
-    """Return the settings that the records of a run hold, which has no config.yaml; none where they hold none.
+    """Return the settings in logs/settings.json, which a run without config.yaml has; {} if there are none.
 
     Raises:
-        UserError: where they cannot be read.
+        UserError: If the file cannot be read.
     """
     path = Path(run) / LOGS_FOLDER / SETTINGS_FILE
     if not path.is_file():
@@ -232,17 +240,17 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def read_estimates(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of probes.jsonl as dictionaries, null as nan; empty when no probe ran."""
+    """Return the lines of probes.jsonl as dictionaries, null as nan; empty if no probe ran."""
     return list(_iterate(Path(folder) / PROBES_FILE))
 
 
 def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of evaluations.jsonl as dictionaries, null as nan; empty when the trainer evaluated nothing."""
+    """Return the lines of evaluations.jsonl as dictionaries, null as nan; empty if the trainer evaluated nothing."""
     return list(_iterate(Path(folder) / EVALUATIONS_FILE))
 
 
 def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of rollouts.jsonl.gz as dictionaries, null as nan; none where none were asked for."""
+    """Yield the lines of rollouts.jsonl.gz as dictionaries, null as nan; none if no sequences were recorded."""
     return _iterate(Path(folder) / ROLLOUTS_FILE)
 
 
@@ -252,7 +260,10 @@ def _iterate(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_json(value: Any, infinite_as_text: bool = False) -> Any:
-    """Return the value with null for numbers that are not finite, at any depth.
+    """Return the value with every non-finite number, at any depth, replaced by null.
+
+    Args:
+        infinite_as_text: Write infinite numbers as text instead of null.
 
     >>> to_json({"a": [1.0, float("nan")]}), to_json(float("-inf"), infinite_as_text=True)
     ({'a': [1.0, None]}, '-inf')
@@ -266,13 +277,13 @@ def to_json(value: Any, infinite_as_text: bool = False) -> Any:
 
 
 def from_json(value: Any, levels: int = MOST_LEVELS) -> Any:
-    """Return the value with nan for null, settings excepted. ValueError where more levels are nested."""
+    """Return the value with null as nan, except below `settings`. Raises UserError if it is nested too deeply."""
     if value is None:
         return math.nan
     if not levels:
         raise UserError("nested too deeply")
     if isinstance(value, Mapping):
-        as_it_is = (float, int, str)  # most are: of a run, a hundred thousand
+        as_it_is = (float, int, str)  # a shortcut for most values: a run has some hundred thousand
         return {
             k: v if isinstance(v, as_it_is) or k == "settings" else from_json(v, levels - 1) for k, v in value.items()
         }

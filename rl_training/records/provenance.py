@@ -1,4 +1,4 @@
-"""Where a run comes from: version, commit, command without its secrets, machine, date, library versions."""
+"""Where a run comes from: version, commit, command (secrets masked), machine, start time, library versions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", 
 
 
 def provenance() -> dict[str, str]:
-    """Return what is known of this process's code, command and machine, in words."""
+    """Return the facts about this process's code, command and machine, as text."""
     distributions = {
         name: next(iter(metadata.distributions(name=name)), None) for name in LIBRARIES
-    }  # as it is imported
+    }  # the first found is the one that is imported
     return {
         "version": VERSION,
         "commit": _commit(Path(__file__).parent),
@@ -35,7 +35,7 @@ def provenance() -> dict[str, str]:
 
 
 def _commit(folder: Path) -> str:
-    """Return the commit of the checkout that a folder lies in, and whether it was changed; "" outside of one."""
+    """Return the commit that a folder is checked out at, noting uncommitted changes; "" outside of a repository."""
     words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
         shown = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout

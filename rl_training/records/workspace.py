@@ -1,11 +1,11 @@
-"""rl-training dashboard: makes a saved W&B workspace with a section for each question that a run answers.
+"""rl-training dashboard: save a W&B workspace with one section per question that a run answers.
 
     rl-training dashboard --project rl-training              saves it, and prints its address
     rl-training dashboard --project rl-training --dry-run    prints what it would save; no account needed
-    rl-training dashboard --project mine --attached          for runs of `attach`, whose trainer logs by itself
+    rl-training dashboard --project mine --attached          for runs of `attach`, whose trainer logs to W&B itself
 
-workspace.yaml defines sections and panels. A metric that a run does not show there leaves its panel empty:
-logger.metrics=all shows all of them.
+workspace.yaml defines sections and panels. A panel stays empty if the run does not log its metrics to W&B;
+logger.metrics=all logs all of them.
 """
 
 from __future__ import annotations
@@ -18,30 +18,34 @@ from typing import Any
 from rl_training.errors import UserError
 from rl_training.extras import require_extra
 
-# The core metrics of any run: logger.metrics=core, the default, shows these only; stock TRL's printed lines keep them.
+# The core metrics of any run. logger.metrics=core, the default, shows only these. Of the numbers that attached probes
+# add to a trainer's own log, these are kept too.
 CORE = (
     "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
     "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
     "delta_h/cumulative_measured", "measured/delta_h", "measured/delta_h_se", "gns/batch_ratio",
     "ess/advantage_fraction", "probe_cost/fraction_of_step", "eval_reward",
 )  # fmt: skip
-OF_TRAINER = "reward"  # the section of what the trainer logs beside the probes; and one number of another section:
+OF_TRAINER = "reward"  # section of the metrics that the trainer itself logs; it also logs one of another section:
 TIME_OF_TRAINER = "step_time"
 
 
 def sections() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what workspace.yaml holds: the panels of each section by title, with their metrics, pattern and unit."""
-    with require_extra():  # attach needs CORE without it
+    """Return the content of workspace.yaml: by section and title, each panel with its metrics, pattern and unit."""
+    with require_extra():  # not at the top: attach imports CORE without yaml
         import yaml
 
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def build_workspace(entity: str, project: str, name: str, attached: bool = False) -> Any:
-    """Return the wandb_workspaces Workspace of workspace.yaml, not saved. ImportError without that package.
+    """Return the Workspace (wandb_workspaces) that workspace.yaml describes, not saved yet.
 
     Args:
-        attached: For runs whose trainer logs by itself: what is its own has train/ in front of its name, the step too.
+        attached: Whether the trainer itself logs to W&B. Its own metrics, the step too, then have the prefix train/.
+
+    Raises:
+        ImportError: If wandb_workspaces is not installed.
     """
     with require_extra():
         import wandb_workspaces.reports.v2 as reports
@@ -67,7 +71,11 @@ def build_workspace(entity: str, project: str, name: str, attached: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Save or print the workspace that the command line asks for. Raises UserError, saying why, if it cannot."""
+    """Save or print the workspace that the command line asks for.
+
+    Raises:
+        UserError: If this machine has no W&B account, or a library is missing.
+    """
     parser = argparse.ArgumentParser(
         prog="rl-training dashboard",
         description=f"Save a W&B workspace for the runs of logger=wandb, with the sections: {', '.join(sections())}.",
