@@ -1,8 +1,8 @@
 """The training loops that probes can be attached to.
 
-loop.py              a loop in plain PyTorch: the shortest host, and the one to read first. loop_life.py says where it
-                     stands, loop_policy.py samples for it, loop_refusals.py refuses what no measured loop may do
+loop.py              a loop in plain PyTorch: the shortest host, so read it first. loop_life.py tracks which call may
+                     come next, loop_policy.py samples, loop_refusals.py raises errors for what cannot be measured
 trl/, verl/          TRL's trainer and verl's training worker
-estimate_writer.py   what any of them writes of a step; described.py: how its training is set up
-equal_rewards.py     says of a step that nothing is learned from it, and what can be seen of why
+estimate_writer.py   writes the results of a step, for all hosts; described.py lists the settings of a training
+equal_rewards.py     warns about a step that teaches nothing, with the likely cause
 """

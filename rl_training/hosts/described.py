@@ -1,4 +1,4 @@
-"""How a training is set up, for its records: what runs that have no config.yaml can be compared by."""
+"""The settings of a training, for its records: they allow runs without a config.yaml to be compared."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn, optim
 
 from rl_training.engine.loop_spec import LoopSpec
 
-# Of a parameter group: what a step is made of, whichever optimizer has it.
+# Settings of a parameter group that affect a step, in any optimizer that has them.
 OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 
 
 def settings_of_loop(loop: LoopSpec) -> dict[str, Any]:
-    """Return the settings of a training loop that affect it, as far as the engine knows them, by name."""
+    """Return the settings that affect a training loop and that the engine knows, by name."""
     shape, scorer = loop.shape, loop.policy.scorer
     return {
         "responses_per_prompt": shape.responses_per_prompt,
@@ -30,13 +30,13 @@ def settings_of_loop(loop: LoopSpec) -> dict[str, Any]:
 
 
 def settings_of_model(model: nn.Module) -> dict[str, Any]:
-    """Return which model is trained, and how much of it."""
+    """Return the model's name and its number of trained parameters."""
     config = getattr(model, "config", None)
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     return {"name": getattr(config, "name_or_path", "") or type(model).__name__, "trained_parameters": trained}
 
 
 def settings_of_optimizer(optimizer: optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's kind, and the settings of its first parameter group when training begins."""
+    """Return an optimizer's class, and the current settings of its first parameter group."""
     first = optimizer.param_groups[0]
     return {"kind": type(optimizer).__name__} | {name: first[name] for name in OF_OPTIMIZER if name in first}

@@ -1,6 +1,6 @@
-"""Tells a step of which nothing is learned, because all responses have earned the same, and what can be seen of why.
+"""Detects a step that teaches nothing because all responses earned the same reward, and suggests a cause.
 
-It is the commonest first contact with a task that is too hard: all rewards are 0, and so is all that is measured.
+It is the commonest first sign of a task that is too hard: all rewards are 0, and so are all estimates.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import torch
 from rl_training.parallel.ranks import Ranks
 from rl_training.policy.rollout import Rollout
 
-NO_ADVANTAGE = 1e-4  # rewards less their own mean may differ from 0 by rounding, and be divided by so small a spread
-OFTEN = 0.5  # share of responses cut off from which on that is named as a cause
+# Largest advantage that counts as 0: rewards minus their mean may be off by rounding, then divided by a tiny spread.
+NO_ADVANTAGE = 1e-4
+OFTEN = 0.5  # share of responses cut off, from which on the cut is named as a cause
 
 
 def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_responses: str) -> str:
-    """Return a sentence if all responses of a step, on all ranks, have the same reward and no advantage. A collective.
+    """Return a warning if all responses of a step, on all ranks, have the same reward and no advantage. Collective.
 
     Args:
         rollouts: The microbatches of the step on this rank, at least one.
-        longer_responses: What to do so that responses may be longer.
+        longer_responses: The advice that lets responses get longer, such as a setting to raise.
 
     Returns:
-        The sentence; "" where rewards differ or are not known, or where a loop has advantages of another baseline.
+        The warning. Empty if rewards differ or are unknown, or if another baseline gives nonzero advantages.
     """
     table = ranks.gather(_facts(rollouts)).cpu()
     least, most, advantage = float(table[:, 0].min()), float(table[:, 1].max()), float(table[:, 2].max())
@@ -33,7 +34,7 @@ def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_resp
     if table.isnan()[:, :3].any() or not math.isclose(least, most) or advantage > NO_ADVANTAGE:
         return ""
     sentence = f"all {count} responses earned {least:g}, so every advantage is 0 and nothing is learned from them. "
-    if cut_off >= OFTEN * count:  # False where it is not known
+    if cut_off >= OFTEN * count:  # False if unknown: cut_off is then nan
         return (
             f"{sentence}{100 * cut_off / count:.0f}% of them were cut off, the longest at {longest} tokens: "
             f"{longer_responses}"
@@ -42,7 +43,7 @@ def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_resp
 
 
 def _facts(rollouts: Sequence[Rollout]) -> torch.Tensor:
-    """Return least and greatest reward, greatest advantage, number of responses, of those cut off, and longest."""
+    """Return six numbers: smallest and largest reward, largest |advantage|, responses, responses cut off, longest."""
     rewards = torch.cat([_or_unknown(rollout.rewards, rollout) for rollout in rollouts])
     cut_off = torch.cat([_or_unknown(rollout.truncated, rollout) for rollout in rollouts])
     advantages = torch.cat([rollout.advantages_of_tokens.abs().amax(dim=1).double() for rollout in rollouts])

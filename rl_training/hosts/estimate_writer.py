@@ -1,4 +1,4 @@
-"""Writes what is known of a step: its estimates, the sequences that it was trained on, and averages."""
+"""Writes the results of each step: its estimates, the sequences that it trained on, and averages."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ from rl_training.statistics.estimate import Estimate
 
 logger = logging.getLogger(__name__)
 
-NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")  # in the text of a reason
-NAMED = 3  # of the missing estimates, in a warning: the report has them all
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")  # a number in the text of a reason
+NAMED = 3  # missing estimates that a warning names; the report lists all of them
 
 
 class EstimateWriter:
-    """Writes the estimates of each measured step to the records, by rank 0, and warns of those that are missing."""
+    """Writes the estimates of each measured step to the records, on rank 0, and warns about missing ones.
+
+    Args:
+        driver: Ends each step and returns its estimates.
+        records: Where to write: `Records`, a folder, or None to write nothing.
+        decode: Returns the text of a tensor of token ids.
+    """
 
     def __init__(
         self, driver: StepDriver, records: Records | str | Path | None, decode: Callable[[Tensor], str]
@@ -40,26 +46,28 @@ class EstimateWriter:
         self._driver, self._decode = driver, decode
         records = as_records(records)
         self.records = records if all_ranks().number == 0 else None
-        self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
-        self.names: dict[str, list[str]] = {}  # of the estimates, by probe
+        self.latest: dict[str, Estimate] = {}  # by name, each from the last step that measured it
+        self.names: dict[str, list[str]] = {}  # names of the estimates, by probe
         self.begin()
 
     def begin(self, longer_responses: str = "allow longer ones") -> None:
-        """Start the clock: training begins. A step takes from the end of the one before to its own.
+        """Start the clock when training begins. A step's time runs from the end of the previous step to its own end.
 
         Args:
-            longer_responses: What to do in this loop so that responses may be longer, for a warning.
+            longer_responses: Advice for a warning: what lets responses get longer in this loop.
         """
         self._ended = time.perf_counter()
-        self._step_time = 0.0  # of the last step, in seconds
+        self._step_time = 0.0  # duration of the last step, in seconds
         self._longer_responses = longer_responses
-        self._has_said_why = False  # nothing is learned from a step
-        self._times_missing: Counter[str] = Counter()  # steps, by limit
+        self._has_said_why = False  # whether the warning about equal rewards was given
+        self._times_missing: Counter[str] = Counter()  # number of steps with missing estimates, by limit
 
     def finish(self, number: int) -> dict[str, float]:
-        """End the driver's step, write its sequences and estimates, and return these, their errors and their cost.
+        """End the driver's step, write its sequences and estimates, and return the numbers to log.
 
-        nan what is missing; nothing where no probe measured the step.
+        Returns:
+            Estimates and standard errors by name, nan where missing, and the probes' costs. Empty if no probe measured
+            the step.
         """
         step = self._driver.open_step
         if step is not None and self.records is not None and self.records.wants_rollouts_of(number):
@@ -76,11 +84,16 @@ class EstimateWriter:
         return numbers | {f"probe_cost/{name}": cost for name, cost in costs.items()}
 
     def write_step(self, number: int, line: dict[str, Any]) -> dict[str, float]:
-        """The same for a loop that logs nothing itself: completes and writes its line of metrics.jsonl. A collective.
+        """Finish a step of a loop that logs nothing itself: complete and write its line of metrics.jsonl. Collective.
 
-        line  what the loop knows of the step
+        Args:
+            number: The optimizer step.
+            line: What the loop knows about the step. The averages and estimates are added in place.
+
+        Returns:
+            The estimates, errors and costs that are not nan.
         """
-        if self._driver.open_step is not None:  # not left out before its gradients were ready
+        if self._driver.open_step is not None:  # None if the step was left out before its gradients were ready
             line |= _known(_averages(self._driver.open_step))
         measured = _known(self.finish(number))
         line |= measured | {"step_time": self._step_time}
@@ -90,7 +103,7 @@ class EstimateWriter:
         return measured
 
     def note_interrupt(self, error: BaseException | None) -> None:
-        """Add to an interrupt (Ctrl-C), below whose traceback it is shown, where what was measured is."""
+        """Add a note to a KeyboardInterrupt, shown below its traceback, that says where the measurements are."""
         if not isinstance(error, KeyboardInterrupt) or self.records is None:
             return
         folder = self.records.folder
@@ -103,7 +116,7 @@ class EstimateWriter:
         error.add_note(note)
 
     def write(self, number: int, estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
-        """Take the estimates of one step, by probe and name; return all values and errors."""
+        """Write the estimates of one step, given by probe and name, and return all values and standard errors."""
         numbers: dict[str, float] = {}
         for probe, by_name in estimates.items():
             if self.records is not None:
@@ -116,7 +129,7 @@ class EstimateWriter:
         return numbers
 
     def _warn_if_nothing_is_learned(self, number: int, step: StepRecorder) -> None:
-        """Warn at the first step whose responses have all earned the same. A collective where a probe measures."""
+        """Warn at the first step whose responses all earned the same reward. Collective if a probe measures it."""
         ranks = all_ranks()
         if not step.rollouts or (ranks.count > 1 and not step.probes):
             return
@@ -126,7 +139,7 @@ class EstimateWriter:
             logger.warning(f"step {number}: {why}")
 
     def write_ended(self, number: int, reason: str) -> None:
-        """Write that nothing is known of a step that would have been measured, if measuring had not ended."""
+        """Write nan with this reason for every estimate of a step that is not measured because measuring has ended."""
         missing = Estimate.missing(reason)
         for probe in self._driver.probes:
             if probe.measures_at(number):
@@ -136,9 +149,9 @@ class EstimateWriter:
                     self.records.write_estimates(number, all_ranks().count, probe.name, by_name)
 
     def _warn_of_missing(self, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
-        """Warn once of each limit by which numbers are missing, from its second step on: at the first, some must be.
+        """Warn once about each limit that makes estimates nan, at its second step: at the first, some always are.
 
-        Its text may have numbers of the step in it, by which alone two texts of one limit differ.
+        Reasons of one limit may differ in the step's numbers that their texts quote, so numbers are removed to compare.
         """
         missing: dict[str, list[str]] = {}
         reasons: dict[str, str] = {}
@@ -155,7 +168,7 @@ class EstimateWriter:
 
 
 def as_records(given: Any) -> Records | None:
-    """Return the records that were given, or those of the folder that was. UserError for anything else."""
+    """Return the given records, or new ones in the given folder. Raise UserError for anything else."""
     if given is None or isinstance(given, Records):
         return given
     if isinstance(given, str | Path):
@@ -168,16 +181,16 @@ def _known(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def _averages(step: StepRecorder) -> dict[str, float]:
-    """Return the means of a step over all ranks under TRL's names, nan for what is not known. A collective."""
+    """Return a step's means over all ranks, under TRL's names, nan where unknown. Collective."""
     rollout = join_rollouts(step.rollouts)
     lengths = rollout.completion_mask.sum(dim=1).double()
     rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.to(lengths)
     group = rollout.prompt_index.cpu().unique(return_inverse=True)[1]
-    rewards = rewards.cpu()  # a few numbers: groups of them on a GPU would be waited for one by one
+    rewards = rewards.cpu()  # a few numbers: on a GPU, every group below would cost a synchronization
     by_prompt = [rewards[group == g] for g in range(int(group.max()) + 1)]
-    # One response has no spread, of which torch would warn.
+    # A single response has no spread, and torch would warn about it.
     spreads = torch.stack([values.std() if len(values) > 1 else values.new_tensor(math.nan) for values in by_prompt])
-    # torch's standard deviation of equal numbers may not be 0.
+    # Compared directly, because torch's standard deviation of equal numbers may not be exactly 0.
     are_equal = torch.stack([torch.isclose(prompt_rewards.min(), prompt_rewards.max()) for prompt_rewards in by_prompt])
     parts = {
         "reward": rewards,
@@ -193,11 +206,11 @@ def _averages(step: StepRecorder) -> dict[str, float]:
 
 
 def _sequences(step: StepRecorder, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
-    """Yield a row per sequence of this rank: texts, reward, advantage, length in tokens, log-probability and ratio.
+    """Yield a row of the records for each sequence of this rank.
 
-    logp              Σ_t log π(t), in nats, at the parameters that the step starts from
-    importance_ratio  π(sequence) / π_sampled(sequence); 1 where it was sampled at these parameters, nan where the
-                      log-probabilities of older parameters were not kept
+    `length` counts sampled tokens. `logp` is Σ_t log π(t), in nats, at the parameters that the step starts from.
+    `importance_ratio` is π(sequence) / π_sampled(sequence): 1 if it was sampled at these parameters, nan if the
+    log-probabilities of the older parameters were not kept.
     """
     for rollout, scores in zip(step.rollouts, step.scores, strict=True):
         mask = rollout.completion_mask.bool()
@@ -209,7 +222,7 @@ def _sequences(step: StepRecorder, decode: Callable[[Tensor], str]) -> Iterator[
         rewards = torch.full_like(logps, math.nan) if rollout.rewards is None else rollout.rewards
         prompts = zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu().bool(), strict=True)
         responses = zip(rollout.completion_ids.cpu(), rollout.token_mask.cpu().bool(), strict=True)
-        columns = {  # each read from the device at once
+        columns = {  # each is copied from the device in one transfer
             "prompt": [decode(ids[mask]) for ids, mask in prompts],
             "response": [decode(ids[mask]) for ids, mask in responses],
             "prompt_index": rollout.prompt_index.tolist(),

@@ -1,21 +1,4 @@
-"""Probes on a training loop in plain PyTorch: one process, DDP or FSDP2. Three calls in a step:
-
-    with measured_loop(model, optimizer, probes, …) as measured:
-        for number in range(1, steps + 1):
-            with measured.step(number) as metrics:
-                for part in microbatches:
-                    logps, entropies = …                        # of your own forward pass
-                    measured.microbatch(part, logps, entropies)
-                    …                                           # a loss made of these very logps, and its backward
-                measured.gradients_ready()                      # before the gradient is clipped
-                …                                               # clip, optimizer.step(), optimizer.zero_grad()
-
-At the end of a step `metrics` has what was measured, and logs/ has a line of it. Where a step is left out (its gradient
-is a spike), measured.skip_step() stands in the place of optimizer.step(). A whole loop: examples/plain_loop.py.
-
-`backward` adds up the gradients of a step's microbatches: divide the loss by their number, as for one large batch.
-All microbatches have the same size. GradScaler is not supported: train in bf16 or fp32.
-"""
+"""Probes on a loop in plain PyTorch. `measured_loop` documents the calls; examples/plain_loop.py is a whole loop."""
 
 from __future__ import annotations
 
@@ -80,25 +63,44 @@ def measured_loop(
     sampling_mismatch: str = "",
     target_kl_share: float | None = None,
 ) -> MeasuredLoop:
-    """Return the context in which these probes measure a training loop. See the module's docstring.
+    """Return a context in which probes measure a training loop in plain PyTorch: one process, DDP or FSDP2.
 
-    model                 a causal language model of Hugging Face's, DDP around one, or one cut by fully_shard
-    optimizer             torch's, or accelerate's around it
-    microbatch_size       sequences of one forward and backward on this process, `microbatches` of them to a step
-    max_grad_norm         where the loop clips the gradient with clip_grad_norm_; None where it does not
-    records               where metrics.jsonl and probes.jsonl are written, by rank 0: Records, or a folder
-    temperature           of sampling, by which the loop divides logits
-    dr_grpo               the loss is meant to be Dr-GRPO's: −A log π summed over all tokens, divided by a constant. Its
-                          weights say what it is; where they differ, the reason names this setting
-    autocast              the autocast context of the loop's forward pass, made anew by each call
-    sample                sample(n) returns n fresh responses, one each to random prompts; torch is seeded before
-                          the call and restored after it. None: what needs fresh responses is nan
-    decode                the text of a sequence of token ids; None: the ids themselves are recorded
-    sampling_mismatch     why the responses are not samples of the policy (e.g. top-p): most estimates are then nan
-    target_kl_share       sets the learning rate of each step such that its KL is this share of the policy's entropy,
-                          2e-3 say; None: the loop's rate. The one setting that changes training
+        with measured_loop(model, optimizer, probes, …) as measured:
+            for number in range(1, steps + 1):
+                with measured.step(number) as metrics:
+                    for part in microbatches:
+                        logps, entropies = …                     # from your own forward pass
+                        measured.microbatch(part, logps, entropies)
+                        …                                        # make the loss from these very logps; backward
+                    measured.gradients_ready()                   # before the gradient is clipped
+                    …                                            # clip, optimizer.step(), optimizer.zero_grad()
 
-    Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
+    When a step ends, `metrics` holds what was measured, and the same line is written to the records. To leave a step
+    out (because of a gradient spike, for example), call `measured.skip_step()` instead of `optimizer.step()`.
+
+    `backward` sums the gradients of a step's microbatches: divide the loss by their number, as for one large batch.
+
+    Args:
+        model: A Hugging Face causal language model, DDP around one, or one sharded by `fully_shard`.
+        optimizer: A torch optimizer, or accelerate's wrapper of one. No GradScaler: train in bf16 or fp32.
+        probes: What to measure: probe objects, or names such as "simple".
+        microbatch_size: Sequences of one forward and backward on this rank, the same in all microbatches.
+        microbatches: Microbatches of one optimizer step on this rank.
+        max_grad_norm: The threshold of the loop's own `clip_grad_norm_`. None if it does not clip.
+        records: Where rank 0 writes metrics.jsonl and probes.jsonl: a folder or `Records`. None writes nothing.
+        temperature: The sampling temperature, by which the loop divides the logits.
+        dr_grpo: Whether the loss is meant to be Dr-GRPO's: −A log π summed over all tokens, divided by a constant.
+            Probes read the loss's actual weights; where these differ from Dr-GRPO's, the reason names this setting.
+        autocast: Returns a new autocast context for the loop's forward pass. None for no autocast.
+        sample: `sample(n)` returns n fresh responses, each to a random prompt. torch is seeded before the call, and its
+            random state restored afterwards. If None, estimates that need fresh responses are nan.
+        decode: Returns the text of a tensor of token ids. If None, the ids themselves are recorded.
+        sampling_mismatch: Why the responses are not samples of the policy (top-p, say): most estimates are then nan.
+        target_kl_share: The KL divergence of each step as a share of the policy's entropy, such as 2e-3. The learning
+            rate of each step is set to meet it. None keeps the loop's rate. No other setting changes training.
+
+    Raises:
+        UserError: With what to change, if probes would corrupt training or cannot measure it.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
     loop_refusals.refuse_scaled_optimizer(optimizer)
@@ -123,7 +125,7 @@ def measured_loop(
 
 
 class MeasuredLoop:
-    """Probes on a plain loop, until the end of its context. Made by `measured_loop`."""
+    """Probes on a plain loop, from the start to the end of its `with` block. Made by `measured_loop`."""
 
     def __init__(self, probes: Any, loop: LoopSpec, records: Any, bound: KLBound | None = None) -> None:
         probes = loop_refusals.probes_in(probes)
@@ -133,14 +135,14 @@ class MeasuredLoop:
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
         self._life = LoopLife()
-        self._states: Mapping[str, Any] | None = None  # that the next `with` goes on from; None: it begins anew
-        self._begun_with: Mapping[str, Any] | None = None  # the same, of the `with` that is open
+        self._states: Mapping[str, Any] | None = None  # that the next `with` starts from; None starts from scratch
+        self._begun_with: Mapping[str, Any] | None = None  # states that the open `with` started from
         self._scores_checked = False
         self._metrics: dict[str, Any] = {}  # of the open step
 
     @property
     def scorer(self) -> Scorer:
-        """The probes' scorer. On one process the loop's forward pass may use it too; under DDP it must use DDP's."""
+        """The probes' scorer. The loop may use it for its own forward pass on one process, but not under DDP."""
         return self._policy.scorer
 
     @property
@@ -163,10 +165,10 @@ class MeasuredLoop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._life = self._life.at(OUTSIDE)
         self._writer.note_interrupt(error)
-        if error is None:  # else perhaps on this process alone
+        if error is None:  # an error may have occurred on this rank alone, and `end` is collective
             self._driver.end()
         self._undo.close()
-        # Of a training that has not ended a step nothing is kept: the next `with` takes its first step again.
+        # If no step has ended, keep the states from before: the next `with` repeats the first step.
         self._states = self._begun_with if self._life.number is None else self._driver.states()
         self._begun_with = None
 
@@ -174,11 +176,14 @@ class MeasuredLoop:
 
     @contextlib.contextmanager
     def step(self, number: int, rollout_number: int | None = None) -> Iterator[dict[str, Any]]:
-        """A context around optimizer step `number` (from 1), from before its microbatches to after optimizer.step().
+        """Measure one optimizer step: open before its microbatches, close after `optimizer.step()`.
 
-        Yields the line of metrics.jsonl. The loop adds what it knows (loss, grad_norm); the rest is added at the end.
+        Args:
+            number: The step's number, consecutive and counted from 1.
+            rollout_number: The rollout that it learns from, if several steps share one. None: a rollout of its own.
 
-        rollout_number  which rollout the step learns from, where several steps learn from one; None: from its own
+        Yields:
+            The step's line of metrics.jsonl. Add what the loop knows (loss, grad_norm); the rest is added at the end.
         """
         self._life.expect(
             BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended"
@@ -207,13 +212,15 @@ class MeasuredLoop:
     def microbatch(
         self, rollout: Rollout, logps: Tensor, entropies: Tensor | None = None, *, other_terms: bool = False
     ) -> None:
-        """Take a microbatch whose forward pass is done; call its backward next, and then the next microbatch.
+        """Register a microbatch after its forward pass. Call its backward next, then register the next microbatch.
 
-        rollout      with sampling_logps where another engine, or older weights, have sampled it
-        logps        (B, T) with graph: the very tensor that the loss is made of
-        entropies    (B, T) of the next-token distributions, with graph if the loss uses them. None: at measured steps
-                     the scorer computes them in one more forward pass, without graph
-        other_terms  the loss has terms computed from neither (a KL penalty on logits, a load balancing loss)
+        Args:
+            rollout: The sequences. Give `sampling_logps` if another engine or older weights sampled them.
+            logps: Log-probabilities of the completion tokens, (B, T), in nats: the very tensor, with graph, that the
+                loss is computed from.
+            entropies: Entropies of the next-token distributions, (B, T), in nats, with graph if the loss uses them.
+                If None, the scorer computes them at measured steps in one more forward pass, without graph.
+            other_terms: Whether the loss has terms computed from neither (KL penalty on logits, load balancing).
         """
         self._life.expect(
             BATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()"
@@ -237,7 +244,7 @@ class MeasuredLoop:
         self._driver.microbatch(rollout, scores, MadeLoss(other_terms=other_terms))
 
     def gradients_ready(self) -> None:
-        """Call after the last backward, when gradients are averaged over processes and not clipped yet."""
+        """Run the probes. Call after the last backward, when gradients are averaged over ranks and not yet clipped."""
         self._life.expect(BATCHES, "call gradients_ready() once in a step, after its microbatches")
         loop_refusals.refuse_missing_microbatches(self._step(), self._loop.shape)
         loop_refusals.refuse_missing_backward(self._step())
@@ -246,9 +253,9 @@ class MeasuredLoop:
         self._life = self._life.at(READY)
 
     def skip_step(self) -> None:
-        """Say that the optimizer makes no step from these microbatches: call it anywhere in a step, instead of it.
+        """Leave this step out. Call it anywhere within the step, instead of `optimizer.step()`.
 
-        The step keeps its number and what was measured of its responses; it has no predictions.
+        The step keeps its number and what was measured on its responses. It has no predictions.
         """
         if self._life.place == READY:
             self._driver.stepped(made=False)
@@ -274,11 +281,11 @@ class MeasuredLoop:
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return what a resumed run needs, by the name of the probe, beside model and optimizer: for torch.save."""
+        """Return the probes' states by name, for `torch.save`: save them along with model and optimizer."""
         return tensors_by_name(self._driver.states() if self._states is None else self._states)
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Restore what `state_dict` returned, before `with`. ValueError when it belongs to other probes."""
+        """Restore what `state_dict` returned, before `with`. Raise UserError if it belongs to other probes."""
         self._life.expect(OUTSIDE, "call load_state_dict(...) before `with measured_loop(...)`")
         initial = self._driver.initial_states()
         if state.keys() != initial.keys():

@@ -1,4 +1,4 @@
-"""Where a plain loop stands, as a value: which call may come next, and what its latest step has left."""
+"""The state of a plain loop between two calls: which call may come next, and how the latest step ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rl_training.errors import UserError
 
-# Where it may stand, in the order of a training. Calls in the wrong place are refused.
+# The places of a loop, in the order of a training. A call in the wrong place is an error.
 OUTSIDE, BETWEEN = "outside `with measured_loop(...)`", "between two steps"
 BATCHES, READY, STEPPED = "in the microbatches", "past gradients_ready()", "past optimizer.step()"
 SKIPPED = "past skip_step()"
@@ -15,33 +15,33 @@ SKIPPED = "past skip_step()"
 
 @dataclass(frozen=True)
 class LoopLife:
-    """A loop between two calls."""
+    """The state of a loop between two calls."""
 
     place: str = OUTSIDE
-    open_number: int = 0  # of the step that is open
-    rollout_number: int = 0  # that it learns from
-    number: int | None = None  # of the latest step that has ended
-    was_left_out: bool = False  # that step, without a word
-    learned_rollout: int | None = None  # that the latest step that was made has learned from
+    open_number: int = 0  # number of the open step
+    rollout_number: int = 0  # rollout that the open step learns from
+    number: int | None = None  # number of the latest step that ended
+    was_left_out: bool = False  # whether that step was left out without skip_step()
+    learned_rollout: int | None = None  # rollout of the latest step that the optimizer made
 
     def expect(self, place: str, what: str) -> None:
-        """Raise UserError, with what to do, where the loop stands anywhere else."""
+        """Raise UserError, with what to do, if the loop is not at this place."""
         if self.place != place:
             raise UserError(f"{what}: the loop is {self.place}")
 
     def at(self, place: str) -> LoopLife:
-        """Return the loop at another place."""
+        """Return the state at another place."""
         return dataclasses.replace(self, place=place)
 
     def begun(self, number: int, rollout_number: int | None) -> LoopLife:
-        """Return the loop in the microbatches of a step.
+        """Return the state at the beginning of a step, before its microbatches.
 
         Args:
-            number: of the step.
-            rollout_number: that it learns from; None: from its own.
+            number: The step's number. The first may be any from 1 on, the others must be consecutive.
+            rollout_number: The rollout that it learns from. None if it has its own.
 
         Raises:
-            UserError: it does not follow the latest one; the first may have any number from 1 on.
+            UserError: If the number does not follow the latest step's.
         """
         if number < 1:
             raise UserError(f"step {number}: number the optimizer steps from 1")
@@ -52,14 +52,14 @@ class LoopLife:
 
     @property
     def learns_again(self) -> bool:
-        """Whether the open step learns from the rollout that the latest one has learned from."""
+        """Whether the open step learns from the same rollout as the latest step that the optimizer made."""
         return self.rollout_number == self.learned_rollout
 
     def ended(self, was_left_out: bool) -> LoopLife:
-        """Return the loop after its step.
+        """Return the state after the open step.
 
         Args:
-            was_left_out: without a word: neither the optimizer has made it, nor skip_step() was called.
+            was_left_out: Whether neither optimizer.step() nor skip_step() was called.
         """
         learned = self.rollout_number if self.place == STEPPED else self.learned_rollout
         return dataclasses.replace(

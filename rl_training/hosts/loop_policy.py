@@ -24,10 +24,15 @@ NO_SAMPLE = Limit(
 
 
 class LoopPolicy(Policy):
-    """See the module's docstring.
+    """A policy that samples and decodes with the loop's functions.
 
-    sample  sample(n) returns n fresh responses to random prompts, drawn with torch's random numbers alone; None: none
-    decode  the text of a sequence of token ids; None: the ids themselves stand for it
+    Args:
+        model: The trained model, unwrapped.
+        scorer: The model's scorer.
+        batch_size: Rows of one forward pass without graph.
+        sample: `sample(n)` returns n fresh responses to random prompts, using no random numbers but torch's. None if
+            the loop cannot sample.
+        decode: Returns the text of a tensor of token ids. None uses the ids as text.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class LoopPolicy(Policy):
         parts = []
         with torch.no_grad(), preserve_rng(device), self.measuring():
             for number, rows in enumerate(mine.split(self._batch_size)):
-                # One seed per batch: how many random numbers a batch uses depends on its longest response.
+                # One seed per batch, because a batch uses as many random numbers as its longest response needs.
                 seed_torch(seed, ranks.number, number, device=device)
                 parts.append(self._sample(len(rows)))
         return dataclasses.replace(join_rollouts(parts), prompt_index=mine.to(device), on_policy=True)

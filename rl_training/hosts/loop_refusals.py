@@ -1,4 +1,4 @@
-"""Refuses what a loop may not do while it is measured, in one line with the fix."""
+"""Errors for what a measured loop must not do: each is one line that includes the fix."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.probes import BUILT_IN
 
-FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
-FARTHEST_ENTROPY = 0.2  # of their mean: that of entropies, of which bits are .44 more
+FARTHEST = 0.1  # largest mean difference between the loop's log-probabilities and the scorer's, in nats per token
+FARTHEST_ENTROPY = 0.2  # the same for entropies, as a share of their mean; bits instead of nats are off by 0.44
 
 SCALED = (
     "a GradScaler scales the loss, and with it the gradients that probes read: train in bf16 or fp32, with "
@@ -31,9 +31,13 @@ SCALED = (
 
 
 def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Module, optimizer: Any) -> None:
-    """Raise ValueError where there is nothing to measure with or to measure, or a second backward would be corrupted.
+    """Raise UserError if there are no probes, nothing is trained, or a second backward would be corrupted.
 
-    module  the model less DDP
+    Args:
+        probes: As the user gave them.
+        model: The model, possibly inside DDP.
+        module: The same model without DDP.
+        optimizer: As the loop steps it.
     """
     probes_in(probes)
     refuse_what_is_no_language_model(module)
@@ -48,10 +52,10 @@ def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Mod
 
 
 def probes_in(given: Any) -> tuple[Probe, ...]:
-    """Return the probes that were given: several, or one by itself; by name, with default options, or as objects.
+    """Return the given probes as a tuple: one or several, as objects, or as names for their default options.
 
     Raises:
-        UserError: for what is no probe and names none, and for a number of folds that no step can have.
+        UserError: For an object or a name that is no probe, and for an impossible number of folds.
     """
     probes = (given,) if isinstance(given, Probe | type | str) or not isinstance(given, Iterable) else tuple(given)
     return tuple(map(_probe_in, probes))
@@ -72,7 +76,7 @@ def _probe_in(given: Any) -> Probe:
 
 
 def refuse_what_is_no_language_model(module: nn.Module) -> None:
-    """Raise ValueError where there are no logits to score with: for a module around a language model and a critic."""
+    """Raise UserError if the module has no logits to score with, such as a wrapper of a language model and a critic."""
     if _is_language_model(module):
         return
     inside = [name for name, part in module.named_modules() if name and _is_language_model(part)]
@@ -83,11 +87,11 @@ def refuse_what_is_no_language_model(module: nn.Module) -> None:
 def _is_language_model(module: Any) -> bool:
     base = module.get_base_model() if hasattr(module, "get_base_model") else module
     can_score = hasattr(base, "config") and hasattr(base, "get_output_embeddings")
-    return can_score and (not hasattr(base, "can_generate") or base.can_generate())  # which a body alone cannot
+    return can_score and (not hasattr(base, "can_generate") or base.can_generate())  # False for a model without a head
 
 
 def refuse_impossible_settings(shape: StepShape, temperature: Any, max_grad_norm: Any) -> None:
-    """Raise ValueError for a number that no loop can have."""
+    """Raise UserError for a number that no loop can have."""
     for name, value in vars(shape).items():
         if type(value) is not int or value < 1:
             raise UserError(f"measured_loop({name}={value!r}): give a whole number, at least 1")
@@ -98,7 +102,7 @@ def refuse_impossible_settings(shape: StepShape, temperature: Any, max_grad_norm
 
 
 def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
-    """Raise ValueError for what is no optimizer of torch's kind, and one that trains no parameter of the model."""
+    """Raise UserError if the optimizer is no torch optimizer, or trains no parameter of the model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the one inside it, which steps")
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
@@ -109,16 +113,16 @@ def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
 
 
 def refuse_scaled_optimizer(optimizer: Any) -> None:
-    """Raise UserError for accelerate's optimizer where it steps with a GradScaler."""
+    """Raise UserError if accelerate's optimizer steps with a GradScaler."""
     if getattr(optimizer, "scaler", None) is not None:
         raise UserError(SCALED)
 
 
 def refuse_grad_scaler() -> None:
-    """Raise UserError where a GradScaler steps the optimizer that is about to step.
+    """Raise UserError if a GradScaler called the optimizer step that is about to run.
 
-    It tells the optimizer nothing of itself, and a scaled gradient that is unscaled and clipped is the clipped one of a
-    plain loop: nothing but who calls tells them apart.
+    The optimizer does not know its caller, and a gradient that was scaled, unscaled and clipped looks like a clipped
+    one. So only the call stack shows the GradScaler.
     """
     for frame, _ in traceback.walk_stack(None):
         if frame.f_code.co_filename == grad_scaler.__file__:
@@ -128,13 +132,13 @@ def refuse_grad_scaler() -> None:
 
 
 def refuse_one_more_microbatch(step: StepRecorder, shape: StepShape) -> None:
-    """Raise UserError for a microbatch beyond those that a step has."""
+    """Raise UserError if the step already has all its microbatches."""
     if len(step.rollouts) == shape.microbatches:
         raise UserError(f"this step has more microbatches than measured_loop(microbatches={shape.microbatches})")
 
 
 def refuse_missing_microbatches(step: StepRecorder, shape: StepShape) -> None:
-    """Raise UserError for a step that ends with fewer microbatches than it should have."""
+    """Raise UserError if a step ends with too few microbatches."""
     if len(step.rollouts) != shape.microbatches:
         raise UserError(
             f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={shape.microbatches})"
@@ -142,7 +146,7 @@ def refuse_missing_microbatches(step: StepRecorder, shape: StepShape) -> None:
 
 
 def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | None, size: int) -> None:
-    """Raise ValueError for a microbatch of another size, scores of another shape, and logps without graph."""
+    """Raise UserError for a microbatch of the wrong size, scores of the wrong shape, or logps without graph."""
     if rollout.num_sequences != size:
         raise UserError(
             f"a microbatch has {rollout.num_sequences} sequences, but measured_loop(microbatch_size={size})"
@@ -158,9 +162,10 @@ def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 
 
 def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | None, policy: Policy) -> None:
-    """Raise ValueError where a loop's own scores are not the scorer's: a shift by a token costs nats.
+    """Raise UserError if the loop's scores are not the scorer's: a shift by one token makes them differ by nats.
 
-    It says nothing where scores depend on the batch that a row is in: there each measured step says what it comes to.
+    Skipped for models whose scores depend on the other rows of a batch: there every measured step reports the
+    difference.
     """
     if depends_on_longest_row(policy.model):
         return
@@ -187,7 +192,7 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 
 
 def refuse_missing_backward(step: StepRecorder) -> None:
-    """Raise ValueError where the latest microbatch had no backward: gradients are told apart by when they arrive."""
+    """Raise UserError if the latest microbatch had no backward: the order of backwards assigns gradients to them."""
     if step.loss_weights and "logps" not in step.loss_weights[-1]:
         raise UserError(
             f"the backward of microbatch {len(step.loss_weights)} did not reach its logps: compute the loss from the "

@@ -2,15 +2,15 @@
 
 Read in this order:
 
-    attachment.py    what `attach` puts on a trainer and takes off again; compatibility.py says what it refuses
-    step_hooks.py    the moments of a step, each a call of the engine's driver; loop.py is what the engine sees
-    rollouts.py      what the trainer knows of a batch, until its step; batches.py and generated.py read its rows
-    policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores that training made
-    sharding.py      which entries of weights, gradients and states a process has under DDP, FSDP2 and ZeRO
-    trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved; attached_run.py: where,
-                                                             described.py: of which settings
-    guard.py, termination.py, spoken.py                      how measuring ends, and what is said of it
-    trainer.py       DrGRPOTrainer, with buffer.py, trained_loss.py and reward_functions.py: a trainer of our own
+    attachment.py    what `attach` puts on a trainer and removes again; compatibility.py refuses what cannot work
+    step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
+    rollouts.py      what the trainer knows about a batch until its step; batches.py and generated.py read its rows
+    policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores that a loss is made of
+    sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
+    trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved
+    attached_run.py, described.py                            the folder of a run, and the settings written to it
+    guard.py, termination.py, spoken.py                      how measuring ends, and what the user is told
+    trainer.py       DrGRPOTrainer, this package's trainer, with buffer.py, trained_loss.py and reward_functions.py
 """
 
 from __future__ import annotations
@@ -40,44 +40,47 @@ def attach(
     target_kl_share: float | None = None,
     strict: bool | None = None,
 ) -> Attachment:
-    """Measure a trainer's training, and leave records, config.yaml and a report in a folder.
+    """Attach probes to a TRL trainer, and write records, config.yaml and a report of its training.
 
         with attach(trainer, "runs/my_run"):
             trainer.train()
 
-    The report is written when the block ends: after success, an exception and Ctrl-C. Without `with`, it is written
-    when `trainer.train()` ends. SIGTERM writes it too, and then ends the process as it would have, once the call
-    into torch that it is in has returned: in a collective that waits for the other processes. Of several processes
-    the first one writes.
+    The report is written when the block ends: after success, an exception or Ctrl-C. Without `with`, it is written
+    when `trainer.train()` ends. SIGTERM also writes it, and then ends the process as usual. Python handles the signal
+    once the current call into torch returns; a collective returns only when the other ranks join it. With several
+    processes, rank 0 writes.
 
     Args:
-        folder: Where logs/, config.yaml and report/ go. A folder that holds another training stays as it is: this one
-            goes to the next free number, my_run-2. A training that resumes goes on in its own. None: nothing is
-            written. Records(FOLDER): only these, no config.yaml and no report.
-        probes: Names, as on the command line, or objects, such as SimpleEntropyProbe(every=5).
-        metrics: What is added to the trainer's log, and with it to dashboards: "core", at most 15 numbers, or "all".
-            The records always have all.
-        whole_prompts: Keep the responses of a prompt side by side. None: where that only changes the order in which
-            the microbatches of a step are summed, which differs by rounding, and with dropout which response meets
-            which mask. False: training is bitwise that of the
-            trainer alone. True: training with probes is bitwise that of attach(trainer, probes=(), whole_prompts=True).
-        target_kl_share: The learning rate of each step follows from its measured KL, so that it is this share of the
-            policy's entropy (2e-3, say); None: the trainer's rate. This one setting changes training.
-        strict: An error in a probe ends training. Otherwise it ends measuring: training goes on bitwise, what would
-            have been measured is nan with the reason, and the traceback is in logs/probe_error.txt. None: as
-            RL_TRAINING_STRICT=1 in the environment says. With several processes, or where a step follows from what is
-            measured (target_kl_share), such an error always ends training.
+        trainer: A `trl.GRPOTrainer` or a subclass of it, before `train()`.
+        folder: Folder for logs/, config.yaml and report/. If it already holds another training, it stays unchanged and
+            this training goes to the next free number, my_run-2. A resumed training continues in its own folder.
+            `Records(FOLDER)` writes the records alone, without config.yaml and report. None writes nothing.
+        probes: What to measure: names, as on the command line, or objects such as `SimpleEntropyProbe(every=5)`.
+        metrics: Which numbers to add to the trainer's log, and thus to dashboards: "core", at most 15, or "all". The
+            records always hold all of them.
+        whole_prompts: Whether to keep all responses to a prompt in consecutive rows, instead of shuffling them. False
+            leaves training bitwise identical to the trainer's own. True makes training with probes bitwise identical
+            to `attach(trainer, probes=(), whole_prompts=True)`. None does it only if nothing changes but the order in
+            which a step's microbatches are summed (a rounding difference) and, with dropout, which mask a response
+            gets.
+        target_kl_share: The KL divergence of each step as a share of the policy's entropy, such as 2e-3. The learning
+            rate of each step is set so that its measured KL meets this target, which changes training. None keeps the
+            trainer's learning rate.
+        strict: Whether an error in a probe ends training. If False, it ends only the measuring: training continues
+            bitwise unchanged, later estimates are nan with the reason, and the traceback is in logs/probe_error.txt.
+            None means True if the environment has RL_TRAINING_STRICT=1, else False. With several processes, or with
+            `target_kl_share`, an error always ends training.
 
     Returns:
-        A handle with `latest`, the latest estimates, and `remove()`.
+        A handle with `latest`, the latest estimates, and `remove()`, which removes the probes.
 
     Raises:
-        UserError: saying what to change, where the trainer already has probes, where measuring would harm training,
-            or where nothing could be measured. What one probe cannot measure is nan with the reason.
+        UserError: With what to change, if the trainer already has probes, if measuring would harm training, or if
+            nothing could be measured. An estimate that a single probe cannot make is nan with the reason instead.
     """
     from pathlib import Path
 
-    from trl import GRPOTrainer  # here, as all of these: importing `attach` is fast
+    from trl import GRPOTrainer  # imported here, like the modules below, so that importing `attach` stays fast
 
     from rl_training.hosts.loop_refusals import probes_in
     from rl_training.hosts.trl.attached_run import AttachedRun

@@ -1,7 +1,4 @@
-"""The probes that `attach` puts on a running trl.GRPOTrainer.
-
-Made here: what belongs to one training, from its begin to its end. The moments of a step are in step_hooks.py.
-"""
+"""Probes on a trl.GRPOTrainer: all that lives as long as one training run. step_hooks.py has the hooks of a step."""
 
 from __future__ import annotations
 
@@ -52,25 +49,23 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Options:
-    """What `attach` was asked for, beside the probes and where they write: see there."""
+    """Options of `attach`, which documents them, and of DrGRPOTrainer."""
 
     whole_prompts: bool | None = None
     metrics: Literal["core", "all"] = "core"
     target_kl_share: float | None = None
-    interventions: Sequence[Intervention] = ()  # what the trainer trains with, one after another
-    stays: bool = False  # attached when a training has ended
+    interventions: Sequence[Intervention] = ()  # that the trainer trains with, applied in this order
+    stays: bool = False  # whether the probes stay attached after a training has ended
     strict: bool | None = None
 
 
 class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
-    """Probes attached to a trainer, until `remove`. Made by `attach`.
-
-    place  where is written: the folder of a run, Records alone, or nothing
-    """
+    """Probes attached to a trainer, until `remove`. Made by `attach`."""
 
     def __init__(
         self, trainer: GRPOTrainer, probes: Sequence[Probe], place: AttachedRun | Records | None, options: Options
     ) -> None:
+        """Attach probes, and write to `place`: a run folder, bare `Records`, or None to write nothing."""
         compatibility.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise UserError("this trainer already has probes attached: remove() those first, or pass all in one list")
@@ -100,16 +95,16 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         )  # fmt: skip
         self._termination = Termination(self._write_before_the_end)
         self._trained = self._has_report = False
-        self._failed = ""  # how the latest training has, which the block may have caught the error of
+        self._failed = ""  # how the latest training failed; its error may have been caught inside the `with` block
         self._checkpoints = CheckpointHooks(trainer, self.driver, self._guard)
-        self._ends_with_training = not options.stays  # and not with the block that it is the context of
-        self.is_typed = False  # what is advised is typed on a command line
+        self._ends_with_training = not options.stays  # False inside a `with` block, whose end removes the probes
+        self.is_typed = False  # whether advice is given as command-line settings, trainer.NAME=VALUE
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
         self._put_on(trainer)
 
     def _put_on(self, trainer: GRPOTrainer) -> None:
-        """Wrap what probes need to see of the trainer, until `_undo`."""
+        """Wrap the methods of the trainer that probes need to see, until `_undo` is closed."""
         for name, method in self._wrappers().items():
             wrap(trainer, name, method, self._undo)
         self._undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
@@ -124,22 +119,22 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     @property
     def latest(self) -> Mapping[str, Estimate]:
-        """The probes' latest estimates, by name; the same on every rank where the probe says so."""
+        """The latest estimates by name. They are the same on every rank if the probe says so."""
         return self._writer.latest
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the run, once training has begun the one that is written to; None where there is none."""
+        """The run folder: the one asked for, and once training has begun the one written to. None without a folder."""
         return None if self.run is None else self.run.folder
 
     @property
     def report(self) -> Path | None:
-        """The page of the run, which is there once training has ended; None where there is no folder."""
+        """The report's page, which exists once training has ended. None without a folder."""
         return None if self.run is None else self.run.folder / REPORT_FOLDER / PAGE_FILE
 
     def _repr_html_(self) -> str:
-        """Return the report for a notebook that shows the attachment: in a frame that needs no file beside it."""
-        if not self._has_report or self.report is None or not self.report.is_file():  # else it is of an earlier run
+        """Return the report for display in a notebook, in a self-contained frame."""
+        if not self._has_report or self.report is None or not self.report.is_file():  # a page may be an earlier run's
             return f"<p>{html.escape(repr(self))}: its report is written when training ends</p>"
         page = html.escape(self.report.read_text(encoding="utf-8"))
         return f'<iframe srcdoc="{page}" width="100%" height="700" frameborder="0"></iframe>'
@@ -150,23 +145,23 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     @property
     def _place(self) -> Path | None:
-        """Where this process writes: the folder of a run, or that of its records alone."""
+        """Where this process writes: the run folder, or the folder of bare records."""
         return self.folder or (None if self._records is None else self._records.folder)
 
     def _wrappers(self) -> dict[str, Callable[..., Any]]:
-        """Return what wraps which method of the trainer."""
+        """Return the wrapper of each wrapped trainer method, by the method's name."""
         return {"train": self._on_train, **self._steps.wrappers(), **self._checkpoints.wrappers()}
 
     @property
     def loss_settings(self) -> LossSettings:
-        """What the loss that is trained with is set to, interventions and all."""
+        """The settings of the loss that training uses, interventions included."""
         settings = batches.loss_settings(self._trainer)
         return dataclasses.replace(
             settings, differs=settings.differs | {intervention.differs for intervention in self._loss.on_loss}
         )
 
     def remove(self) -> None:
-        """Remove everything from the trainer; what was measured is kept."""
+        """Remove the probes and everything else that was attached. The measurements are kept."""
         for batch in self._trainer._buffered_inputs or []:
             for key in batches.EXTRA_BATCH_KEYS:
                 batch.pop(key, None)
@@ -186,7 +181,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             self._writer.note_interrupt(error)
 
     def _on_train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._end_run(None)  # of a training before, in the same block
+        self._end_run(None)  # of an earlier training in the same `with` block
         self._failed = ""
         self._guard.begin()
         try:
@@ -201,7 +196,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         return output
 
     def _end(self, error: BaseException | None) -> None:
-        """Remove everything from the trainer, and write the report of a run that has begun."""
+        """Remove everything from the trainer, and write the report if the run has begun."""
         self.remove()
         self._end_run(error)
 
@@ -223,7 +218,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         return f"{how}; {self._guard.reason}" if self._guard.reason else how
 
     def _write_before_the_end(self) -> None:
-        """Write what there is, since the process is told to end. Nothing is removed: training may go on."""
+        """Write the report now, because SIGTERM arrived. Nothing is removed: training may go on."""
         assert self.run is not None
         self._log.flush()
         how = self._outcome(how_it_ended(self._trainer, "was told to end (SIGTERM)"))
@@ -235,7 +230,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 "this trainer has trained before, so its records and running sums would restart midway: continue "
                 "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )
-        self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
+        self._undo_engine.close()  # left over if an exception ended the previous training in the middle of a step
         resumed, self._checkpoints.resumed = self._checkpoints.resumed, None
         attached_settings = {
             "whole_prompts": self._rollouts.whole_prompts,
@@ -251,9 +246,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._writer.begin(f"raise {'trainer.' if self.is_typed else ''}max_completion_length")
 
     def _begin(self, resumed: Resumed | None, settings: Mapping[str, Any]) -> None:
-        """Begin the run, if there is one, and measuring; both say so."""
+        """Begin the run, if there is one, and start measuring. Both tell the user."""
         if self.run is not None:
-            self.run.begin(resumed.run_name or None if resumed else None)  # of no attached run: a new one
+            self.run.begin(resumed.run_name or None if resumed else None)  # a checkpoint without a run starts a new one
             self._checkpoints.run_name = self.run.folder.name
             if all_ranks().number == 0:
                 self._writer.records = self.run.records()
@@ -264,7 +259,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             self._begin_training(resumed)
 
     def _begin_training(self, resumed: Resumed | None) -> None:
-        """Tell the driver where parameters and optimizer are: some launches place them only now."""
+        """Start the driver. Only now are parameters and optimizer final: some launches shard them in `train()`."""
         trainer, whole_prompts = self._trainer, self._rollouts.whole_prompts
         self._rollouts.take_what_is_left()
         loop = loop_of(trainer, self._policy, self.loss_settings, whole_prompts=whole_prompts, is_typed=self.is_typed)
@@ -298,5 +293,5 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         with self._guard.watching():
             if "loss" in logs:
                 self._log.write(state.global_step, logs)
-            elif self._records is not None and "eval_loss" in logs:  # and not the summary at the end of training
+            elif self._records is not None and "eval_loss" in logs:  # the summary at the end of training has neither
                 self._records.write_evaluation(state.global_step, logs)

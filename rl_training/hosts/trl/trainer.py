@@ -2,7 +2,7 @@
 
 Dr-GRPO (Liu et al. 2025, "Understanding R1-Zero-like training") removes two biases of GRPO: advantages are not divided
 by the group's standard deviation, and a sequence's loss is summed over its tokens and divided by a constant, the
-maximum completion length. Every other loss of TRL's can be set.
+maximum completion length. Every other TRL loss can be set too.
 """
 
 from __future__ import annotations
@@ -42,19 +42,30 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class DrGRPOConfig(GRPOConfig):
-    """trl.GRPOConfig with Dr-GRPO's settings, and defaults under which probes can measure.
+    """`trl.GRPOConfig` with Dr-GRPO's loss, and with defaults under which probes can measure.
 
-    It has every field of GRPOConfig. Without an accelerator it trains in fp32 on the CPU, with no setting needed.
+    It has every field of `trl.GRPOConfig`. The fields below are new, or have other defaults. Without an accelerator it
+    trains in fp32 on the CPU, with no setting needed.
+
+    Args:
+        loss_type: "dr_grpo": a sum over tokens, divided by a constant.
+        scale_rewards: "none": advantages are not divided by the group's standard deviation.
+        beta: 0, no KL penalty.
+        target_kl_share: The KL divergence of each step as a share of the policy's entropy, both per token, such as
+            2e-3. The learning rate of each step is set to meet it. None uses `learning_rate`.
+        logging_steps: 1, so that every optimizer step has a full line in the records.
+        bf16: None means False on the CPU, and TRL's default elsewhere.
+        gradient_checkpointing: None means False, where TRL's default is True.
+        ddp_find_unused_parameters: False.
     """
 
     loss_type: str = "dr_grpo"
     scale_rewards: str = "none"
     beta: float = 0.0
-    # KL of a step over the policy's entropy, both per token; each step's learning rate follows. None: learning_rate.
     target_kl_share: float | None = None
-    logging_steps: float = 1  # a line per optimizer step in the records
+    logging_steps: float = 1
     bf16: bool | None = None
-    gradient_checkpointing: bool | None = None  # TRL has True; transformers reads None as False
+    gradient_checkpointing: bool | None = None  # transformers reads None as False
     ddp_find_unused_parameters: bool | None = False
 
     def __post_init__(self) -> None:
@@ -65,15 +76,16 @@ class DrGRPOConfig(GRPOConfig):
         super().__post_init__()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: tokens are left out. training_args.bin, in every checkpoint, is such a pickle."""
+        """Return the fields to pickle, without access tokens: every checkpoint holds a pickle, training_args.bin."""
         masked = without_secrets(vars(self))
         return {name: None if value == MASK else value for name, value in masked.items()}
 
 
 class SaveBetweenRollouts(TrainerCallback):
-    """Moves `save_steps` to steps where a rollout is used up, and logs it: TRL does not save a rollout still in use.
+    """Moves checkpoints to steps that use up a rollout, and logs this: TRL does not save a rollout still in use.
 
-    steps_per_rollout  optimizer steps from one such step to the next; with 1, the usual, there is nothing to move
+    Args:
+        steps_per_rollout: Optimizer steps per rollout. With 1, the usual value, nothing is moved.
     """
 
     def __init__(self, steps_per_rollout: int) -> None:
@@ -98,9 +110,12 @@ class SaveBetweenRollouts(TrainerCallback):
 
 @contextlib.contextmanager
 def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
-    """A context in which moments and the position in the schedule are loaded from a checkpoint, and nothing else.
+    """Keep this trainer's settings while a checkpoint is loaded: only moments and the schedule's position change.
 
-    Learning rates, betas, weight decay and when to save are this trainer's. ValueError where they cannot be kept.
+    Learning rates, betas, weight decay and save steps stay this trainer's.
+
+    Raises:
+        UserError: If they cannot be kept.
     """
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
@@ -119,7 +134,7 @@ def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
-    """Raise ValueError when the training set has fewer prompts than a rollout: TRL would train nothing, silently."""
+    """Raise UserError if the training set has fewer prompts than a rollout: TRL would silently train nothing."""
     batch, group, rows = trainer.args.generation_batch_size, trainer.num_generations, trainer.train_dataset
     if isinstance(rows, Sized) and len(rows) < batch // group:
         raise UserError(
@@ -130,14 +145,20 @@ def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
 
 
 class DrGRPOTrainer(GRPOTrainer):
-    """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and measures `probes` at every step.
+    """`trl.GRPOTrainer` with Dr-GRPO as its default loss, probes, interventions and a choice of prompts.
 
-    probes   what to measure; training is bitwise the same with any of them and with none. A plain GRPOTrainer sums the
-             microbatches of a step in another order
-    records  where metrics.jsonl and probes.jsonl go, Records or a folder; optional
-    interventions  what to train with, by name, one after another: ["psr", "bonus:0.02"], see interventions/named.py
-    buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those with zero advantage
-    Everything else as in trl.GRPOTrainer. `.attachment.remove()` removes the probes.
+    All responses to a prompt stay in consecutive rows. Training is bitwise the same with any probes and with none; a
+    plain GRPOTrainer sums a step's microbatches in another order. `.attachment.latest` holds the latest estimates,
+    and `.attachment.remove()` removes the probes.
+
+    Args:
+        *args, **kwargs: As for `trl.GRPOTrainer`, with a `DrGRPOConfig` as `args`.
+        probes: What to measure: names, as on the command line, or probe objects.
+        records: Where rank 0 writes metrics.jsonl and probes.jsonl: a folder or `Records`. None writes nothing.
+        interventions: What to train with, by name and in this order, such as `["psr", "bonus:0.02"]`.
+            interventions/named.py lists them.
+        buffer: A `FilteredBuffer`, which draws the prompts instead of the data loader and replaces those whose
+            advantages are zero.
     """
 
     args: DrGRPOConfig
@@ -158,7 +179,7 @@ class DrGRPOTrainer(GRPOTrainer):
         if not self.reward_weights.isfinite().all():
             raise UserError(f"reward_weights={self.reward_weights.tolist()} must be finite numbers")
         _refuse_few_prompts(self)
-        if is_peft_model(self.model):  # TRL rounds the adapter on a 4-bit model to bf16, in which small steps are lost
+        if is_peft_model(self.model):  # TRL casts the adapter of a 4-bit model to bf16, which rounds small steps away
             for param in self.model.parameters():
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
@@ -168,15 +189,15 @@ class DrGRPOTrainer(GRPOTrainer):
         self.args = with_settings(self.args, trained_with)
         self._sets_learning_rate = any(intervention.lr_factor != 1.0 for intervention in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
-        self.branches_off = False  # the checkpoint it goes on from is another run's, with settings of its own
-        self.has_own_random_numbers = False  # of a branch with another seed: the checkpoint's are not taken
+        self.branches_off = False  # whether it resumes from another run's checkpoint, but with its own settings
+        self.has_own_random_numbers = False  # whether to ignore the checkpoint's RNG state: a branch with another seed
         self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer)
 
     @property
     def loss_in_words(self) -> str:
-        """Return "Dr-GRPO", and how the loss that is trained with differs from it."""
+        """The name of the loss: "Dr-GRPO", and the settings and interventions by which it differs from that."""
         settings = loss_settings(self)
         differing = [f"{name}={getattr(self.args, name)}" for name in DR_GRPO if name in settings.differs]
         differing += ["mask_truncated_completions=true"] * settings.hides_truncated
@@ -184,14 +205,14 @@ class DrGRPOTrainer(GRPOTrainer):
         return f"Dr-GRPO except for {', '.join(differing)}" if differing else "Dr-GRPO"
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
+        """Return TRL's rollout for these rows. When training with a buffer, the buffer draws the rows instead."""
         generate = super()._generate_and_score_completions
         try:
             if self.buffer is None or not self.model.training:
                 return generate(inputs)
             return fill_rollout(self, self.buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
         except RuntimeError as error:
-            if "probability tensor contains" not in str(error):  # torch's, on sampling from nan
+            if "probability tensor contains" not in str(error):  # torch raises this when it samples from nan
                 raise
             raise UserError(self._diverged("the policy's probabilities are nan")) from error
 
@@ -211,14 +232,14 @@ class DrGRPOTrainer(GRPOTrainer):
             raise UserError(self._diverged(f"{bad[0]} is {logs[bad[0]]}"))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        """Return TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
+        """Return TRL's rewards, (sequences of all ranks, reward functions), once every sequence has a finite one.
 
-        TRL would continue: with an advantage of 0 for a nan reward, with a group of nan for an infinite one.
+        TRL itself would continue: a nan reward gets an advantage of 0, and an infinite one makes its whole group nan.
         """
         try:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         except ValueError as error:
-            # TRL's own, on a function that returns too few or too many; an error of the function has a note.
+            # TRL raises this if a function returns too few or too many rewards. A function's own error has a note.
             if "rewards, but" not in str(error) or getattr(error, "__notes__", None):
                 raise
             raise UserError(f"step {self.state.global_step + 1}: {error}") from error
@@ -238,7 +259,7 @@ class DrGRPOTrainer(GRPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         card = Path(self.args.output_dir) / "README.md"
-        if self.is_world_process_zero():  # TRL knows no base that lies in a folder
+        if self.is_world_process_zero():  # TRL links a base model from a local folder as "None"
             folder = Path(self.model.name_or_path).name
             text = card.read_text(encoding="utf-8")
             text = text.replace("[None](https://huggingface.co/None)", f"the model in the folder `{folder}`")
