@@ -1,4 +1,4 @@
-"""The driver of a loop with bounded steps: it sets the learning rate before probes look at the step to come."""
+"""The driver of a loop with KL-bounded steps: it sets the learning rate before the probes see the step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rl_training.statistics.estimate import Estimate
 
 
 class BoundedDriver(StepDriver):
-    """Runs probes at optimizer steps of a bounded length. Every step is bounded, also those that no probe measures."""
+    """Runs probes at optimizer steps of bounded KL. Every step is bounded, even those that no probe measures."""
 
     def __init__(self, probes: Sequence[Probe], bound: KLBound) -> None:
         super().__init__(probes)
         self.bound = bound
-        self._found: dict[str, Estimate] = {}  # how the rate of the open step was set
+        self._found: dict[str, Estimate] = {}  # how the current step's learning rate was set
 
     def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
         super().start(loop, states)

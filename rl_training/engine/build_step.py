@@ -1,4 +1,4 @@
-"""A step's data, made in one place once all gradients are in: its sequences and folds, their gradients, its limits."""
+"""Build a step's data, once all gradients are complete: its sequences, folds, gradients and limits."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def build_step(
     rows: FoldRecorder | None,
     terms: TermsCheck,
 ) -> StepData:
-    """Return the data of a step whose gradients are all in. A collective.
+    """Return the data of a step whose gradients are complete. Collective.
 
-    Where gradients of folds cannot be told apart, `rows_limit` says why: microbatches mix prompts, the loss has terms
-    whose share in a part of a microbatch is not known, or the step's gradient is not what its microbatches gave.
+    `gradients.rows_limit` gives the reason if gradients cannot be split into folds: microbatches mix prompts, the loss
+    has terms whose share in a part of a microbatch is unknown, or the step's gradient is not the sum of what its
+    microbatches gave.
 
     Args:
-        step: How it was planned.
-        joined: Its microbatches as one.
-        limits: As far as its sequences and the loop tell.
-        loop: The training loop.
-        runtime: What calculates.
-        rows: What hooks have caught of the folds' gradients; None where no probe asks for any.
-        terms: What is known of the loss from earlier steps.
+        step: The recorded step and its plan.
+        joined: Its microbatches, concatenated.
+        limits: What its sequences and the loop already rule out.
+        runtime: Runs further passes.
+        rows: The fold gradients caught by hooks. None if no probe asks for any.
+        terms: What earlier steps have shown about the loss.
     """
     needs = needs_of(step.probes)
     ranks = runtime.ranks
@@ -88,7 +88,7 @@ def build_step(
 def _make_batch(
     step: StepRecorder, joined: JoinedMicrobatches, folds: Sequence[FoldGroup], fold: Tensor, ranks: Ranks
 ) -> Batch:
-    """Return the step's sequences, with the sizes of folds over all processes. A collective."""
+    """Return the step's sequences, with fold sizes summed over all ranks. Collective."""
     ones = torch.ones(len(fold), dtype=torch.float64, device=fold.device)
     return Batch(
         rollout=joined.rollout,

@@ -1,6 +1,6 @@
-"""What a probe is given of a step: its data, the policy, the processes, and all that can be made of its gradients.
+"""What a probe is given at a step: the step's data, the policy, the ranks, and quantities made from its gradients.
 
-Everything here that calculates over several processes is a collective: call it on all of them, in the same order.
+Everything here that computes across ranks is a collective: call it on all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from rl_training.step.runtime import Runtime, gradients_of_processes
 
 @dataclass(frozen=True)
 class StepContext:
-    """One optimizer step, and what a probe may do with it."""
+    """One optimizer step, and everything a probe may do with it."""
 
     step: StepData
     runtime: Runtime
-    prediction_if_any: EntropyPrediction | None = None  # where a probe that measures the step asks for it
+    prediction_if_any: EntropyPrediction | None = None  # present if a probe that measures this step needs it
 
     @property
     def policy(self) -> Policy:
-        """What scores sequences, samples them and decodes them, with the parameters as they are now."""
+        """Scores, samples and decodes sequences with the current parameters."""
         return self.runtime.policy
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train together: `ranks.reduce(x)` is a sum over them."""
+        """The ranks that train together: `ranks.reduce(x)` sums over them."""
         return self.runtime.ranks
 
     @property
     def limits(self) -> Limits:
-        """What cannot be measured at this step, with what the probes' own scores of its responses have shown."""
+        """What cannot be measured at this step, including what the probes' own scores of its responses revealed."""
         other_scores = None if self.prediction_if_any is None else self.prediction_if_any.other_scores
         if not other_scores:
             return self.step.limits
@@ -60,26 +60,26 @@ class StepContext:
 
     @property
     def prediction(self) -> EntropyPrediction:
-        """What the step does to entropy to first order; ValueError where no probe has asked for it."""
+        """What the step does to entropy to first order. ValueError if no probe has asked for it."""
         if self.prediction_if_any is None:
             raise ValueError("ctx.prediction is made only for a probe with needs = Need.ENTROPY_CHANGE (or …_ROWS)")
         return self.prediction_if_any
 
     @property
     def has_entropy_gradient(self) -> bool:
-        """Whether the step has an entropy gradient, whose passes have been held against training's scores."""
+        """Whether the step has an entropy gradient whose scores were checked against training's."""
         return self.prediction_if_any is not None and not self.prediction_if_any.limit
 
     def sum_by_fold(self, values: Tensor) -> Tensor:
-        """Return the sums of (B, …) over the sequences of each fold, (F, …), of all processes. A collective."""
+        """Return the sum of `values` (B, …) over the sequences of each fold on all ranks, (F, …). Collective."""
         return self.ranks.reduce(self.step.batch.sum_by_fold(values))
 
     def levels(self) -> Tensor:
-        """Return (F, 3): of each fold the sequences, the sum of their entropies and of their lengths. A collective."""
+        """Return the number of sequences, the sum of entropies and the sum of lengths per fold, (F, 3). Collective."""
         return levels_of_folds(self.step.batch, self.ranks, None)
 
     def truncated_share(self) -> Estimate:
-        """Return the share of the step's responses that are cut off at the maximum length. A collective."""
+        """Return the share of the step's responses that were cut off at the maximum length. Collective."""
         truncated = self.step.batch.rollout.truncated
         count = torch.tensor(torch.nan) if truncated is None else truncated.sum()
         total = float(self.ranks.reduce(count.to(self.step.batch.fold.device, torch.float64)))
@@ -90,10 +90,10 @@ class StepContext:
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def gradients(self, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
-        """Yield the number of each weighting and its gradient: a mean over each fold, and over all. A collective.
+        """Yield (index, gradient) for each weighting; the gradient is the mean per fold and over all folds. Collective.
 
         Args:
-            weights: As a loss has them; `step.batch.loss_weights` are those of the step's own gradient.
+            weights: Derivatives of a loss by the scores. `step.batch.loss_weights` gives the step's own gradient.
         """
         return iter_basis_gradients(self.step.batch, self.runtime, weights)
 
@@ -104,30 +104,31 @@ class StepContext:
         shares: Tensor,
         rollout: Rollout | None = None,
     ) -> Iterator[list[Vector]]:
-        """Yield the gradients of parts of a rollout, one after another: a row for each process's part. A collective.
+        """Yield the gradient of one part of a rollout after another, with one row for each rank's part. Collective.
 
         Args:
-            parts: Rows of this process.
-            shares: (B, 1), factors on the weights of each sequence.
-            rollout: Whose rows they are; None: the step's.
+            parts: Row indices on this rank.
+            weights: One weighting per vector yielded.
+            shares: (B, 1), a factor on the weights of each sequence.
+            rollout: The rollout that the rows index. None for the step's.
         """
         return gradients_of_processes(rollout or self.step.batch.rollout, self.runtime, parts, weights, shares)
 
     def reward_gradient(self) -> RewardGradient:
-        """Return the gradient of the mean reward of a response, as cheap as it comes. A collective."""
+        """Return the gradient of the mean reward per response, computed the cheapest way possible. Collective."""
         return reward_gradient(self.step.batch, self.ranks, self.limits)
 
     def reward_multiple_limit(self) -> Limit | None:
-        """Return the limit of a step whose gradient is no multiple of the reward's, or None. A collective."""
+        """Return the limit if the step's gradient is not a multiple of the reward's gradient, else None. Collective."""
         return reward_multiple_limit(self.step.batch, self.ranks, self.limits)
 
     # --- what a changed step would do ---------------------------------------------------------------------------------
 
     def effects_limit(self, off_policy: Limit) -> Limit | None:
-        """Return the limit of a step of which `effects`, `effect` and `gradient_shares` say nothing, or None.
+        """Return the limit if `effects`, `effect` and `gradient_shares` are unavailable at this step, else None.
 
         Args:
-            off_policy: Why not of responses that an earlier policy has sampled.
+            off_policy: The limit to return if an earlier policy sampled the responses.
         """
         return paired_effects.paired_effects_limit(self.step, self.prediction, off_policy)
 
@@ -137,25 +138,25 @@ class StepContext:
         weights: Mapping[str, Tensor],
         reward: float | LossWeights | None = None,
     ) -> dict[str, Pair]:
-        """Return ΔH per token and Δreward per response of each change of the step, by name. A collective.
+        """Return ΔH per token and Δreward per response for each change of the step, by name. Collective.
 
-        It takes Need.ENTROPY_ROWS, and no `effects_limit`.
+        Needs Need.ENTROPY_ROWS and that `effects_limit` is None.
 
         Args:
-            changes: That need no gradient but the step's own; None for the step as it is.
-            weights: (2, B, T), of other losses.
-            reward: The gradient of the reward, as a multiple of the step's own, or by the weights of a loss. None:
+            changes: Changes that need no gradient except the step's own. None stands for the unchanged step.
+            weights: Other losses, (2, B, T) each: derivatives by log-probabilities and by entropies.
+            reward: The reward gradient, either as a multiple of the step's own or as the weights of a loss. With None,
                 every Δreward is nan.
         """
         return paired_effects.paired_effects(self.step, self.prediction, self.runtime, changes, weights, reward)
 
     def effect(self, weights: LossWeights) -> Pair:
-        """Return ΔH per token, and nan, if the step's loss had these weights instead. A collective, as `effects`."""
+        """Return (ΔH per token, nan) for the step with these loss weights instead. Collective, as `effects`."""
         return self.effects({}, {"": weights.stacked()})[""]
 
     def gradient_shares(self, weights: Sequence[LossWeights]) -> GradientShares:
-        """Return what of ΔH comes from the step's fresh gradient, and from these parts of its weights. A collective.
+        """Return how much of ΔH comes from the step's fresh gradient and from these parts of its weights. Collective.
 
-        It takes Need.ENTROPY_ROWS, and no `effects_limit`.
+        Needs Need.ENTROPY_ROWS and that `effects_limit` is None.
         """
         return paired_effects.gradient_shares(self.step.batch, self.prediction, self.runtime, weights)

@@ -1,14 +1,14 @@
-"""The driver: a training loop reports each optimizer step to it in six calls, and it runs the probes.
+"""Run the probes of any training loop, which reports each optimizer step in six calls.
 
     begin(number)            before the first microbatch
     plan(…)                  once the sizes of the step's microbatches are known
-    microbatch(…)            between the forward pass and the backward of each
-    gradients_ready(…)       all gradients are in, averaged over processes; the parameters are still old
-    stepped()                parameters and optimizer states have moved, or the loop has left the step out
+    microbatch(…)            between each microbatch's forward pass and its backward
+    gradients_ready(…)       gradients are complete, averaged over ranks; the parameters are still old
+    stepped()                parameters and optimizer states have moved, or the loop has skipped the step
     finish()                 returns the probes' estimates
 
-Only the driver calls probes, times them and owns their states. Hooks are set from `microbatch` to the next call; in
-between, only the loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same
+Only the driver calls probes, times them and owns their states. Hooks are active from `microbatch` to the next call,
+while only the loop's own backward runs. The driver only reads: parameters and random streams are bitwise the same as
 without probes.
 """
 
@@ -52,28 +52,30 @@ logger = logging.getLogger(__name__)
 class StepDriver:
     """Runs probes at optimizer steps. See the module's docstring.
 
-    ValueError when two probes have the same name, or ask for different folds or entropy gradients.
+    UserError if two probes have the same name, or ask for different folds or entropy gradients.
     """
 
-    name = SHARED  # of its own state in a checkpoint, of its estimates and of its time
+    name = SHARED  # key of its own state in a checkpoint, of its estimates and of its time
 
     def __init__(self, probes: Sequence[Probe]) -> None:
         self.probes = tuple(probes)
         self._requirements = Requirements.of(probes)
         self._states = ProbeStates(self.probes)
-        self.open_step: StepRecorder | None = None  # the step that has begun, if one has
+        self.open_step: StepRecorder | None = None  # the current step, between `begin` and `finish`
         self._seen_prompts = SeenPrompts()
-        self._rows: FoldRecorder | None = None  # these three while a training lasts
+        self._rows: FoldRecorder | None = None  # these three are set when training starts
         self._predictions: Predictions | None = None
         self._runtime: Runtime | None = None
-        self._update_state = UpdateState()  # of the predictions, while no training lasts
+        self._update_state = UpdateState()  # the predictions' state while no training runs
         self.costs = Costs()  # of the last step
         self._clock = Clock(torch.device("cpu"))
 
     def start(self, loop: LoopSpec, states: Mapping[str, Any] | None = None) -> None:
-        """Begin a training with these parameters. A collective after one that failed.
+        """Begin a training run. Collective if the previous training failed.
 
-        states  of a checkpoint, as `states` has returned them; None: it does not go on from one, and all begins anew
+        Args:
+            loop: The training loop and its parameters.
+            states: The states saved in a checkpoint, as returned by `states()`. None starts from scratch.
         """
         self.close()
         self.end()
@@ -90,7 +92,7 @@ class StepDriver:
         needs = self._requirements.needs
         self._runtime = Runtime(loop.policy, loop.ranks, FoldReduction(loop.shard, self._clock.timed))
         for line in announcement(loop, self._requirements) if loop.ranks.number == 0 else ():
-            logger.warning(line)  # a level at which it is seen
+            logger.warning(line)  # a level that loggers show by default
         if not needs:
             return
         self._rows = FoldRecorder(self._runtime.reduction, self._requirements.offload, self._requirements.rows_dtype)
@@ -98,13 +100,13 @@ class StepDriver:
             self._predictions = Predictions(loop, self._requirements, self._update_state)
 
     def refuse_impossible_folds(self, shape: StepShape) -> None:
-        """Raise ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
+        """Raise UserError, naming a number that works, if the steps of a training cannot have the requested folds."""
         self._requirements.folds(shape, shape.sizes)
 
     # --- the six calls, in the order of a step -----------------------------------------------------------------------
 
     def begin(self, number: int) -> None:
-        """Begin optimizer step `number`, counted from 1. A collective where it is measured."""
+        """Begin optimizer step `number`, counted from 1. Collective if a probe measures the step."""
         self.open_step = StepRecorder(number, [probe for probe in self.probes if probe.measures_at(number)])
         if self.open_step.probes:
             with self._clock.timed():
@@ -113,9 +115,9 @@ class StepDriver:
                     self._predictions.begin()
 
     def plan(self, sizes: Sequence[int] | None = None, responses_per_prompt: int | None = None) -> None:
-        """Plan the folds of the step that has begun. A collective where it is measured and has sizes of its own.
+        """Plan the step's folds. Collective if the step is measured and `sizes` is given.
 
-        sizes  sequences of each of its microbatches on this rank; None: all of this is as in the loop's `shape`
+        `sizes` is the number of sequences in each microbatch on this rank. What is None is as in the loop's `shape`.
         """
         step = self.open_step
         assert step is not None, "call begin(number) first"
@@ -131,10 +133,9 @@ class StepDriver:
                     self._rows.make_room(step.folds, needs_of(step.probes), is_sliced=len(step.folds) > len(step.sizes))
 
     def microbatch(self, rollout: Rollout, scores: Scores, loss: MadeLoss, seen: Scores | None = None) -> None:
-        """Take a microbatch whose forward pass is done, and watch its backward.
+        """Record a microbatch between its forward pass and its backward, and watch the backward.
 
-        scores  that the loss is made of, with graph
-        seen    kept instead of these scores: also covers tokens that the loss masks out
+        The loss is made of `scores`, with graph. `seen`, if given, is recorded instead: it covers masked tokens too.
         """
         step = self.open_step
         assert step is not None, "call begin(number) first"
@@ -150,20 +151,20 @@ class StepDriver:
                     self._rows.arm(step.planned_start)
 
     def finish_backward(self) -> None:
-        """Remove the hooks before the next call: the loop's backward is over. A collective, if they were set."""
+        """Remove the hooks after the loop's backward. Collective if hooks were set."""
         if self._rows is not None:
             with self._clock.timed():
                 self._rows.finish_backward()
 
     def drop_backward(self) -> None:
-        """Remove the hooks, and what they caught: the loop's backward has failed, perhaps on this process alone."""
+        """Remove the hooks and discard what they caught: the loop's backward failed, perhaps on this rank only."""
         if self._rows is not None:
             self._rows.drop_backward()
 
     def gradients_ready(self, rollout_number: int) -> None:
-        """Run the probes just before the optimizer's step. A collective where the step is measured.
+        """Run the probes just before the optimizer's step. Collective if the step is measured.
 
-        rollout_number  number of the rollout that the step learns from, within this training
+        `rollout_number` says which rollout of this training the step learns from.
         """
         step = self.open_step
         assert step is not None
@@ -178,7 +179,7 @@ class StepDriver:
         return unnoticed(self._loop.policy.model, self._layout.device)
 
     def measuring(self) -> AbstractContextManager[None]:
-        """A context whose time counts as the engine's, of what a loop does for the sake of measuring alone."""
+        """Return a context whose time is charged to the engine, for work that a loop does only for measuring."""
         return self._clock.timed()
 
     def _prepare(self, step: StepRecorder) -> None:
@@ -191,10 +192,10 @@ class StepDriver:
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 step.readings[probe.name] = self._states.measure(probe, ctx)
-        reshard(self._loop.policy.model)  # a probe may have scored with a graph and gone no further
+        reshard(self._loop.policy.model)  # a probe may have scored with a graph and run no backward
 
     def _data_of(self, step: StepRecorder, runtime: Runtime) -> StepData:
-        """Return the data of a step whose gradients are all in. A collective."""
+        """Return the data of a step whose gradients are complete. Collective."""
         loop, joined = self._loop, step.join(self._loop.ranks)
         edited = None if self._predictions is None else self._predictions.edit_limit()
         padded = self._padding.limit(joined.rollout, loop.policy, loop.ranks.reduce)
@@ -204,18 +205,18 @@ class StepDriver:
         return build_step(step, joined, limits, loop, runtime, self._rows, self._terms)
 
     def about_to_step(self) -> None:
-        """Look at the weights right before the optimizer's step, where a loop knows when that is."""
+        """Read the weights right before the optimizer's step, if the loop knows that moment."""
         if self._predictions is not None and self.open_step is not None and self.open_step.context is not None:
             self._predictions.about_to_step()
 
     def stepped(self, made: bool = True) -> None:
-        """Run the probes just after the optimizer's step. A collective where the step is measured.
+        """Run the probes just after the optimizer's step. Collective if the step is measured.
 
-        made  False where the loop has left the step out after `gradients_ready`
+        `made` is False if the loop skipped the step after `gradients_ready`.
         """
         step = self.open_step
         if step is not None and made:
-            self._seen_prompts.add(step.rollouts)  # also where this step is not measured: a later one on them may be
+            self._seen_prompts.add(step.rollouts)  # even if it is not measured: a later step on these prompts may be
         if step is None or step.context is None:
             return
         if self._predictions is not None:
@@ -226,14 +227,14 @@ class StepDriver:
                 with self._clock.timed(probe.name):
                     reading = step.readings[probe.name]
                     step.readings[probe.name] = self._states.after_step(probe, step.context, reading)
-            with self.measuring():  # what the step leaves for the next one is kept as far as it was the formula
+            with self.measuring():  # if verification fails, states that came with predictions are dropped
                 limit = None
                 if self._predictions is not None:
                     step.check, limit = self._predictions.verify(made)
                 step.readings = self._states.commit(step.readings, limit)
 
     def skip_step(self) -> None:
-        """Discard the step that has begun; called instead of `gradients_ready` when the loop leaves the step out."""
+        """Discard the current step; called instead of `gradients_ready` if the loop skips the step."""
         self.open_step = None
         if self._runtime is not None:
             self._runtime.reduction.raise_error()
@@ -241,9 +242,9 @@ class StepDriver:
             self._rows.release()
 
     def fail_step(self) -> None:
-        """Discard the step that has begun: it has failed, perhaps on this process alone. No collective.
+        """Discard the current step after a failure, perhaps on this rank only. Not collective.
 
-        It may be taken again. What was predicted for it is not looked back on, unless the optimizer has made it.
+        The loop may retry it. The next step does not use its update, unless it was taken and verified.
         """
         self.open_step = None
         if self._rows is not None:
@@ -252,9 +253,9 @@ class StepDriver:
             self._predictions.fail_step()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
-        """End the step, and free its gradients. Returns the estimates of each probe that measured it, by its name.
+        """End the step, free its gradients, and return the estimates of each probe that measured it, by probe name.
 
-        The check of the step is the engine's. Nothing when no probe has measured it.
+        The engine's own entry holds the verification of the step. Empty if no probe measured the step.
         """
         step, self.open_step = self.open_step, None
         answers: dict[str, dict[str, Estimate]] = {}
@@ -264,7 +265,7 @@ class StepDriver:
             if step.check:
                 answers[self.name] = dict(step.check)
             num_folds = step.context.step.batch.num_folds
-            vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # one probe after another
+            vectors = max(probe.num_vectors(num_folds) for probe in step.probes)  # probes run one after another
             of_engine = (part.most_bytes for part in (self._rows, self._predictions) if part is not None)
             num_bytes = sum(of_engine) + vectors * self._layout.num_bytes
         if self._rows is not None:
@@ -275,7 +276,7 @@ class StepDriver:
     # --- state, end ---------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End what processes have in common: training has ended on all of them. A collective."""
+        """Release what the ranks share, once training has ended on all of them. Collective."""
         if self._runtime is not None:
             self._runtime.reduction.close()
 
@@ -288,10 +289,10 @@ class StepDriver:
         self.open_step = self._rows = None
 
     def initial_states(self) -> dict[str, Any]:
-        """Return the states that a training begins with, by the probe's name, and the engine's own."""
+        """Return the states at the start of a training run: the probes' by name, and the engine's own."""
         return {**self._states.initial(), self.name: UpdateState()}
 
     def states(self) -> dict[str, Any]:
-        """Return what a resumed run needs: the probes' states by name, and the engine's own."""
+        """Return the states that a resumed run needs: the probes' by name, and the engine's own."""
         update = self._update_state if self._predictions is None else self._predictions.state
         return {**self._states.values, self.name: update}

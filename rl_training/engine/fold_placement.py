@@ -1,4 +1,4 @@
-"""Which folds a step has, once its sequences are known, and which of them each sequence is in."""
+"""Choose the folds of a step and assign each sequence to one, once its sequences are known."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def choose_folds(
     limits: Limits,
     wants_gradients: bool,
 ) -> tuple[Sequence[FoldGroup], Tensor, bool]:
-    """Return the folds of a step, that of each sequence (B,), and whether their gradients take passes of their own.
+    """Return the step's folds, the fold of each sequence (B,), and whether their gradients are recomputed. Collective.
 
-    A collective. Where microbatches mix prompts, or are too few for an error bar, folds of whole prompts take their
-    place. Gradients of these can be made anew where the loss is made of scores alone and no prompt is incomplete.
+    If microbatches mix prompts, or are too few for an error bar, folds of whole prompts replace the planned ones. Their
+    gradients can be recomputed if the loss depends on scores only and no prompt is incomplete.
 
     Args:
-        ranks: The processes.
         rollout: All microbatches of the step.
-        planned: The folds of the microbatches.
-        num_folds: That a probe asks for.
-        wants_gradients: A probe reads them.
+        planned: The folds planned for the microbatches.
+        num_folds: The number requested by a probe, if any.
+        limits: The step's limits.
+        wants_gradients: Whether a probe reads fold gradients.
     """
     index = rollout.prompt_index
     is_mixed = bool(limits.mixed_prompts)

@@ -1,11 +1,12 @@
-"""The training gradient of each fold of a step, this process's entries, kept as rows or measured as square norms.
+"""The training gradient of each fold of a step: this rank's entries, kept as rows or measured as square norms.
 
-A loop's loss is a mean over the B sequences that a process has of the step, and its gradient the mean over N processes.
-So of fold k, with n_k sequences of all Σ n, the leaves see parts that add up to
+A loop's loss is a mean over the B sequences that a rank has in the step, and its gradient is the mean over N ranks. For
+fold k, with n_k of all Σ n sequences, the gradients that reach the leaves therefore add up to
 
-    N n_k / Σ n · g_k,        g_k the mean gradient of the fold,
+    N n_k / Σ n · g_k,        g_k the mean gradient of the fold.
 
-which is undone once, at the end of the step: the optimizer's gradient is the mean of the rows, weighted by n_k.
+This factor is undone once, at the end of the step. The optimizer's gradient is then the mean of the rows, weighted by
+n_k.
 """
 
 from __future__ import annotations
@@ -28,41 +29,46 @@ from rl_training.step.runtime import Runtime, rows_by_fold, sum_gradients
 
 @dataclass(frozen=True)
 class FoldGradients:
-    """The gradients of a step's folds, and what it takes to hold them against the step's own."""
+    """The gradients of a step's folds, and the sums needed to compare them with the step's own gradient."""
 
-    rows: Vector | None  # (F, n) of each bucket, where they are kept
-    sq_norms: Tensor | None  # as `Gradients` has them
-    sums: Tensor  # (3 + F,) fp64, as `FoldRecorder.finish` returns them, over all processes
+    rows: Vector | None  # (F, n) per bucket; None if rows are not kept
+    sq_norms: Tensor | None  # as in `Gradients`
+    sums: Tensor  # (3 + F,) fp64, as returned by `FoldRecorder.finish`, summed over all ranks
 
     @property
     def squares(self) -> Tensor:
-        """(F,) fp64, |g_k|² over all processes."""
+        """(F,) fp64, |g_k|² over all ranks."""
         return self.sums[3:]
 
 
 class FoldRecorder:
-    """Catches the gradients of one step at a time. Nothing of parameter size is held between steps.
+    """Catches the gradients of one step at a time. It holds nothing of parameter size between steps.
 
-    offload  rows are kept in host memory    dtype  and in this one; None: as the layout's
+    Args:
+        reduction: Sums the gradients of each backward by fold.
+        offload: Keep rows in host memory.
+        dtype: Dtype in which rows are kept. None for the layout's.
     """
 
     def __init__(self, reduction: FoldReduction, offload: bool = False, dtype: torch.dtype | None = None) -> None:
         self._reduction, self.layout = reduction, reduction.shard.layout
         self._device, self._dtype = "cpu" if offload else None, dtype
-        self.rows: Vector | None = None  # (F, n) of each bucket
-        # (F + 1, parameters, 2) fp64: of this process's entries, |g_k|² and Σ P g_k², and last those of the step's g.
+        self.rows: Vector | None = None  # (F, n) per bucket
+        # (F + 1, parameters, 2) fp64, this rank's entries: |g_k|² and Σ P g_k² per fold; the last row is the step's
+        # gradient g.
         self.sq_norms: Tensor | None = None
-        self.most_bytes = 0  # of all vectors that the step has kept here at once
+        self.most_bytes = 0  # most bytes of vectors held here at once during the step
         self._groups: Sequence[FoldGroup] = ()
         self._roots: Vector | None = None
-        self._group: int | None = None  # whose gradients arrive
-        self._current_rows: Vector | None = None  # its rows, where rows are not kept
-        self._accumulated: Vector | None = None  # and of all that have passed
+        self._group: int | None = None  # index of the group whose gradients are arriving
+        self._current_rows: Vector | None = None  # its rows, if rows are not kept
+        self._accumulated: Vector | None = None  # the sum of the rows of all groups so far, if rows are not kept
 
     def make_room(self, groups: Sequence[FoldGroup], needs: Need, is_sliced: bool) -> None:
-        """Begin a step with what probes need of its folds.
+        """Start a step with what probes need from its folds.
 
-        is_sliced  folds cut microbatches: their norms take rows
+        Args:
+            is_sliced: Folds are slices of microbatches. Their square norms then require rows.
         """
         shard, roots = self._reduction.shard, None
         if Need.SQ_NORMS in needs:
@@ -70,11 +76,12 @@ class FoldRecorder:
         self.start_step(groups, Need.FOLD_GRADIENTS in needs or (is_sliced and roots is not None), roots)
 
     def start_step(self, groups: Sequence[FoldGroup], keep_rows: bool = True, roots: Vector | None = None) -> None:
-        """Make room for the step that begins.
+        """Allocate what the new step needs.
 
-        keep_rows  keep every row
-        roots      √P of Adam's metric, nan where it is not one; square norms are measured where it is given, with the
-                   rows of one group of folds at a time in memory where rows are not kept
+        Args:
+            keep_rows: Keep every row.
+            roots: √P of Adam's metric, nan if the optimizer defines none. Square norms are measured if it is given. If
+                rows are not kept, only one group's rows are in memory at a time.
         """
         self.release()
         self._reduction.num_late_gradients = self.most_bytes = 0
@@ -88,9 +95,9 @@ class FoldRecorder:
             )
 
     def arm(self, first_row: int) -> None:
-        """Set the hooks: the gradients that reach the leaves from now on are of the microbatch that begins there.
+        """Set the hooks for the microbatch that starts at `first_row`.
 
-        It sets none where the step keeps nothing of them.
+        No hooks are set if the step keeps nothing of the gradients.
         """
         if self.rows is None and self.sq_norms is None:
             return
@@ -108,23 +115,23 @@ class FoldRecorder:
         self._reduction.arm(target)
 
     def finish_backward(self) -> None:
-        """Add up what the hooks have caught, and remove them. A collective, if they were set."""
+        """Add up what the hooks have caught, and remove them. Collective if hooks were set."""
         self._reduction.finish()
 
     def drop_backward(self) -> None:
-        """Remove the hooks: the backward has failed, perhaps on this process alone."""
+        """Remove the hooks: the backward has failed, perhaps on this rank only."""
         self._reduction.drop()
 
     def complete(
         self, batch: Batch, runtime: Runtime, mean: Mapping[str, Tensor], optimizer: OptimizerView
     ) -> FoldGradients:
-        """Return the gradients of the folds of a step whose gradients are all in. A collective.
+        """Return the fold gradients of a step whose gradients are complete. Collective.
 
         Args:
-            batch: The step's.
-            runtime: What makes those that the hooks have not caught.
+            batch: The step's sequences and folds.
+            runtime: Computes the fold gradients that hooks could not catch.
             mean: The step's gradient, before clipping.
-            optimizer: Before the step.
+            optimizer: The optimizer before the step.
         """
         if batch.has_mixed_folds:
             self._make_anew(batch, runtime)
@@ -132,19 +139,20 @@ class FoldRecorder:
             self.split_microbatch_gradients(batch, runtime)
         squares = self.finish(batch.fold_sizes, runtime.ranks.count, self.layout.vector(mean.values()))
         sq_norms = None if self.sq_norms is None else runtime.ranks.reduce(self.sq_norms)
-        if sq_norms is not None and optimizer.states is not None:  # nothing in any metric, cold or warm
+        # a parameter that will not move counts 0 in any metric, with or without optimizer state
+        if sq_norms is not None and optimizer.states is not None:
             sq_norms[:, [not state.moves for state in optimizer.states.values()], 1] = 0.0
         return FoldGradients(self.rows, sq_norms, runtime.ranks.reduce(squares))
 
     def _make_anew(self, batch: Batch, runtime: Runtime) -> None:
-        """Replace what the hooks have caught, of microbatches, by the gradients of folds of whole prompts.
+        """Replace the microbatch gradients caught by hooks with recomputed gradients of whole-prompt folds. Collective.
 
-        The loss's weights on log-probabilities and entropies say what each response adds to the gradient of its fold:
+        The loss's weights on log-probabilities and entropies determine what each response adds to its fold's gradient:
 
             g_k = 1/n_k Σ_{i in fold k} Σ_t c_it ∂log π(t_it) + d_it ∂h_it
 
-        It costs as much as training's own passes over the responses that have a weight: with an advantage of 0 none
-        has. A collective.
+        This costs as much as training's own passes over the responses that have a weight. Responses with advantage 0
+        have none.
         """
         self.rows = self._current_rows = self._group = None
         self._groups = batch.folds
@@ -154,10 +162,10 @@ class FoldRecorder:
             self.sq_norms = self.sq_norms.new_zeros(batch.num_folds + 1, *self.sq_norms.shape[1:])
 
     def split_microbatch_gradients(self, batch: Batch, runtime: Runtime) -> None:
-        """Split each microbatch's gradient, in the rows of its first slice, among the folds that cut it in slices.
+        """Split each microbatch's gradient, held in the rows of its first slice, among its slices. Collective.
 
         Each slice takes a forward pass and a backward, except the last one, whose gradient is the difference: s slices
-        cost (s − 1)/s of training's own passes. A collective.
+        cost (s − 1)/s of training's own passes.
         """
         assert self.rows is not None
         numbers = torch.arange(batch.rollout.num_sequences, device=batch.fold.device)
@@ -173,14 +181,17 @@ class FoldRecorder:
             copy(rows_of(self.rows, slices[-1].folds), rest)
 
     def finish(self, sizes: Tensor, num_ranks: int, mean: Vector) -> Tensor:
-        """Put rows and square norms on the scale of means: all gradients are in.
+        """Scale rows and square norms to means, once all gradients are complete.
 
-        Returns (3 + F,) fp64: how many gradients came in several parts, of which only the first were caught; and sums
-        of squares over this process's entries, of the step's gradient less the mean of all that were caught, of the
-        step's gradient, and of each fold's.
+        Args:
+            sizes: (F,), n_k over all ranks.
+            num_ranks: N.
+            mean: The step's gradient, whose square norms come last.
 
-        sizes  (F,), n_k over all processes
-        mean   the step's gradient, whose square norms come last
+        Returns:
+            (3 + F,) fp64. First the number of gradients that came in several parts, of which only the first were
+            caught. Then sums of squares over this rank's entries: of the step's gradient minus the mean of all caught
+            gradients, of the step's gradient, and of each fold's gradient.
         """
         self._measure_current_rows()
         self._count_bytes()

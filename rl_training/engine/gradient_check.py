@@ -1,11 +1,11 @@
-"""Whether the gradient that the optimizer gets is the one that the folds' gradients, and the loss's weights, give.
+"""Check whether the optimizer's gradient is the one that the folds' gradients and the loss weights imply.
 
-Three comparisons, each of this step's own gradients:
+Three comparisons, each between gradients of the same step:
 
-- The step's gradient and the mean of the microbatches' gradients, where hooks have caught these (`gradient_mismatch`).
-- The step's gradient and the one that its loss's weights give, where passes have made it anew (`weights_mismatch`).
-- Now and then, the gradient of one fold and the one that its weights give, made anew for this (`TermsCheck`). This sees
-  terms of a loss that the loop does not hand over, and hooks that change gradients on their way.
+- `gradient_mismatch`: the step's gradient and the mean of the microbatches' gradients caught by hooks.
+- `weights_mismatch`: the step's gradient and the one recomputed from its loss weights.
+- `TermsCheck`, now and then: one fold's gradient and the one recomputed from its loss weights. It detects loss terms
+that the loop does not report, and hooks that change gradients.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rl_training.step.batch import Batch
 from rl_training.step.limits import GRADIENT_IN_PARTS, GRADIENT_MISMATCH, OTHER_GRADIENT
 from rl_training.step.runtime import Runtime, shares_of_folds, sum_gradients
 
-EVERY = 16  # measured steps from one comparison to the next, after those at steps 1, 2, 4, 8
-LIMIT = 0.01  # of the norm of a fold's gradient: how far it may be from the one that its weights give
-# The same where training's passes are rounded: of a sum that nearly cancels, rounding leaves percents.
+EVERY = 16  # measured steps between comparisons, after those at steps 1, 2, 4, 8
+LIMIT = 0.01  # relative to the norm of a fold's gradient: largest distance from the recomputed gradient
+# The same if training's passes are rounded: of a sum that nearly cancels, rounding leaves percents.
 LIMIT_ROUNDED = 0.5
-SUM_LIMIT = 1e-3  # of the norm of the step's gradient: how far it may be from the mean of the microbatches'
-SUM_LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
-ROUNDING = 1e-5  # of the sum of all folds' norms, which may nearly cancel
+SUM_LIMIT = 1e-3  # relative to the norm of the step's gradient: largest distance from the mean over microbatches
+SUM_LIMIT_ROUNDED = 0.05  # the same if gradients are summed in half precision
+ROUNDING = 1e-5  # relative to the sum of all folds' norms: the folds may nearly cancel
 
 NO_PARTS = "so the gradient of a part of a microbatch is not known"
 NO_PARTS_FIX = "use 8 or more microbatches of whole prompts"
 
 
 def mismatch_of(caught: FoldGradients, batch: Batch, runtime: Runtime) -> Limit | None:
-    """Return the limit of a step whose gradient is not what its folds' gradients give, or None."""
+    """Return the limit if the step's gradient is not what its folds' gradients add up to, else None."""
     if batch.has_mixed_folds:
         return weights_mismatch(caught.sums, runtime.policy)
     tensors = [*runtime.reduction.shard.leaves.values(), *(caught.rows or ())]
@@ -50,10 +50,10 @@ def mismatch_of(caught: FoldGradients, batch: Batch, runtime: Runtime) -> Limit 
 
 
 def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
-    """Return the limit of a step whose gradient is not the mean of its microbatches' gradients, or None.
+    """Return the limit if the step's gradient is not the mean of its microbatches' gradients, else None.
 
     Args:
-        sums: As FoldRecorder.finish returns them, over all processes.
+        sums: As returned by FoldRecorder.finish, summed over all ranks.
         is_rounded: Gradients are summed in half precision.
     """
     late, off, norm, *norms = sums.sqrt().tolist()
@@ -66,13 +66,13 @@ def gradient_mismatch(sums: Tensor, is_rounded: bool) -> Limit | None:
 
 
 def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
-    """Return the limit of a step whose gradient is not the one that its loss's weights give, or None.
+    """Return the limit if the step's gradient is not the one recomputed from its loss weights, else None.
 
     Args:
-        sums: As FoldRecorder.finish returns them, over all processes.
-        policy: That has made the passes.
+        sums: As returned by FoldRecorder.finish, summed over all ranks.
+        policy: The policy that ran the passes.
     """
-    if has_dropout(policy.model):  # the passes draw other masks
+    if has_dropout(policy.model):  # the recomputed passes draw other masks
         return None
     _, off, norm, *norms = sums.sqrt().tolist()
     allowed = (LIMIT_ROUNDED if policy.scorer.training_rounding else LIMIT) * norm + ROUNDING * sum(norms)
@@ -83,38 +83,40 @@ def weights_mismatch(sums: Tensor, policy: Policy) -> Limit | None:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A fold's gradient as the loop's backward left it, and as its weights give it: norms, over all processes."""
+    """A fold's gradient from the loop's backward and from its loss weights: norms over all ranks."""
 
     norm: float  # of the larger one
     off: float  # of the difference
-    is_same_policy: bool  # the scores are training's own, up to rounding: else nothing is said of the loss
+    # the scores equal training's up to rounding; otherwise the comparison says nothing about the loss
+    is_same_policy: bool
 
 
 class TermsCheck:
-    """Compares one fold's gradient with its weights', at measured steps 1, 2, 4, 8, 16 and every EVERY-th from there.
+    """Compares one fold's gradient with the one its loss weights give, at measured steps 1, 2, 4, 8 and every EVERY-th.
 
-    The folds take turns. It costs a forward pass and a backward over the fold, and none where its weights are all 0.
+    The folds take turns. Each comparison costs a forward pass and a backward over the fold, and nothing if its weights
+    are all 0.
     """
 
     def __init__(self) -> None:
         self._count = 0
-        self.limit: Limit | None = None  # what the latest comparison has said
-        self.allows_parts = True  # no term is known that would hide the gradient of a part of a microbatch
+        self.limit: Limit | None = None  # result of the latest comparison
+        self.allows_parts = True  # False once a loss term is known that hides the gradient of a part of a microbatch
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that is measured now is compared."""
+        """Whether the current measured step is compared."""
         count = self._count + 1
         return count % EVERY == 0 or count & (count - 1) == 0
 
     def slicing_limit(self, has_slices: bool, other_terms: Limit | None) -> Limit | None:
-        """Return the limit of folds that are slices of microbatches, where the loss has other terms, or None.
+        """Return the limit if folds are slices of microbatches and the loss has other terms, else None.
 
-        The share of a slice in another term is not known.
+        A slice's share of another term is unknown.
 
         Args:
             has_slices: Folds are slices.
-            other_terms: What is known of the loss beside what earlier steps have shown.
+            other_terms: The limit from this step itself, apart from what earlier steps have shown.
         """
         if not has_slices:
             return None
@@ -123,19 +125,18 @@ class TermsCheck:
         return other_terms and Limit(other_terms.code, f"{other_terms.message}, {NO_PARTS}", NO_PARTS_FIX)
 
     def look(self, batch: Batch, runtime: Runtime, rows: Vector | None, squares: Tensor) -> Limit | None:
-        """Return the limit of a loss with other terms, by this step's gradients or an earlier step's, or None.
-
-        A collective.
+        """Return the limit if gradients of this or an earlier step reveal other loss terms, else None. Collective.
 
         Args:
-            batch: The step's.
-            runtime: What makes a fold's gradient anew.
-            rows: The gradients of the folds, where they are kept.
-            squares: (F,), their square norms over all processes.
+            batch: The step's sequences and folds.
+            runtime: Recomputes a fold's gradient.
+            rows: The folds' gradients, if they are kept.
+            squares: (F,), their square norms over all ranks.
         """
         is_due, self._count = self.is_due, self._count + 1
         if is_due and not has_dropout(runtime.policy.model):
-            ends = {part.stop for part in batch.microbatch_rows}  # what comes before in a slice is our own
+            # Only last slices are compared: the earlier slices of a microbatch come from the probes' own passes.
+            ends = {part.stop for part in batch.microbatch_rows}
             groups = [group for group in batch.folds if group.passes[-1].stop in ends]
             comparison = _compare(batch, runtime, rows, groups[self._count % len(groups)], squares)
             share = LIMIT_ROUNDED if runtime.policy.scorer.training_rounding else LIMIT
@@ -147,9 +148,9 @@ class TermsCheck:
 
 
 def _compare(batch: Batch, runtime: Runtime, rows: Vector | None, group: FoldGroup, squares: Tensor) -> _Comparison:
-    """Return the gradient of these folds, made anew, beside the one that was caught, of which norms alone may be kept.
+    """Recompute the gradient of these folds and compare it with the caught one. Collective.
 
-    A collective.
+    If rows are not kept, only the norms are compared.
     """
     distance, count = torch.zeros_like(squares[0]), torch.zeros_like(squares[0])
 

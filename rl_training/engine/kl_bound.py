@@ -1,22 +1,22 @@
-"""An optimizer step that moves the policy by a set share of its entropy: the learning rate follows from a measured KL.
+"""Choose the learning rate of each optimizer step so that its measured KL is a set share of the policy's entropy.
 
-Before each step the optimizer's formula says what the step will do to the weights, δθ. The policy is scored at θ + f δθ
-on a few responses of the step's own batch, and KL(policy before ‖ after), per token, is measured there:
+Before each step, the optimizer's formula gives the change of the weights, δθ. The policy is scored at θ + f δθ on a few
+responses of the step's own batch. This measures KL(policy before ‖ after) per token:
 
     target     c · H · s²                 c the set share, H the batch's entropy per token, s the schedule's factor
-    first try  f · √(target / KL of the last step), with f the factor of the last step; at most doubled
+    first try  f · √(target / KL of the last step), with f the factor of the last step; by .1 to 2
     while KL > 2 target:  f ← f · √(target / KL), by .1 to .7, at most 8 times
 
-and the optimizer steps with its learning rate times f. KL is quadratic in the length of a step, hence the roots: one
-measurement gives the factor, and after the first few steps one pass is all that it takes. The steps of AdamW, Adam and
-SGD are linear in the learning rate, weight decay included, so a factor on the rate is a factor on the step, moments are
-what they would be, and whatever predicts the step with that rate predicts the step that is made.
+The optimizer then steps with its learning rate times f. The roots are there because KL is quadratic in the length of a
+step: one measurement determines the factor, and after the first few steps a single pass is enough. The steps of AdamW,
+Adam and SGD are linear in the learning rate, weight decay included. Scaling the rate thus scales the step and leaves
+the moments as they would be, and a prediction made with the scaled rate is the prediction of the actual step.
 
-Any other optimizer steps first, with the first factor on its rate. Then the weights go back along the line of the step.
+Any other optimizer steps first, with the first factor on its rate. The weights are then moved back along the step.
 
-The schedule keeps its meaning. Its factor on the rate, s, is s² on the target, warm-up included.
+The schedule keeps its meaning, warm-up included: its factor s on the rate becomes s² on the target.
 
-Relatives: the trust region of TRPO (Schulman et al. 2015, arXiv:1502.05477), which searches along a line; ACKTR's and
+Related methods: TRPO's trust region (Schulman et al. 2015, arXiv:1502.05477), which searches along a line; ACKTR's and
 K-FAC's clipping by a predicted KL (Wu et al. 2017, arXiv:1708.05144), with the same root; the adaptive rates of rsl_rl,
 which act on the next step.
 """
@@ -42,25 +42,25 @@ from rl_training.policy.rollout import Rollout, response_index, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 
-EXCESS = 2.0  # of the target, up to which a step is left as it is
-SMALLEST_CUT, LARGEST_CUT = 0.7, 0.1  # by what one try may change the factor
-LARGEST_GROWTH = 2.0  # from a step to the next
+EXCESS = 2.0  # times the target: up to this KL a step is left as it is
+SMALLEST_CUT, LARGEST_CUT = 0.7, 0.1  # range of the factor's change in one try
+LARGEST_GROWTH = 2.0  # of the factor from one step to the next
 MAX_TRIES = 8
-SAME = 1e-5  # nats: mean difference of log-probabilities that come from the same weights in fp32
-LEAST_RATIO = 2.5  # of the KL of half a step to that of a quarter: 4 but for rounding and higher orders
+SAME = 1e-5  # nats: mean difference up to which log-probabilities count as those of the same weights in fp32
+LEAST_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
 NO_BAR = "no error bar: it describes this step"
 
 
 @dataclass(frozen=True)
 class BoundState:
-    """What one step tells the next; a checkpoint keeps it."""
+    """What one step passes on to the next. Checkpoints store it."""
 
-    factor: float = 1.0  # on the learning rate that the schedule says
-    kl_over_target: float = math.nan  # of the step that was made; nan before the first
+    factor: float = 1.0  # multiplies the scheduled learning rate
+    kl_over_target: float = math.nan  # of the last step; nan before the first
 
     @property
     def next_factor(self) -> float:
-        """The first factor to try: what would have made the KL of the last step its target."""
+        """The first factor to try, .1 to 2 times the last: it would have given the last step its target KL."""
         if math.isnan(self.kl_over_target) or self.kl_over_target <= 0.0:
             return self.factor  # nothing was measured, or no weight moved
         return self.factor * min(LARGEST_GROWTH, max(LARGEST_CUT, 1.0 / math.sqrt(self.kl_over_target)))
@@ -71,25 +71,25 @@ class BoundInfo:
     """How the factor of a step was found."""
 
     target: float  # nats per token
-    first_kl: float  # of the first factor that was tried, nats per token
-    kl: float  # of the step that is made
-    tries: int  # factors that were too large
+    first_kl: float  # at the first factor tried, nats per token
+    kl: float  # at the final factor, nats per token
+    tries: int  # number of factors that were too large
     first_factor: float
     factor: float
 
     @property
     def share(self) -> float:
-        """The share of the first step that is left."""
+        """The share of the first step length that remains."""
         return self.factor / self.first_factor if self.first_factor else 1.0
 
 
 def search_factor(kl_of: Callable[[float], float], target: float, state: BoundState) -> tuple[BoundState, BoundInfo]:
-    """Find the factor on a step whose KL is at most twice the target.
+    """Find a factor for the step whose KL is at most twice the target.
 
     Args:
-        kl_of: factor → KL per token of the step that is so much longer, nats; nan or inf where the policy breaks.
+        kl_of: Maps a factor to the KL per token of the step scaled by it, in nats. nan or inf if the policy breaks.
         target: nats per token.
-        state: of the step before.
+        state: From the previous step.
 
     Returns:
         The state for the next step, and how the factor was found.
@@ -110,19 +110,19 @@ def search_factor(kl_of: Callable[[float], float], target: float, state: BoundSt
 
 
 class KLBound:
-    """Sets the learning rate of each step such that its KL is the set share of entropy. See the module's docstring.
+    """Sets each step's learning rate so that its KL is the set share of entropy. See the module's docstring.
 
-    All calls are collectives.
+    All methods except `restore` must be called on all ranks.
 
     Args:
-        share_of_entropy: c, KL of a step over the policy's entropy, both per token.
-        responses_per_prompt: responses of every prompt that KL is measured on, the first ones.
+        share_of_entropy: c, a step's KL divided by the policy's entropy, both per token.
+        responses_per_prompt: Number of responses per prompt on which KL is measured, the first ones.
 
     Raises:
-        UserError: the share is not a positive number, or there are no responses to measure on.
+        UserError: The share is not a positive number, or there are no responses to measure on.
     """
 
-    name = "kl_bound"  # of its state in a checkpoint
+    name = "kl_bound"  # key of its state in a checkpoint
 
     def __init__(self, share_of_entropy: float, responses_per_prompt: int = 2) -> None:
         if not (isinstance(share_of_entropy, int | float) and 0.0 < share_of_entropy < math.inf):
@@ -133,17 +133,18 @@ class KLBound:
             raise UserError(f"responses_per_prompt={responses_per_prompt} must be at least 1")
         self.share_of_entropy, self.responses_per_prompt = float(share_of_entropy), responses_per_prompt
         self.state = BoundState()
-        self._rates: list[float] = []  # of the optimizer's groups, while others are set
-        self._weights: Mapping[str, Tensor] = {}  # before the step, while it is made
+        self._rates: list[float] = []  # the scheduled rates of the optimizer's groups, while others are set
+        self._weights: Mapping[str, Tensor] = {}  # before the step, until it has been made
 
     def start(self, shard: Shard, policy: Policy, ranks: Ranks, state: BoundState) -> None:
-        """Learn where weights and optimizer lie. Call it when training begins.
+        """Read where weights and optimizer are kept. Call it when training begins.
 
         Args:
-            state: of the step before, where it goes on from a checkpoint.
+            shard: The trained parameters and their optimizer.
+            state: Of the previous step, if training resumes from a checkpoint.
 
         Raises:
-            UserError: the step has no formula, and its weights lie where they cannot be written.
+            UserError: The optimizer has no formula, and its weights are kept where they cannot be written.
         """
         self.state = state
         self._shard, self._policy, self._ranks, self._is_checked = shard, policy, ranks, False
@@ -152,11 +153,11 @@ class KLBound:
             raise UserError(f"target_kl_share: {reason.partition(':')[0]}, which DeepSpeed needs: use AdamW or Adam")
 
     def before_step(self, rollout: Rollout, scores: Scores) -> None:
-        """Set the optimizer's learning rates for the step that its gradients are ready for, until `after_step`.
+        """Set the learning rates for the upcoming step, until `after_step`. The step's gradients are complete.
 
         Args:
-            rollout: the sequences of the step.
-            scores: of training's forward pass, (B, T) each.
+            rollout: The step's sequences.
+            scores: From training's forward pass, (B, T) each.
         """
         rows = (response_index(rollout.prompt_index) < self.responses_per_prompt).nonzero().squeeze(1)
         self._before, self._rollout = self._scores_before(rollout, scores, rows), take_rows(rollout, rows)
@@ -167,13 +168,13 @@ class KLBound:
         if self._has_formula:
             step = self._scheduled_step()
             factor = self._search(lambda factor: self._kl_at(step, factor))
-            self._weights = {}  # not needed any more
+            self._weights = {}  # no longer needed
         self._rates = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = group["lr"] * factor
 
     def after_step(self) -> dict[str, Estimate]:
-        """Shorten a step that had no formula, restore the rates, and return how the step was bounded as metrics."""
+        """Shorten a step that had no formula, restore the rates, and return metrics of how the step was bounded."""
         if not self._has_formula:
             first = self.state.next_factor
             moved = {name: weight - self._weights[name] for name, weight in self._shard.copy_local_weights().items()}
@@ -188,7 +189,7 @@ class KLBound:
         return as_estimates(self._info, rate)
 
     def _search(self, kl_of: Callable[[float], float]) -> float:
-        """Return the factor of the step, and keep how it was found."""
+        """Return the factor of the step, and record how it was found."""
         self.state, self._info = search_factor(kl_of, self._target, self.state)
         if not self._is_checked and self._info.kl > 0.0:
             refuse_what_is_not_quadratic(kl_of, self._info)
@@ -196,22 +197,22 @@ class KLBound:
         return self._info.factor
 
     def _kl_at(self, step: Mapping[str, Tensor], factor: float) -> float:
-        """Return KL(policy before ‖ policy with so much of a step), nats per token."""
+        """Return KL(policy before ‖ policy after `factor` times the step), nats per token."""
         moved = {name: (weight + factor * step[name]).to(weight.dtype) for name, weight in self._weights.items()}
         with self._policy.with_weights(moved):
             after = self._policy.score_rollout(self._rollout)
         return self._mean_over_tokens(kl_of_tokens(self._before, after), self._before.mask)
 
     def restore(self) -> None:
-        """Give the optimizer the schedule's learning rates again, once it has stepped."""
+        """Reset the optimizer's learning rates to the schedule's, once it has stepped."""
         for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates = []
 
     def _scores_before(self, rollout: Rollout, scores: Scores, rows: Tensor) -> Scores:
-        """Return the scores of some rows with the weights before the step, as a measurement.
+        """Return the scores of some rows with the weights before the step, computed as a measurement.
 
-        Training's own are taken where they are those of a measurement: one row is scored once more to see it.
+        Training's own scores are used if they equal a measurement's, which one row is scored again to find out.
         """
         first = self._policy.score_rollout(take_rows(rollout, rows[:1]))
         apart = (first.logps - scores.logps[rows[:1]])[first.mask.bool()].double().abs().mean().nan_to_num(0.0)
@@ -220,7 +221,7 @@ class KLBound:
         return self._policy.score_rollout(take_rows(rollout, rows))
 
     def _scheduled_step(self) -> Mapping[str, Tensor]:
-        """Return this process's entries of the step that the optimizer would make with the schedule's rate, by name."""
+        """Return this rank's entries of the step that the optimizer would take at the scheduled rate, by name."""
         shard = self._shard
         gradients, view = gradients_and_states(shard, view_optimizer(shard))
         pieces = OptimizerPieces(shard.layout, shard.weights(), view.states)
@@ -239,17 +240,17 @@ class KLBound:
 
 
 def kl_of_tokens(before: Scores, after: Scores) -> Tensor:
-    """Return r − 1 − log r of each sampled token, with r its probability after over before, (B, T), nats.
+    """Return r − 1 − log r per sampled token, with r its probability after divided by before, (B, T), nats.
 
-    Its mean over samples of the policy before is KL(before ‖ after), and it is never negative (Schulman 2020,
-    "Approximating KL divergence"). 0 where the mask is.
+    It is never negative. Its mean over samples of the policy before is KL(before ‖ after) (Schulman 2020,
+    "Approximating KL divergence"). Masked tokens are 0.
     """
     log_ratio = (after.logps.double() - before.logps.double()).masked_fill(before.mask == 0, 0.0)
     return log_ratio.expm1() - log_ratio
 
 
 def schedule_factor(groups: Sequence[Mapping[str, Any]]) -> float:
-    """Return the factor that a schedule has on the learning rate, by the first group that has a rate; 1 without one."""
+    """Return the schedule's factor on the learning rate, from the first group that has a rate; 1 if none has."""
     for group in groups:
         if group.get("initial_lr"):
             return float(group["lr"]) / float(group["initial_lr"])
@@ -260,7 +261,7 @@ def refuse_what_is_not_quadratic(kl_of: Callable[[float], float], info: BoundInf
     """Check that half of a step has about four times the KL of a quarter.
 
     Raises:
-        UserError: rounding is of the size of the target, so steps would be cut to nothing without a word.
+        UserError: Rounding is as large as the target, so steps would silently be cut to nothing.
     """
     quarter, half = kl_of(info.factor / 4.0), kl_of(info.factor / 2.0)
     if half < LEAST_RATIO * quarter:
@@ -272,7 +273,7 @@ def refuse_what_is_not_quadratic(kl_of: Callable[[float], float], info: BoundInf
 
 
 def as_estimates(info: BoundInfo, rate: float) -> dict[str, Estimate]:
-    """Return how a step was bounded as metrics, with the largest learning rate of the optimizer's groups."""
+    """Return metrics of how a step was bounded, with the largest learning rate of the optimizer's groups."""
     numbers = {
         "target_kl": info.target,
         "kl": info.kl,

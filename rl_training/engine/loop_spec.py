@@ -1,4 +1,4 @@
-"""What the driver must know about a training loop: how its steps are cut, what it trains, and on which processes."""
+"""What the driver must know about a training loop: how its steps are cut, what it trains, and on which ranks."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from rl_training.step.limits import ONE_FOLD, Fixes, Limits
 
 @dataclass(frozen=True)
 class StepShape:
-    """How an optimizer step of a loop is cut into microbatches."""
+    """How a loop cuts an optimizer step into microbatches."""
 
     responses_per_prompt: int
-    microbatch_size: int  # sequences of one forward and backward
-    microbatches: int  # of an optimizer step on this rank; the last step of an epoch may have fewer
+    microbatch_size: int  # sequences per forward and backward
+    microbatches: int  # per optimizer step on this rank; the last step of an epoch may have fewer
     num_ranks: int
 
     @property
     def sizes(self) -> list[int]:
-        """Sequences of each microbatch of a whole step."""
+        """Number of sequences in each microbatch of a full step."""
         return [self.microbatch_size] * self.microbatches
 
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """What the driver must know about a training loop, once its parameters are laid out over processes."""
+    """What the driver must know about a training loop, once its parameters are sharded over the ranks."""
 
     shape: StepShape
     shard: Shard
     policy: Policy
     ranks: Ranks
-    dr_grpo: bool = True  # by its settings the loss is Dr-GRPO's and nothing else's
-    loss_settings: LossSettings | None = None  # when training begins; None where they are not known
-    # Those of all steps, as far as they are known when training begins; `reused` is one of some.
+    dr_grpo: bool = True  # by its settings, the loss is exactly Dr-GRPO's
+    loss_settings: LossSettings | None = None  # at the start of training; None if unknown
+    # The limits of all steps that are known at the start of training. `reused` may hold for some steps only.
     limits: Limits = field(default_factory=Limits)
     fixes: Fixes = field(default_factory=Fixes)
-    opening: str = ""  # what the host says first, before what is measured
+    opening: str = ""  # the host's part of the announcement, which precedes what will be measured
 
     def one_fold_limit(self, probes: Sequence[Probe]) -> Limit:
-        """Return the limit of a step of one fold that these probes measure, with what to type so that it has enough."""
+        """Return the limit of a one-fold step that these probes measure, whose fix says what to type for more folds."""
         more = self.more_folds(probes)
         return ONE_FOLD.filled(more=more)
 
     def more_folds(self, probes: Sequence[Probe]) -> str:
-        """Return what to type so that a step that these probes measure has enough folds."""
+        """Return what to type to give a step that these probes measure enough folds."""
         shape = self.shape
         cutting = (probe for probe in probes if "num_folds" in inspect.signature(type(probe)).parameters)
         return self.fixes.more_folds(

@@ -1,10 +1,10 @@
-"""Whether a loss has terms beside the scores that it is made of, by its graph.
+"""Detect, from a loss's graph, terms that do not go through the policy's scores.
 
-    gradient of the step = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik + that of other terms
+    gradient of the step = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik + gradient of other terms
 
-Other terms are whatever reaches the model by another way than the scores: an auxiliary loss of a mixture of experts, a
-supervised loss on other sequences, a penalty on weights. No setting lists them all. Where the loss is at hand, its
-graph says it at every microbatch, without any computation. gradient_check.py sees them elsewhere.
+Other terms reach the model by another path than the scores: the auxiliary loss of a mixture of experts, a supervised
+loss on other sequences, a penalty on weights. No setting lists them all. If the loss is at hand, its graph shows them
+at every microbatch, without any computation. Otherwise gradient_check.py detects them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from rl_training.step.batch import LossSettings
 
 @dataclass(frozen=True)
 class MadeLoss:
-    """What a loop says of the loss that it makes of a microbatch's scores."""
+    """What a loop tells about the loss that it makes from a microbatch's scores."""
 
-    value: Tensor | None = None  # the loss itself; None where the loop makes it later
-    settings: LossSettings | None = None  # as they are now; None: as they were when training began
-    other_terms: bool = False  # the loop knows of terms beside the scores
+    value: Tensor | None = None  # the loss itself; None if the loop computes it later
+    settings: LossSettings | None = None  # the current ones; None if unchanged since training began
+    other_terms: bool = False  # the loop knows of terms besides the scores
 
     def has_other_terms(self, scores: Scores, leaves: Iterable[Tensor]) -> bool:
-        """Return whether it is known to reach one of these parameters by another way than through the scores."""
+        """Return whether the loss is known to reach one of these parameters by another path than the scores."""
         return self.other_terms or (self.value is not None and has_other_terms(self.value, scores, leaves))
 
 
 def has_other_terms(loss: Tensor, scores: Scores, leaves: Iterable[Tensor]) -> bool:
-    """Return whether the loss reaches a leaf by another way than through these scores.
+    """Return whether the loss reaches a leaf by another path than these scores.
 
-    A walk over the graph between the loss and the scores, some hundred nodes; a way around them leads to a leaf.
+    It walks the graph between the loss and the scores, some hundred nodes. A path around the scores leads to a leaf.
 
     >>> import torch
     >>> w = torch.ones(1, 1, requires_grad=True)

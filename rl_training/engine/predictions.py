@@ -1,4 +1,4 @@
-"""What each step is predicted to do to entropy, and whether the step was what that was predicted for."""
+"""What each step is predicted to do to entropy, and whether the step was the one that was predicted."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from rl_training.step.runtime import Runtime
 
 
 class Predictions:
-    """The prediction of each step that a probe asks one of, made before the step and verified after it."""
+    """Predicts each step for which a probe asks, before the step is taken, and verifies it afterwards."""
 
     def __init__(self, loop: LoopSpec, requirements: Requirements, state: UpdateState) -> None:
-        """Begin with what earlier steps have left. UserError where that is of another model."""
+        """Continue from the state of earlier steps. UserError if that state belongs to another model."""
         self._shard: Shard = loop.shard
         self._memory = PreviousUpdate(loop.shard, requirements.entropy, requirements.offload, state)
         self._verifier = UpdateVerifier(loop.shard, self._memory, loop.ranks.reduce)
-        self._unverified: int | None = None  # the number of a step that is predicted, until it is verified
+        self._unverified: int | None = None  # number of the predicted step that awaits verification
 
     @property
     def state(self) -> UpdateState:
-        """What they need of the steps so far."""
+        """What later predictions need to know about the steps so far."""
         return self._memory.state
 
     @property
     def most_bytes(self) -> int:
-        """The bytes of all vectors that the last step held at once."""
+        """The most bytes of vectors held at once during the last step."""
         return self._memory.most_bytes
 
     def begin(self) -> None:
-        """Look at the weights that a step begins with. A collective."""
+        """Read the weights at the start of a step. Collective."""
         self._verifier.detect_external_edits()
         self._memory.count_bytes(more=0)
 
     def edit_limit(self) -> Limit | None:
-        """Return the limit of a step in which weights were changed since it has begun, or None. A collective."""
+        """Return the limit if the weights were changed since the step began, else None. Collective."""
         return self._verifier.edit_limit()
 
     def predict(self, step: StepData, runtime: Runtime, probes: Sequence[Probe]) -> EntropyPrediction | None:
-        """Return what the step will do to entropy, as far as these probes ask for it. A collective."""
+        """Return what these probes need to know about the step's effect on entropy, or None. Collective."""
         asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
         self._unverified = step.number if asking else None
         prediction = predict_entropy(step, runtime, self._memory, needs_of(asking)) if asking else None
@@ -57,24 +57,24 @@ class Predictions:
         return prediction
 
     def about_to_step(self) -> None:
-        """Look at the weights right before the optimizer's step."""
+        """Read the weights right before the optimizer's step."""
         self._verifier.about_to_step()
 
     def stepped(self, number: int) -> None:
-        """Learn what the step has done to the weights, where that is not known before it."""
+        """Measure the update from the weights after the step, if it was not known before."""
         self._memory.finish(number, self._shard.weights())
 
     def fail_step(self) -> None:
-        """Forget a prediction that is not verified: the step has failed, perhaps on this process alone."""
+        """Discard an unverified prediction: the step has failed, perhaps on this rank only."""
         if self._unverified is not None and self._memory.step == self._unverified:
             self._memory.leave_out(self._unverified, FAILED)
         self._unverified = None
 
     def verify(self, made: bool) -> tuple[dict[str, Estimate], Limit | None]:
-        """Return what is known of how the step was made, and the limit of what was predicted for it. A collective.
+        """Return estimates of how the step was taken, and the limit on what was predicted for it. Collective.
 
         Args:
-            made: False: the loop has left the step out.
+            made: False if the loop skipped the step.
         """
         self._unverified = None
         estimates, limit = self._verifier.verify(made)

@@ -1,17 +1,17 @@
-"""What a probe is: settings, and functions from a step and a state to a reading. Values alone go from step to step.
+"""What a probe is: settings, and pure functions from a step and a state to a reading.
 
-    init()                       the state that a training begins with
-    measure(ctx, state)          all gradients are in, averaged over ranks, not clipped; the parameters are still old
-    after_step(ctx, reading)     parameters and optimizer have moved, unless the loop has left the step out; optional
+    init()                       the state at the start of a training run
+    measure(ctx, state)          gradients are complete, averaged over ranks and unclipped; parameters are still old
+    after_step(ctx, reading)     optional: parameters and optimizer have moved, unless the loop skipped the step
 
-On each optimizer step that a probe measures, both are called on every rank. The driver owns the states. It keeps the
-state of a reading once the step has been verified: where the optimizer has made another step than its formula says,
-what was predicted is nan, and the state that came with a prediction is dropped. The state of a reading that predicts
-nothing is kept at once, so that no two states are held at the optimizer's step.
+On each optimizer step that a probe measures, `measure` and `after_step` are called on every rank. The driver owns the
+states. A reading with predictions has its state kept only after the step has been verified: if the optimizer did not
+follow its formula, the predictions become nan and the state that came with them is dropped. If a reading predicts
+nothing, its state is kept at once, so that two states need not be in memory during the optimizer's step.
 
-A probe must change nothing of training: no `.backward()`, no write to parameters, gradients or states. What it cannot
-measure it answers with `Estimate.missing(reason)`, never by leaving the name out. A new probe is one such class in
-one file, a three-line YAML in conf/probe and a test.
+A probe must not change training: no `.backward()`, no writes to parameters, gradients or optimizer states. If it cannot
+measure something, it returns `Estimate.missing(reason)` under that name and never leaves the name out. A new probe is
+one such class in one file, a three-line YAML in conf/probe and a test.
 """
 
 from __future__ import annotations
@@ -35,35 +35,40 @@ from rl_training.step.needs import Need
 
 @dataclass(frozen=True)
 class Reading:
-    """What a probe says of one step.
+    """What a probe reports about one step.
 
-    A probe may subclass it, with fields for what `after_step` needs of `measure`: they are gone with the step.
+    A probe may subclass it and add fields that pass data from `measure` to `after_step`. They are discarded with the
+    step.
     """
 
-    predicted: Mapping[str, Estimate] = field(default_factory=dict)  # by metric: if the step is the optimizer's formula
-    measured: Mapping[str, Estimate] = field(default_factory=dict)  # by metric: whatever the step is
-    state: Any = None  # for the next step that the probe measures
+    # by metric; valid only if the step follows the optimizer's formula
+    predicted: Mapping[str, Estimate] = field(default_factory=dict)
+    measured: Mapping[str, Estimate] = field(default_factory=dict)  # by metric; valid for any step
+    state: Any = None  # for the next step that this probe measures
 
     @property
     def estimates(self) -> dict[str, Estimate]:
-        """All estimates by metric."""
+        """All estimates, by metric."""
         return {**self.measured, **self.predicted}
 
     def without_predictions(self, limit: Limit) -> Reading:
-        """Return the reading of a step that was not the formula's."""
+        """Return this reading with every prediction replaced by nan and the limit, for a step off the formula."""
         return dataclasses.replace(self, predicted=dict.fromkeys(self.predicted, Estimate.missing(limit)))
 
 
 class Probe(ABC):
-    """A measurement that runs inside a training loop. An object holds settings, and nothing of a training.
+    """A measurement that runs inside a training loop. An object holds settings only; the driver holds the state.
 
-    name        names it in probes.jsonl and in probe_cost/<name>_seconds
-    needs       what must be kept for it
-    every       measure each `every`-th step, the first one included
-    num_folds   with FOLD_GRADIENTS: folds of whole prompts, over all processes; None for the default, 8 or some more
-    offload     with FOLD_GRADIENTS: keep them in the CPU's memory
-    rows_dtype  with FOLD_GRADIENTS: keep them in it; None for fp32, or fp64 where the weights have it
-    entropy     with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
+    Attributes:
+        name: Names it in probes.jsonl and in probe_cost/<name>_seconds.
+        needs: What the engine must keep for it.
+        every: Measure every `every`-th step, starting with the first.
+        num_folds: With FOLD_GRADIENTS: number of whole-prompt folds over all ranks. None for the default of 8 or
+            slightly more.
+        offload: With FOLD_GRADIENTS: keep the fold gradients in CPU memory.
+        rows_dtype: With FOLD_GRADIENTS: dtype in which they are kept. None for fp32, or fp64 if the weights are fp64.
+        entropy: With ENTROPY_…: how the entropy gradient is estimated. None to use another probe's setting or the
+            default.
     """
 
     name: str
@@ -78,37 +83,38 @@ class Probe(ABC):
         self.every = every
 
     def init(self) -> Any:
-        """Return the state that a training begins with; None: the probe remembers nothing from step to step.
+        """Return the state at the start of a training run. None: the probe remembers nothing between steps.
 
         A state is a tensor, a number, a ShardedVector, or a frozen dataclass or dictionary of such values. Checkpoints
-        keep it: a resumed run goes on as if never stopped. Except for ShardedVectors it is the same on every rank.
+        store it, so a resumed run continues as if it had never stopped. It is identical on all ranks, except for
+        ShardedVectors.
         """
         return None
 
     @abstractmethod
     def measure(self, ctx: StepContext, state: Any) -> Reading:
-        """Return what the old parameters say of the step, and the state for the step after it."""
+        """Return what can be said about the step before it is taken, and the state for the next measured step."""
 
     def after_step(self, ctx: StepContext, reading: Reading) -> Reading:
-        """Return what is said of the step once it has been made: what `measure` has returned, and more."""
+        """Return the final reading once the step has been taken: what `measure` returned, plus anything new."""
         return reading
 
     def measures_at(self, number: int) -> bool:
-        """Return whether this probe measures at this optimizer step, counted from 1."""
+        """Return whether this probe measures this optimizer step, counted from 1."""
         return (number - 1) % self.every == 0
 
     def num_vectors(self, num_folds: int) -> int:
         """Return how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
 
-        Beside those that are kept for it; `num_folds` are this rank's.
+        Vectors that the engine keeps for it are not counted. `num_folds` is this rank's number of folds.
         """
         return 0
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to be a trainer's callback: transformers calls this of each when a trainer is made."""
+        """Refuse to be used as a trainer callback: transformers calls this on every callback of a new trainer."""
         made = f"{type(self).__name__}(...)"
         raise UserError(
             f"{type(self).__name__} is a probe, no callback: attach(trainer, FOLDER, [{made}]), not callbacks="
         )
 
-    on_train_begin = on_init_end  # of one that is added later
+    on_train_begin = on_init_end  # transformers calls this if a callback is added later

@@ -1,4 +1,4 @@
-"""The states of probes through a training: begun with it, given to each measurement, kept once a step is verified."""
+"""The probes' states during training: initialized, passed to each measurement, kept once a step is verified."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from rl_training.step.needs import Need
 
 
 class ProbeStates:
-    """The state of each probe, by its name."""
+    """Holds the state of each probe by its name, and checks what probes return."""
 
     def __init__(self, probes: Sequence[Probe]) -> None:
-        """Begin as a training does.
+        """Initialize the states of a new training run.
 
         Raises:
-            UserError: a state is none that a checkpoint can keep.
+            UserError: A checkpoint cannot store the state of a probe.
         """
         self._probes = probes
         self.values = self.initial()
         tensors_by_name(self.values)
 
     def initial(self) -> dict[str, Any]:
-        """Return what a training begins with."""
+        """Return the states at the start of a training run."""
         return {probe.name: probe.init() for probe in self._probes}
 
     def measure(self, probe: Probe, ctx: StepContext) -> Reading:
-        """Return what a probe says before the step."""
+        """Return the probe's reading before the step."""
         reading = self._checked(probe, "measure", probe.measure(ctx, self.values[probe.name]))
-        if not reading.predicted:  # kept whatever the step is: the state before need not be held beside it until then
+        # Without predictions the new state is kept in any case, so the old one need not stay in memory as well.
+        if not reading.predicted:
             self.values[probe.name] = reading.state
         return reading
 
     def after_step(self, probe: Probe, ctx: StepContext, reading: Reading) -> Reading:
-        """Return what a probe says once the step has been made."""
+        """Return the probe's reading after the step."""
         complete = self._checked(probe, "after_step", probe.after_step(ctx, reading))
         if not complete.estimates:
             raise UserError(
@@ -48,12 +49,12 @@ class ProbeStates:
         return complete
 
     def commit(self, readings: Mapping[str, Reading], limit: Limit | None) -> dict[str, Reading]:
-        """Keep the states of a step, and return what is said of it.
+        """Store the states of a step, and return its final readings.
 
         Args:
-            readings: of the probes that have measured it, by name.
-            limit: the step was not the optimizer's formula. What was predicted for it is nan, then, and no state that
-                came with a prediction is kept.
+            readings: From the probes that measured the step, by name.
+            limit: Set if the step did not follow the optimizer's formula. Predictions then become nan, and a state that
+                came with a prediction is dropped.
         """
         is_valid = {name: limit is None or not reading.predicted for name, reading in readings.items()}
         self.values |= {name: reading.state for name, reading in readings.items() if is_valid[name]}
@@ -62,7 +63,7 @@ class ProbeStates:
         }
 
     def _checked(self, probe: Probe, method: str, reading: Any) -> Reading:
-        """Return what a probe has returned. UserError, naming the probe, where it is not what it must be."""
+        """Return a probe's reading if it is valid. UserError, naming the probe, if not."""
         does = f"probe {probe.name!r}: {method} must return"
         if not isinstance(reading, Reading):
             raise UserError(f"{does} a Reading, and returned {_described(reading)}")

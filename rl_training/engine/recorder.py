@@ -1,4 +1,4 @@
-"""The step that is being measured: begun before its first microbatch, filled by each of them, dropped at its end."""
+"""The step being measured: created before its first microbatch, filled by each microbatch, discarded at its end."""
 
 from __future__ import annotations
 
@@ -37,58 +37,59 @@ from rl_training.step.limits import (
 
 @dataclass
 class SeenPrompts:
-    """The prompts of a rollout that optimizer steps have learned from, on this process."""
+    """The prompts of the latest rollout from which optimizer steps on this rank have learned."""
 
-    rollout_number: int = 0  # the latest
+    rollout_number: int = 0  # of the latest rollout
     numbers: set[int] = field(default_factory=set)
 
     def turn_to(self, rollout_number: int) -> None:
-        """Begin anew where this is another rollout."""
+        """Start over if this is a new rollout."""
         if rollout_number != self.rollout_number:
             self.rollout_number, self.numbers = rollout_number, set()
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Take what a step has learned from."""
+        """Add the prompts from which a step has learned."""
         if rollouts:
             self.numbers.update(torch.cat([rollout.prompt_index for rollout in rollouts]).tolist())
 
 
 class JoinedMicrobatches(NamedTuple):
-    """All microbatches of a step as one, padded to one width."""
+    """All microbatches of a step as one, padded to a common width."""
 
     rollout: Rollout
-    scores: Scores  # of training's own forward passes
+    scores: Scores  # from training's own forward passes
     loss_weights: LossWeights
 
 
 @dataclass
 class StepRecorder:
-    """The step that is being measured: filled by each microbatch, dropped at its end."""
+    """The step being measured: filled by each microbatch, discarded at its end."""
 
     number: int
-    probes: Sequence[Probe]  # that measure it; there may be none
-    folds: Sequence[FoldGroup] = ()  # of its microbatches
-    sizes: Sequence[int] = ()  # of these, as it was planned
+    probes: Sequence[Probe]  # that measure this step; may be empty
+    folds: Sequence[FoldGroup] = ()  # planned for its microbatches
+    sizes: Sequence[int] = ()  # planned number of sequences per microbatch
     responses_per_prompt: int = 0
-    num_folds: int | None = None  # that the probes ask for
-    rollouts: list[Rollout] = field(default_factory=list)  # by microbatch
+    num_folds: int | None = None  # requested by the probes
+    rollouts: list[Rollout] = field(default_factory=list)  # per microbatch
     scores: list[Scores] = field(default_factory=list)
-    loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
-    other_terms: bool = False  # the loss has terms beside these
-    loss_settings: LossSettings | None = None  # of its latest microbatch
-    is_ready: bool = False  # all gradients are in
-    context: StepContext | None = None  # then, if it is measured
-    readings: dict[str, Reading] = field(default_factory=dict)  # of the probes, by name
-    check: Mapping[str, Estimate] = field(default_factory=dict)  # of what was predicted, once the optimizer has stepped
+    loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # per microbatch: for logps and for entropies
+    other_terms: bool = False  # the loss has terms that do not go through these scores
+    loss_settings: LossSettings | None = None  # of the latest microbatch
+    is_ready: bool = False  # all gradients are complete
+    context: StepContext | None = None  # set once it is ready, if it is measured
+    readings: dict[str, Reading] = field(default_factory=dict)  # by probe name
+    # verification of the predictions, once the optimizer has stepped
+    check: Mapping[str, Estimate] = field(default_factory=dict)
 
     @property
     def microbatch_rows(self) -> tuple[range, ...]:
-        """The rows of the step that each microbatch holds."""
+        """The step's rows that each microbatch holds."""
         return ranges_of([rollout.num_sequences for rollout in self.rollouts])
 
     @property
     def planned_start(self) -> int:
-        """The row at which the latest microbatch was planned to begin: on all ranks that of the same fold."""
+        """The row at which the latest microbatch was planned to start; on every rank it is in the same fold."""
         starts = [rows.start for rows in ranges_of(self.sizes)]
         return starts[min(len(self.rollouts), len(starts)) - 1]
 
@@ -98,7 +99,7 @@ class StepRecorder:
         return len(self.folds) > len(self.rollouts)
 
     def watch_loss(self, scores: Scores) -> None:
-        """Keep the gradients that the loop's own backward will give these scores."""
+        """Capture the gradients that the loop's own backward will give these scores."""
         weights: dict[str, Tensor] = {}
         self.loss_weights.append(weights)
 
@@ -112,11 +113,11 @@ class StepRecorder:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
     def limits(self, loop: LoopSpec, learned: set[int], mismatch: Limit | None) -> Limits:
-        """Return the limits of this step. A collective: what holds on one rank holds on all.
+        """Return the limits of this step. Collective: what holds on one rank holds on all.
 
         Args:
-            learned: Prompts of this rollout and process that earlier steps have learned from.
-            mismatch: The sequences are not samples of the policy that is scored.
+            learned: Prompts of the current rollout on this rank from which earlier steps have learned.
+            mismatch: Set if the sequences are not samples of the scored policy.
         """
         index, group = torch.cat([rollout.prompt_index for rollout in self.rollouts]), self.responses_per_prompt
         prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
@@ -125,7 +126,7 @@ class StepRecorder:
         is_hooked = any(leaf._backward_hooks for leaf in loop.shard.leaves.values())
         is_misfit = [len(rows) for rows in self.microbatch_rows] != [*self.sizes]
         is_incomplete, is_mixed = bool((counts != group).any()), self._mixes(place, len(prompts))
-        # Where no microbatch ends with one of several prompts, all of them together are the only set of whole prompts.
+        # If no boundary between microbatches ends a prompt, only all microbatches together hold whole prompts.
         is_one_set = len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1
         is_mixed = is_mixed or (is_one_set and len(prompts) > 1)
         local_facts = [is_incomplete, is_mixed, is_reused, is_hooked, self.other_terms, bool(mismatch), is_misfit]
@@ -148,12 +149,12 @@ class StepRecorder:
         )
 
     def _mixes(self, place: Tensor, num_prompts: int) -> bool:
-        """Return whether a prompt lies in several of the planned folds.
+        """Return whether some prompt lies in several of the planned folds.
 
         Args:
-            place: Which of the prompts each sequence answers, (B,).
+            place: (B,), the index of each sequence's prompt.
         """
-        # The passes of all groups follow one another.
+        # The passes of all groups are consecutive rows.
         groups = [
             torch.full((len(rows),), number)
             for number, fold_group in enumerate(self.folds)
@@ -163,15 +164,16 @@ class StepRecorder:
         return len(group) == len(place) and len((place * len(self.folds) + group).unique()) > num_prompts
 
     def join(self, ranks: Ranks) -> JoinedMicrobatches:
-        """Return all microbatches as one. A collective."""
+        """Return all microbatches as one. Collective."""
         rollout = self.join_rollouts(ranks)
         return JoinedMicrobatches(rollout, self.join_scores(rollout), self._join_loss_weights())
 
     def join_rollouts(self, ranks: Ranks) -> Rollout:
-        """Return all microbatches as one, in which what is known of one is known of all. A collective.
+        """Return all microbatches as one rollout, with the same fields known on every rank. Collective.
 
-        Where one has a sampler's log-probabilities, the policy has sampled those without itself, with a ratio of 1; an
-        off-policy one without leaves those of all unknown. So are rewards, where one has none.
+        If one microbatch has a sampler's log-probabilities, on-policy microbatches without them get the policy's own,
+        for a ratio of 1. An off-policy microbatch without them makes those of the whole step unknown. One microbatch
+        without rewards makes all rewards unknown.
         """
         parts = self.rollouts
         flags = [
@@ -202,7 +204,7 @@ class StepRecorder:
         )
 
     def _join_loss_weights(self) -> LossWeights:
-        """Return the weights of the loss on all scores of the step, (B, T) each."""
+        """Return the loss weights on all scores of the step, (B, T) each."""
         logp_weights, entropy_weights = (
             pad_and_concat(
                 [

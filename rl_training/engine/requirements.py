@@ -1,5 +1,7 @@
-"""What all probes together require of the engine: what to keep, folds, the entropy gradient, memory; and what of it a
-training's configuration will measure and will not, said once when it begins."""
+"""What all probes together require of the engine: what to keep, folds, the entropy gradient, memory.
+
+Also the announcement at the start of training: what its configuration will measure, and what it will not.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from rl_training.step.data import EntropySettings
 from rl_training.step.limits import ONE_RESPONSE, OTHER_LOSS
 from rl_training.step.needs import Need
 
-VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entropy gradient and the sum of all
+VECTORS_BESIDE_FOLDS = 4  # for an entropy change: δθ, the previous δθ, one entropy gradient and the sum of all
 
 ROUNDED = (
     "steps are rounded: {which}; update/surviving_share says how much of each is left. Weights in float32, under bf16 "
@@ -35,10 +37,14 @@ ROUNDED = (
 
 @dataclass(frozen=True)
 class Requirements:
-    """What some probes require together.
+    """What several probes require together.
 
-    num_folds  over all processes; None for the default  offload  keep the folds' gradients in the CPU's memory
-    rows_dtype  of these; None for fp32
+    Args:
+        needs: Everything that at least one of them needs.
+        num_folds: Number of folds over all ranks. None for the default.
+        entropy: How the entropy gradient is estimated.
+        offload: Keep the fold gradients in CPU memory.
+        rows_dtype: Dtype of the fold gradients. None for fp32.
     """
 
     probes: Sequence[Probe]
@@ -50,7 +56,7 @@ class Requirements:
 
     @classmethod
     def of(cls, probes: Sequence[Probe]) -> Requirements:
-        """ValueError when two probes have the same name, or ask for different folds or entropy gradients."""
+        """Combine the probes' needs. UserError if two share a name, or want different folds or entropy gradients."""
         names = [SHARED, *(probe.name for probe in probes)]
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
@@ -73,14 +79,17 @@ class Requirements:
     ) -> list[FoldGroup]:
         """Return the folds of a step.
 
-        sizes                 sequences of each microbatch of this step on this process
-        sizes_of_ranks        on every process; None where they are the same
-        responses_per_prompt  in this step; None: as in the shape
-        may_cut               microbatches may be cut into several folds where nobody has asked for it
+        Args:
+            shape: How the loop cuts a full step.
+            sizes: Sequences of each microbatch of this step on this rank.
+            sizes_of_ranks: The same for every rank. None if all are alike.
+            responses_per_prompt: In this step. None for the shape's.
+            may_cut: Whether microbatches may be cut into several folds even if no probe asks for it.
 
-        ValueError, naming a number that would do, where the number that the probes ask for is impossible in a whole
-        step. The last step of an epoch may be short, and where tokens are counted, steps differ in size: such a step
-        has the default number where that one is impossible.
+        Raises:
+            UserError: A full step cannot have the requested number of folds; the message names a number that works.
+                Steps of another size (the last of an epoch, or where tokens are counted) get the default number
+                instead.
         """
         of_ranks, ranks = sizes_of_ranks or [sizes], shape.num_ranks
         group, cut = responses_per_prompt or shape.responses_per_prompt, may_cut and self.may_pass_again
@@ -92,7 +101,7 @@ class Requirements:
         return plan_folds(sizes, group, ranks, None, of_ranks, cut)
 
     def folds_and_passes(self, loop: LoopSpec) -> tuple[int, float]:
-        """Return how many folds a whole step has, and which share of its own passes they take once more."""
+        """Return the number of folds of a full step, and the share of its own passes that they cost in addition."""
         shape = loop.shape
         groups = self.folds(shape, shape.sizes)
         count, prompts = groups[-1].folds.stop, sum(shape.sizes) // shape.responses_per_prompt
@@ -106,28 +115,28 @@ class Requirements:
 
     @property
     def may_pass_again(self) -> bool:
-        """Whether gradients of folds are worth further passes: for a prediction, not for the noise scale alone."""
+        """Whether fold gradients justify further passes: yes for a prediction, no for the noise scale alone."""
         return Need.FOLD_GRADIENTS in self.needs
 
     def folds_of_step(
         self, loop: LoopSpec, sizes: Sequence[int] | None, responses_per_prompt: int, may_cut: bool
     ) -> list[FoldGroup]:
-        """Return the folds of a step. A collective where it has sizes of its own.
+        """Return the folds of a step. Collective if `sizes` is given.
 
         Args:
-            sizes: Sequences of each of its microbatches on this process; None: as in the loop's shape.
-            may_cut: Microbatches may be cut into several folds where nobody has asked for it.
+            sizes: Sequences of each microbatch on this rank. None for the loop's shape.
+            may_cut: Whether microbatches may be cut into several folds even if no probe asks for it.
         """
         if sizes is None:
             return self.folds(loop.shape, loop.shape.sizes, None, responses_per_prompt, may_cut)
         local_sizes = torch.tensor(sizes, dtype=torch.float64, device=loop.shard.layout.device)
-        # Other processes may have others, whose prompts end elsewhere.
+        # Other ranks may have other sizes, whose prompts end elsewhere.
         return self.folds(
             loop.shape, sizes, loop.ranks.gather(local_sizes).long().tolist(), responses_per_prompt, may_cut
         )
 
     def num_vectors(self, num_folds: int) -> int:
-        """Return how many fp32 vectors of a process's entries a measured step holds on the device."""
+        """Return how many fp32 vectors of this rank's entries a measured step holds on the device."""
         by_fold = (Need.FOLD_GRADIENTS in self.needs) / (1 if self.rows_dtype is None else 2)
         rows = 0 if self.offload else math.ceil(num_folds * (by_fold + (Need.ENTROPY_ROWS in self.needs)))
         beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_GRADIENT in self.needs)
@@ -135,19 +144,19 @@ class Requirements:
 
 
 def needs_of(probes: Sequence[Probe]) -> Need:
-    """Return everything that one of these probes needs."""
+    """Return everything that at least one of these probes needs."""
     return functools.reduce(operator.or_, (probe.needs for probe in probes), Need.NOTHING)
 
 
 def _agreed(wanted: Mapping[str, Any], what: str) -> Any:
-    """Return what the probes ask for, None where none does. ValueError when they do not agree."""
+    """Return the value that the probes agree on, None if none asks for one. UserError if they disagree."""
     if len(set(wanted.values())) > 1:
         raise UserError(f"all probes share one {what}: give {list(wanted)} the same")
     return next(iter(wanted.values()), None)
 
 
 def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
-    """Return what is said when training begins: what will be measured, what will not, and what would change that."""
+    """Return the announcement at the start of training: what will be measured, what not, and how to change that."""
     shape, layout, needs = loop.shape, loop.shard.layout, requirements.needs
     if not needs:
         return [loop.opening] if loop.opening else []
@@ -165,14 +174,14 @@ def announcement(loop: LoopSpec, requirements: Requirements) -> list[str]:
         plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
     losses = _fold_losses(loop, requirements, count, is_made_anew=again > 0.0)
     losses += [f"no prediction at some steps: {loop.limits.reused}"] if loop.limits.reused else []
-    # What is missing most comes first, before who trains and what is measured.
+    # What the folds cannot give comes first, then the host's opening, then the plan.
     sentences = [sentence for sentence in (*losses[:1], loop.opening, plan) if sentence]
     plan = ". ".join([*sentences[:-1], plan[0].upper() + plan[1:] if len(sentences) > 1 else plan])
     return [plan, *losses[1:], *_other_losses(loop, needs), *_rounding_remarks(loop.shard, needs)]
 
 
 def _other_losses(loop: LoopSpec, needs: Need) -> list[str]:
-    """Return what other limits of a training take from it: of each what is lost, and the limit itself."""
+    """Return what limits other than the folds take away: what is lost, and the limit."""
     formula_limit = view_optimizer(loop.shard).limit if Need.ENTROPY_GRADIENT in needs else None
     is_other_loss = Need.LOSS_CHECK in needs and not loop.dr_grpo
     lost = [
@@ -188,10 +197,11 @@ def _other_losses(loop: LoopSpec, needs: Need) -> list[str]:
 
 
 def _fold_losses(loop: LoopSpec, requirements: Requirements, count: int, *, is_made_anew: bool) -> list[str]:
-    """Return what so many folds are too few for; or all that they give, where they cannot hold whole prompts.
+    """Return what is lost because folds are too few, or cannot hold whole prompts.
 
     Args:
-        is_made_anew: Gradients of folds come from further passes, for which it is the same where prompts lie.
+        count: Number of folds of a full step.
+        is_made_anew: Fold gradients come from further passes, for which the position of prompts does not matter.
     """
     needs, probes = requirements.needs, requirements.probes
     no_folds = loop.limits.split_prompts or (None if is_made_anew else loop.limits.mixed_prompts)
@@ -212,7 +222,7 @@ def _fold_losses(loop: LoopSpec, requirements: Requirements, count: int, *, is_m
 
 
 def _rounding_remarks(shard: Shard, needs: Need) -> list[str]:
-    """Return what steps and passes lose to rounding."""
+    """Return remarks on what steps and passes lose to rounding."""
     remarks = []
     if Need.ENTROPY_GRADIENT in needs:
         optimizer = view_optimizer(shard)

@@ -1,4 +1,4 @@
-"""Seconds that measuring takes, as the device takes them."""
+"""Measure the seconds that probes cost, as the device spends them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-SHARED = "engine"  # whose time it is that no probe takes alone: the same, whichever probes there are
+SHARED = "engine"  # charged with all time that no single probe causes, whichever probes there are
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What measuring a step took."""
+    """What it cost to measure a step."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)  # by name
-    num_bytes: int = 0  # of all vectors that were held at once
+    num_bytes: int = 0  # of all vectors held at once
 
     def by_name(self, step_seconds: float) -> dict[str, float]:
-        """Return them as metrics, with the share of a step that took so many seconds.
+        """Return the costs as metrics, with their share of a step that took `step_seconds`.
 
-        `engine_seconds` are what probes share: hooks, the folds' gradients, the entropy gradient, checks.
+        `engine_seconds` is what the probes share: hooks, fold gradients, the entropy gradient, checks.
         """
         costs = {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
         share = sum(self.seconds.values()) / step_seconds
@@ -41,7 +41,7 @@ class Clock:
 
     @contextlib.contextmanager
     def timed(self, name: str = SHARED) -> Iterator[None]:
-        """A context whose time is added to that of this name; inside of another one its time is the outer one's."""
+        """Add the time spent inside the context to `name`. Inside another such context, the outer one's name counts."""
         if self._is_running:
             yield
             return
@@ -60,7 +60,7 @@ class Clock:
     @contextlib.contextmanager
     def _timed_by_events(self, name: str) -> Iterator[None]:
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        stream = torch.cuda.current_stream(self._device)  # perhaps not of the process's current device
+        stream = torch.cuda.current_stream(self._device)  # may differ from the process's current device
         events[0].record(stream)
         yield
         events[1].record(stream)

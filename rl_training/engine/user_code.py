@@ -1,4 +1,4 @@
-"""Errors of a function that the user has written: told apart from the package's own, with the place that failed."""
+"""Errors in functions written by the user: told apart from the package's own, with file and line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_training.errors import UserError
 
 @contextlib.contextmanager
 def wrap_user_errors(what: str) -> Iterator[None]:
-    """A context for a call: whatever fails in it, sys.exit() too, is a ValueError that begins with `what`.
+    """Turn any failure inside the context, even sys.exit(), into a UserError that begins with `what`.
 
     Example: with what "intervention f": "intervention f failed: ZeroDivisionError: division by zero (f.py:2)".
     """
@@ -24,11 +24,11 @@ def wrap_user_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting(what: str, hint: Callable[[], str] = str) -> Iterator[None]:
-    """A context for a call: an error in it stays what it is, for who catches it, with a note that begins with `what`.
+    """Add a note to any error raised inside the context. Its type stays the same for callers that catch it.
 
-    hint  what may help, added to the note
-
-    Example: with what "reward function f", the note of an error is "reward function f failed (f.py:2)".
+    Args:
+        what: The beginning of the note. "reward function f" gives "reward function f failed (f.py:2)".
+        hint: Returns advice that is appended to the note.
     """
     try:
         yield

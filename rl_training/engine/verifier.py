@@ -1,7 +1,8 @@
-"""Whether a step was what its predictions are made of: the optimizer's formula.
+"""Check whether a step followed the optimizer's formula, on which its predictions are based.
 
-A loop may scale, edit or forget gradients, clip otherwise than it said, or step with another optimizer. None of that is
-listed anywhere: what happens is held against what was calculated, and a step that differs has no predictions.
+A loop may scale, edit or drop gradients, clip other than it said, or step with another optimizer. No setting lists all
+that, so the actual change of the weights is compared with the calculated one. If they differ, the step's predictions
+are void.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from rl_training.step.limits import (
     NOT_THE_FORMULA,
 )
 
-SAMPLED = 2**18  # entries of the step that are compared, at most: of each process
-# Of the norm of what was calculated: a sixteenth of the rounded weights that move may be others.
+SAMPLED = 2**18  # at most this many entries of a step are compared on each rank
+# Allowed error relative to the norm of the calculated step: a sixteenth of the rounded weights that move may differ.
 LIMIT_OF_ROUNDED_WEIGHTS = 0.25
-HALF_PRECISION = 2.0**-5  # of a step: how much that of an optimizer may differ that calculates in half precision
-KEPT = 0.9  # share of a step below which what is lost is worth a remark
+HALF_PRECISION = 2.0**-5  # relative difference allowed in a step if the optimizer computes in half precision
+KEPT = 0.9  # a remark is made if less than this share of a step survives rounding
 NOT_TO_NEAREST = "; if all of that is so, it rounds otherwise than to nearest, and its steps are not predicted"
 SHARE = "update/surviving_share"
-LEAST = f"{SHARE}/least"  # of a layer, which its detail names; outside of layers, of a kind of module
+LEAST = f"{SHARE}/least"  # the smallest share of any layer, named in the detail; outside of layers, of a kind of module
 NO_STEP = Limit("no_step", "the formula moves no weight here")
 NO_BAR = "no error bar: it describes this step"
 LOST = "{lost:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate"
 
 
 def refuse_other_parameters(shard: Shard) -> None:
-    """Raise ValueError where parameters are no longer those that were trained when measuring began."""
+    """Raise UserError if the trained parameters are no longer those that were trained when measuring began."""
     trained = {name for name, param in shard.model.named_parameters() if param.requires_grad}
     for name in sorted(trained ^ shard.trained.keys()):
         raise UserError(
@@ -57,13 +58,13 @@ def refuse_other_parameters(shard: Shard) -> None:
 
 
 def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
-    """Return some entries of each parameter, at most SAMPLED in all: a copy in fp64."""
+    """Return a subset of each parameter's entries, at most SAMPLED in all, copied to fp64."""
     stride = max(1, math.ceil(layout.num_entries / SAMPLED))
     return torch.cat([values[::stride] for values in entries]).to(layout.device, torch.float64)
 
 
 class UpdateVerifier:
-    """Holds what each step does against the optimizer's formula. Of one that differs, predictions are void."""
+    """Compares each step with the optimizer's formula. Predictions for a step that differs are void."""
 
     def __init__(self, shard: Shard, memory: PreviousUpdate, reduce: Callable[[Tensor], Tensor]) -> None:
         self._shard, self._layout, self._memory, self._reduce = shard, shard.layout, memory, reduce
@@ -74,29 +75,30 @@ class UpdateVerifier:
         )
         is_short = [torch.tensor(weight.dtype.itemsize < 4).expand(len(weight)) for weight in weights.values()]
         self._is_short = sampled(self._layout, is_short).bool()
-        self._sizes = tuple(len(sampled(self._layout, [part])) for part in is_short)  # of each parameter's sample
+        # entries sampled from each parameter
+        self._sizes = tuple(len(sampled(self._layout, [part])) for part in is_short)
         dtypes = {weight.dtype for weight in weights.values()}
         self._short = min(dtypes, key=lambda dtype: dtype.itemsize)
         self._precision = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize >= 4), default=0.0)
-        self._is_predicted = False  # the step that is checked
-        self._limit: Limit | None = None  # where the optimizer has no formula, or there is no prediction
+        self._is_predicted = False  # whether the current step is predicted
+        self._limit: Limit | None = None  # set if the optimizer has no formula, or there is no prediction
         self._rounded = ""
         self._error_limit = OptimizerState.error_limit
-        self._begun: Tensor | None = None  # some weights, when the step begins
-        self._before = torch.empty(0)  # when the probes look at it, and what the formula adds to them
-        self._formula: Tensor | None = None
-        self._at_step: Tensor | None = None  # right before the optimizer's step, where there is no formula
-        self._after: Tensor | None = None  # and after it
+        self._begun: Tensor | None = None  # sampled weights at the start of the step
+        self._before = torch.empty(0)  # sampled weights when the probes see the step
+        self._formula: Tensor | None = None  # what the formula adds to them
+        self._at_step: Tensor | None = None  # right before the optimizer's step, if there is no formula
+        self._after: Tensor | None = None  # after the optimizer's step
 
     def detect_external_edits(self) -> None:
-        """Forget the step before where weights are no longer those that it ended with. A collective."""
+        """Forget the previous step if the weights differ from those it ended with. Collective."""
         self._begun = self._sampled_weights()
         if self._after is not None and self._differ(self._begun, self._after):
             self._memory.forget(EDITED_AFTER_STEP)
         self._after = None
 
     def edit_limit(self) -> Limit | None:
-        """Return the limit of a step in which weights were changed since it has begun, or None. A collective."""
+        """Return the limit if the weights were changed since the step began, else None. Collective."""
         self._before = self._sampled_weights()
         if self._begun is None or not self._differ(self._begun, self._before):
             return None
@@ -106,11 +108,12 @@ class UpdateVerifier:
         return sampled(self._layout, self._shard.weights().values())
 
     def _differ(self, first: Tensor, other: Tensor) -> bool:
-        changed = (first.view(torch.int64) != other.view(torch.int64)).any()  # bit by bit: nan is itself
+        # compared bit by bit, so that nan equals itself
+        changed = (first.view(torch.int64) != other.view(torch.int64)).any()
         return float(self._reduce(changed.double())) > 0.0
 
     def snapshot(self, optimizer: OptimizerView, prediction: EntropyPrediction | None) -> None:
-        """Keep what it takes to check the step that follows."""
+        """Keep what is needed to verify the upcoming step."""
         self._is_predicted, self._formula = prediction is not None, None
         if prediction is not None:
             self._rounded, self._limit = optimizer.rounded, prediction.limit or optimizer.limit
@@ -119,19 +122,19 @@ class UpdateVerifier:
                 self._formula = sampled(self._layout, self._layout.by_name(prediction.intended).values())
 
     def about_to_step(self) -> None:
-        """Look at the weights right before the optimizer's step. With a formula, what comes before is found after."""
+        """Read the weights right before the optimizer's step. With a formula, `verify` detects earlier edits anyway."""
         if self._is_predicted and self._formula is None:
             self._at_step = self._sampled_weights()
 
     def verify(self, made: bool) -> tuple[dict[str, Estimate], Limit | None]:
-        """Return how far the step was from the formula, what rounding has left of it, and its limit. A collective.
+        """Return how far the step was from the formula, what rounding left of it, and its limit. Collective.
 
         Args:
-            made: False: the loop has left the step out.
+            made: False if the loop skipped the step.
 
         Returns:
-            Estimates by name, none of a step of which nothing was predicted; and the limit of what was predicted for
-            it, None where it was the formula, or where the optimizer has none.
+            Estimates by name, empty if nothing was predicted for the step. Then the limit on its predictions, None if
+            the step followed the formula or the optimizer has none.
         """
         if not self._is_predicted:
             return {}, None
@@ -152,7 +155,7 @@ class UpdateVerifier:
             limit = limit.with_fix(limit.fix + NOT_TO_NEAREST) if self._rounded else limit
             is_made = made and self._differ(self._before, self._after)
             limit = limit if is_made else LEFT_OUT
-            if not self._rounded or not is_made:  # then δθ is the formula's, and not measured
+            if not self._rounded or not is_made:  # δθ of rounded weights was measured, so it stays valid
                 self._memory.forget(limit)
         moved = [
             (share_of_layer, name)
@@ -168,10 +171,10 @@ class UpdateVerifier:
         return estimates, limit
 
     def _compare(self, moved: Tensor, formula: Tensor) -> list[float]:
-        """Return the error beyond rounding, and (δ_actual · δ) / δ² of all weights and of each layer.
+        """Return the error of the step beyond rounding, then (δ_actual · δ) / δ² over all weights and for each layer.
 
-        The error is inf where weights move that would not, or become no numbers, and nan where the formula has none. A
-        share is nan where the formula moves nothing.
+        The error is inf if weights move that should not, or become non-finite, and nan if the formula itself is not
+        finite. A share is nan if the formula moves nothing.
         """
         kept, off = formula, ((moved - formula).abs() - self._precision * self._before.abs()).clamp_(min=0.0)
         if self._short.itemsize < 4:
@@ -182,7 +185,7 @@ class UpdateVerifier:
         sums = sums_of_spans(torch.cat(products), self._sizes * len(products)).view(len(products), -1)
         by_layer = torch.zeros(len(self._layers), len(products), dtype=torch.float64, device=moved.device)
         by_layer = self._reduce(by_layer.index_add_(0, self._layer_of, sums.t())).cpu()
-        by_part = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # all of it first
+        by_part = torch.cat([by_layer.sum(dim=0, keepdim=True), by_layer])  # the total comes first
         off_square, square = by_part[0, :2].tolist()
         error = math.sqrt(off_square / square) if square else math.inf if off_square else 0.0
         if math.isnan(error) and math.isfinite(square):
@@ -190,7 +193,7 @@ class UpdateVerifier:
         return [error, *(by_part[:, 2] / by_part[:, 3]).tolist()]
 
     def _kept(self, change: Tensor) -> Tensor:
-        """Return what rounding leaves of a change of the sampled weights."""
+        """Return what is left of a change of the sampled weights after rounding."""
         return torch.where(self._is_short, rounded_update(self._before.to(self._short), change), change)
 
 
