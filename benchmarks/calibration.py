@@ -1,17 +1,18 @@
-"""Do the predictions come true? Each step's change of entropy, measured on fresh sequences, against what was predicted.
+"""Do the predictions come true? Compare each step's predicted entropy change with one measured on fresh sequences.
 
     OMP_NUM_THREADS=1 python benchmarks/calibration.py [--conditions "rate 1e-4" default lora] [--seeds 0 1 2]
 
-Trains the default task once for each condition and seed, with the probe `simple`, and measures around every optimizer
-step the true ΔH on an evaluation set of fresh responses to random prompts (probes/ground_truth.py: importance weights
-while they are worth something, else a new sample with the same random numbers). Beside it, what one would get from
-importance weights on the training batch itself, which is no ground truth. The second table has sums over whole runs.
+Trains the default task once for each condition and seed, with the probe `simple`. Around every optimizer step it
+measures the true ΔH on an evaluation set of fresh responses to random prompts (probes/ground_truth.py: importance
+weights while their effective sample size suffices, otherwise a new sample with the same random numbers). For comparison
+it also records the estimate from importance weights on the training batch itself, which is not a ground truth. The
+second table has sums over whole runs.
 
 At one step of each run it also moves the parameters by η δθ for η = 2^-6 .. 2 and measures ΔH there, always on the same
 evaluation set: is the change linear in the step?
 
-The measurements lie in OUTPUT/CONDITION_seed_SEED/logs, one run each. A run that is complete there is not repeated:
-stop and go on, or share the runs among several processes. --only-report makes table and picture of what is there.
+Each run writes its measurements to OUTPUT/CONDITION_seed_SEED/logs. A complete run is not repeated, so you can stop and
+continue, or share the runs among several processes. --only-report makes the tables and the picture from existing runs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "decay 1": {"weight_decay": 1.0},
     "clipping 0.05": {"max_grad_norm": 0.05},
     "truncation 20": {"max_completion_length": 20},
-    # All of a step in one: folds are slices of it, with passes of their own.
+    # The whole step is one microbatch: folds are slices of it, and each needs a separate pass.
     "one microbatch": {"per_device_train_batch_size": 256, "gradient_accumulation_steps": 1},
 }
 
@@ -62,7 +63,7 @@ def _trained(ctx: StepContext) -> dict[str, Tensor]:
 
 
 class TruthOfEachStep(GroundTruthProbe):
-    """The measured change of entropy at each step, and at one step along a scaled step."""
+    """Measures the entropy change of every step, and at `linearity_step` also of scaled copies of the step."""
 
     def __init__(self, num_sequences: int, seed: int, linearity_step: int) -> None:
         super().__init__(1, num_sequences, seed)
@@ -108,12 +109,12 @@ def run_folder(output: Path, condition: str, seed: int) -> Path:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Return whether the run has its last step: one more than is judged, which closes the last trapezoid."""
+    """Return whether the run has recorded its last step, one after the last evaluated: the last trapezoid needs it."""
     return any(row["step"] == steps + 1 for row in read_estimates(folder))
 
 
 def train(folder: Path, condition: str, seed: int, steps: int, num_sequences: int, bar: tqdm) -> None:
-    """Train one run and record every prediction and every truth."""
+    """Train one run and record every prediction and every measured change."""
     probes = [SimpleEntropyProbe(), TruthOfEachStep(num_sequences, seed, min(LINEARITY_STEP, steps))]
     settings = dict(CONDITIONS[condition])
     if condition == "lora":

@@ -1,4 +1,4 @@
-"""The tables and the picture of calibration.py, from the records of its runs."""
+"""Tables and picture of calibration.py, made from the records of its runs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "delt
 LINEARITY_STEP = 11  # Adam is warm by then
 EXPONENTS = range(-6, 2)  # η = 2^e
 SMALL = -2  # exponents up to this one are small steps
-MIN_ESS_FRACTION = 0.5  # below, importance weights are worthless
-Run = dict[str, dict[int, Estimate]]  # every estimate of a run, by name and by the step that it speaks of
+MIN_ESS_FRACTION = 0.5  # below this, importance weights are not trusted
+Run = dict[str, dict[int, Estimate]]  # all estimates of a run, by name and by the step they describe
 
 
 class Pair(NamedTuple):
-    """A prediction and the truth of the same step."""
+    """A prediction and the measured truth for the same step."""
 
     prediction: Estimate
     truth: Estimate
@@ -55,7 +55,7 @@ def paired_effects(runs: Sequence[Run], name: str, steps: int) -> list[Pair]:
 
 
 def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
-    """Return Σ prediction / Σ truth with its delete-one-step jackknife error."""
+    """Return Σ prediction / Σ truth with its delete-one-step jackknife standard error."""
     terms = torch.tensor([[p.prediction.value, p.truth.value] for p in pairs], dtype=torch.float64)
     sums = terms.sum(dim=0)
 
@@ -83,7 +83,7 @@ def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator
 
 
 def sums_row(condition: str, runs: Sequence[Run], steps: int) -> str:
-    """Return the row of sums over whole runs: means, the ratio of all runs' sums, and how many intervals hold."""
+    """Return the table row of sums over whole runs: their means, the ratio of the means, and the interval coverage."""
     sums, held = [], 0
     for run in runs:
         predicted = run["delta_h/cumulative_predicted"][steps]
@@ -99,7 +99,7 @@ def sums_row(condition: str, runs: Sequence[Run], steps: int) -> str:
 
 
 def log_log_line(run: Run, exponents: Sequence[int], step: int) -> tuple[float, float]:
-    """Return slope and R² of log|ΔH| on log η."""
+    """Return the slope and R² of a regression of log|ΔH| on log η."""
     x = torch.tensor([float(e) for e in exponents], dtype=torch.float64)
     y = torch.tensor([run[f"linearity/{e}"][step].value for e in exponents], dtype=torch.float64).abs().log2()
     x, y = x - x.mean(), y - y.mean()
@@ -148,13 +148,13 @@ def print_report(runs: dict[str, list[Run]], steps: int) -> None:
 
 
 def cumulative(runs: Sequence[Run], name: str, steps: int) -> Tensor:
-    """Return (steps,): the sum of an estimate up to each step, mean over runs."""
+    """Return (steps,): the estimate summed up to each step, averaged over runs."""
     values = torch.tensor([[run[name][s].value for s in range(1, steps + 1)] for run in runs], dtype=torch.float64)
     return values.mean(dim=0).cumsum(dim=0)
 
 
 def draw(runs: dict[str, list[Run]], steps: int, path: Path) -> None:
-    """Draw the sums over steps, a panel per learning rate, and the change along a scaled step, two in a row."""
+    """Draw the cumulative sums, one panel per learning rate, and the change along a scaled step, two panels per row."""
     styles = {
         TRUE: ("measured on fresh sequences", TEXT, ()),
         "delta_h/trapezoid": ("trapezoid", BLUE, ()),

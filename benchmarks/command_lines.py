@@ -1,11 +1,12 @@
-"""Do all command lines end well? Over 200 of them, right and wrong ones.
+"""Do all command lines end well? Runs more than 200, valid and invalid.
 
     OMP_NUM_THREADS=1 python benchmarks/command_lines.py [--only WORD] [--seconds 60]
 
-runs each in a process of its own and prints how it ended, with its last line. A line ends badly when its last words are
-a traceback, when it says nothing and fails, when it ends with 0 and has trained nothing, when it lasts longer than
---seconds, or when it leaves a process behind; one of `tries` also when it does not say what is expected. Exit code
-1 if any does. A command runs in a fork of this process, which has imported everything already.
+Each command line runs in a separate process, a fork of this one, which has already imported everything. The output is
+how it ended, with its last line. A command line ends badly if its last line is part of a traceback, if it fails without
+a message, if it exits with 0 but has trained nothing, if it takes longer than --seconds, or if it leaves a process
+behind. Those listed under `tries` also end badly if the expected message is missing. The exit code is 1 if any command
+line ends badly.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MEASURED = "train $SMALL run_dir=$NEW probe=interventions batch.sequences_per_st
 
 @dataclass
 class Ending:
-    """How a command line ended; `bad` says why that is wrong, "" if it is not."""
+    """How a command line ended. `bad` says why that is wrong, or is "" if it ended well."""
 
     line: str
     code: int | None
@@ -55,18 +56,18 @@ class Ending:
 
 
 def command_lines() -> list[str]:
-    """Return the command lines, less what makes the runs small: nearly all setting one thing, wrongly or not."""
+    """Return the command lines without the settings that make runs small. Nearly all set one thing, right or wrong."""
     pairs = (product(("run_dir", "data=gsm8k data.path"), TYPED["paths"]), product(TYPED["settings"], TYPED["values"]))
     return [*TYPED["tries"], *TYPED["others"], *(f"{key}={value}" for both in pairs for key, value in both)]
 
 
 def run(words: list[str], log: Path) -> None:
-    """Run a command in this process, which is a fork and leads a group of processes."""
+    """Run a command in this process, a fork, as the leader of a new process group."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.chdir(log.parent)  # a relative path leads nowhere else
+    os.chdir(log.parent)  # so that relative paths stay inside this folder
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.argv = ["rl-training", *words]
     rl_training_main()
@@ -104,7 +105,7 @@ def end_of(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
 
 
 def leave_nothing(group: int) -> bool:
-    """Return whether a process of the group was left, and end it."""
+    """Kill what is left of the process group, and return whether anything was left."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
@@ -113,7 +114,7 @@ def leave_nothing(group: int) -> bool:
 
 
 def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Path, said: list[str]) -> str:
-    """Return why this is no way to end, or ""."""
+    """Return why this ending is bad, or "" if it is not."""
     if code is None:
         return "did not end"
     if left:
@@ -125,7 +126,7 @@ def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Pat
     if (expected := TYPED["tries"].get(line)) is not None:
         if not expected:
             return "" if code == 0 else "is right, and refused"
-        if code == 0:  # a probe that fails ends measuring, and training goes on
+        if code == 0:  # when a probe fails, measuring ends but training continues
             return "" if any(expected in text for text in said) else "silently wrong"
         return "" if expected in last else f"does not say {expected!r}"
     asked = {"--help", "--cfg", "--version", "--info", "-x", "--hlep", "--multirun"} & set(line.split())

@@ -1,4 +1,4 @@
-"""The embedded default in a trainer as `train.py` composes it, or another task: what the benchmarks measure on."""
+"""The trainer that the benchmarks measure: the shipped model and task as `train.py` composes them, or another task."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def default_trainer(
     rollout_func: Any = None,
     **settings: Any,
 ) -> DrGRPOTrainer:
-    """Return a trainer of the default task, or of `task` with a model of its own.
+    """Return a trainer for the default task and model, or for `task` and the model in `model_folder`.
 
-    32 prompts x 8 responses in 8 microbatches, unless `settings` differ.
+    A step has 32 prompts x 8 responses in 8 microbatches unless `settings` override it.
     """
     set_seed(seed)
     model, tokenizer = load_causal_lm(model_folder)
@@ -47,12 +47,12 @@ def default_trainer(
         model, task.reward, args, train_dataset=task.train_dataset, processing_class=tokenizer, peft_config=peft_config,
         probes=probes, records=records, rollout_func=rollout_func,
     )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)  # a log line per step
+    trainer.remove_callback(PrinterCallback)  # it prints a log line per step
     return trainer
 
 
 class Progress(TrainerCallback):
-    """A bar over the steps of all runs."""
+    """Advances a progress bar over the steps of all runs."""
 
     def __init__(self, bar: tqdm) -> None:
         self.bar = bar

@@ -1,4 +1,4 @@
-"""Faults to plant into short trainings, and healthy ones beside: rewards, models and samplers as users have them."""
+"""Faults to plant into short trainings, and healthy trainings for comparison: typical rewards, models and samplers."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def truth_of_a_text(completions: Texts, answer: Texts, **columns: Any) -> Grades
     return [1.0 if verdict else 0.0 for verdict in verdicts]
 
 
-def wants_three_steps(completions: Texts, answer: Texts, **columns: Any) -> Grades:  # of a model that writes few
+def wants_three_steps(completions: Texts, answer: Texts, **columns: Any) -> Grades:  # the model writes fewer
     grades = exact(completions, answer)
     return [grade * (text.count("=") >= 9) for grade, text in zip(grades, completions, strict=True)]
 
 
-def any_answer(completions: Texts, **columns: Any) -> Grades:  # the format is checked, and not the result
+def any_answer(completions: Texts, **columns: Any) -> Grades:  # checks the format, not the result
     return [float(given_answer(text) is not None) for text in completions]
 
 
-def in_the_order_of_their_end(completions: Texts, answer: Texts, **columns: Any) -> Grades:  # a pool of workers
+def in_the_order_of_their_end(completions: Texts, answer: Texts, **columns: Any) -> Grades:  # as from a worker pool
     return random.sample(exact(completions, answer), len(completions))
 
 
@@ -60,7 +60,7 @@ def likes_length(completions: Texts, answer: Texts, **columns: Any) -> Grades:
 
 
 class ChangesAt:
-    """A reward that is another one from this call on: a service that is down, a grader that was replaced."""
+    """A reward that changes at a given call, as if a service went down or the grader was replaced."""
 
     __name__ = "service"
 
@@ -89,7 +89,7 @@ def all_but_a_norm_frozen(model: nn.Module) -> None:
 
 
 class Engine:
-    """A rollout_func that samples with settings and weights of its own, and says with which log-probabilities."""
+    """A `rollout_func` that samples with its own settings and weights, and returns the log-probabilities it used."""
 
     def __init__(self, lag: int = 0, **sampling: Any) -> None:
         self.lag, self.sampling = lag, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **sampling}
@@ -124,9 +124,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class Planted:
-    """A training: what is changed of the default one, and the lines of which one must be there."""
+    """A training: how it differs from the default one, and the report lines of which at least one must appear."""
 
-    names: tuple[str, ...] = ()  # none: it is healthy
+    names: tuple[str, ...] = ()  # report lines that name the fault; empty for a healthy training
     settings: dict[str, Any] = field(default_factory=dict)
     operands: tuple[int, int] = (3, 7)
     reward: Callable[..., Grades] = exact

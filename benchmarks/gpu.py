@@ -1,14 +1,14 @@
-"""What only a GPU can say, in one command and without a network: writes FOLDER/gpu.md, a section after another.
+"""All measurements that need a GPU, in one command without a network. Writes FOLDER/gpu.md, section by section.
 
     python benchmarks/gpu.py --out FOLDER              # one GPU of 80 GB; ends within 9 minutes
     python benchmarks/gpu.py --out FOLDER --small      # the same on any machine, in seconds; its figures mean nothing
 
-The tests that need CUDA; `offload`; how often the host waits for the GPU; bf16 against fp32; the kernel's products; and
-time and memory of `simple` for a model of Qwen2.5-1.5B's shape with random weights, under LoRA. Responses there are
-given, not sampled, so steps are without their generation. Ratios are of adjacent steps with and without.
+Sections: the tests that need CUDA; `offload`; how often the host waits for the GPU; bf16 against fp32; the kernel's
+products; time and memory of `simple` under LoRA, for a model of Qwen2.5-1.5B's shape with random weights. There the
+responses are given, not sampled, so a step has no generation. Ratios compare adjacent steps with and without probes.
 
-The page is written again after each section. A section that fails is there with its traceback, and the exit code is 1;
-one that time does not suffice for is named. The memory formula is (K + 4) × 4 bytes by trainable parameter, K folds.
+The page is rewritten after each section. A failed section appears with its traceback, and the exit code is then 1. A
+section skipped for lack of time says so. Memory formula: (K + 4) × 4 bytes per trainable parameter, with K folds.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from rl_training.records.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 GPU = torch.cuda.is_available()
-FIRST = 3  # step that is measured: Adam has its states then. It checks the padding, and makes what is kept
-WARM_UP = 4  # steps before those that are read; the last one's peak is the level
-SECONDS_LEFT = 45  # that a training needs, to be begun
+FIRST = 3  # first step with probes: Adam has its states by then. It also checks the padding and allocates what is kept
+WARM_UP = 4  # steps before the first one reported; the peak memory of the last of them is the baseline
+SECONDS_LEFT = 45  # a training is not started with less time left
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is."""
+    """The sizes used in each section."""
 
     shape: str
     ranks: tuple[int, ...]
@@ -61,7 +61,7 @@ class Scale:
     prompts: int
     responses: int
     prompt_tokens: int
-    pairs: int  # of adjacent steps, with and without
+    pairs: int  # of adjacent steps, one with probes and one without
     precision: tuple[int, int]  # steps, microbatches
     product: tuple[int, int, int]  # held rows, streamed rows, columns
 
@@ -77,7 +77,7 @@ SMALL = Scale("small", (2, 4), (6,), 4, 2, 4, 1, (2, 2), (8, 4, 100_000))
 
 
 class Meter(StepTimer):
-    """Seconds of each step without its rollout, and the peak of allocated bytes from then on; nan without CUDA."""
+    """Seconds of each step without generation, and the peak of allocated bytes after generation (nan without CUDA)."""
 
     def __init__(self, trainer: DrGRPOTrainer) -> None:
         super().__init__(trainer)
@@ -95,7 +95,7 @@ class Meter(StepTimer):
 
 
 class SyncCounter(TrainerCallback):
-    """How often each line of Python has let the host wait for the GPU, step by step."""
+    """Counts, for each step, how often each line of Python made the host wait for the GPU."""
 
     def __init__(self) -> None:
         self.steps: list[Counter[str]] = []
@@ -114,14 +114,14 @@ class SyncCounter(TrainerCallback):
 
 
 def every_second(probes: list[Probe]) -> list[Probe]:
-    """Return the probes, told to measure at every second step from FIRST on."""
+    """Make the probes measure every second step from FIRST on, and return them."""
     for probe in probes:
         probe.measures_at = lambda step: step >= FIRST and (step - FIRST) % 2 == 0  # type: ignore[method-assign]
     return probes
 
 
 def trained(workload: Workload, probes: list[Probe], steps: int) -> tuple[DrGRPOTrainer, Meter]:
-    gc.collect()  # of the trainer before, whose parts refer to one another
+    gc.collect()  # frees the previous trainer, whose parts refer to one another
     trainer = make_trainer(workload, probes, max_steps=steps)
     meter = Meter(trainer)
     trainer.train()
@@ -155,7 +155,7 @@ def tests(scale: Scale, deadline: float) -> Iterator[str]:
 
 
 def offload(scale: Scale, deadline: float) -> Iterator[str]:
-    """`probes.simple.offload`: what rows in host memory cost; that they say the same is among the tests"""
+    """Cost of rows in host memory (`probes.simple.offload`); the tests check that the values stay the same"""
     workload = scale.workload(scale.ranks[0], scale.tokens[0], checkpointing=True)
     yield "| rows in | seconds of a measured step | peak, GB |\n|---|---|---|"
     for offloaded in (False, True):
@@ -172,7 +172,7 @@ def synchronisations(scale: Scale, deadline: float) -> Iterator[str]:
     workload = scale.workload(scale.ranks[0], scale.tokens[0], checkpointing=False)
     trainer = make_trainer(workload, every_second(make_probes("simple+gns+ess")), max_steps=WARM_UP + 2)
     counter = SyncCounter()
-    trainer.add_callback(counter)  # last, so that it hears the end of a step after the probes have measured
+    trainer.add_callback(counter)  # last, so that it sees the end of a step after the probes have measured
     trainer.train()
     measured_step, bare = counter.steps[-2:]
     yield f"{bare.total()} in a step without probes, {measured_step.total()} with all three:"
@@ -247,7 +247,7 @@ SECTIONS: tuple[Callable[[Scale, float], Iterator[str]], ...] = (
 
 
 def machine() -> Iterator[str]:
-    """Yield what the figures were measured on."""
+    """Yield the lines that describe the machine and the software."""
     if GPU:
         about = torch.cuda.get_device_properties(0)
         yield f"# {about.name}\n\n{about.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
@@ -276,7 +276,7 @@ def main() -> None:
                 page.append("Left out, since there was no time.")
             else:
                 page.extend(section(scale, deadline))
-        except Exception:  # the GPU is paid for by the minute: the others go on
+        except Exception:  # the GPU is paid for by the minute: run the other sections anyway
             failed.append(section.__name__)
             page.append(f"\nFAILED:\n\n```\n{traceback.format_exc()}```")
         page.append(f"\n({time.monotonic() - start:.0f} s)")

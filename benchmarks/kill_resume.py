@@ -1,12 +1,12 @@
-"""Does a run that is killed again and again end where an uninterrupted one does? Bitwise, or it says where not.
+"""Does a run that is killed repeatedly end bitwise where an uninterrupted one does? Prints the differences if not.
 
     OMP_NUM_THREADS=1 python benchmarks/kill_resume.py [--kills 10] [--processes 1] [--seed 0] [OVERRIDE ...]
 
-trains once in peace and once with SIGKILLs, resuming each time by resume=latest, and compares the last checkpoint's
-parameters and all states, and every line of metrics.jsonl and probes.jsonl but for the timings.
-The kills come at random moments of training, every second one in the 50 ms in which a checkpoint begins to be written.
-Where a process stood is read off its stack, which it writes on SIGUSR1, a moment before. Overrides are those of
-train.py. A training is train.py in a fork of this process, which has imported everything already.
+Trains once undisturbed and once with SIGKILLs, resuming each time with resume=latest. Then compares the parameters and
+all states in the last checkpoint, and every line of metrics.jsonl and probes.jsonl except timings.
+The kills come at random moments of training, every second one within 50 ms after a checkpoint starts being written.
+Just before a kill the process writes its stack on SIGUSR1, which shows what it was doing. Overrides are those of
+train.py. Each training runs train.py in a fork of this process, which has already imported everything.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SETTINGS = [
     "logger=none",
 ]
 TIMINGS = ("seconds", "step_time", "runtime", "fraction_of_step", "per_second")
-PLACES = {  # innermost first: a word of the stack, and what it means
+PLACES = {  # innermost first: a word in the stack, and what the process was doing then
     "_save_checkpoint": "checkpoint writing",
     "rl_training/probes": "probes",
     "_generate_and_score_completions": "generation",
@@ -71,7 +71,7 @@ def train(overrides: list[str], env: dict[str, str], log: Path) -> None:
 
 
 def start(run_dir: Path, processes: int, overrides: list[str], log: Path) -> list[ForkProcess]:
-    """Return the processes of one training run, with the environment that a launcher would give them."""
+    """Start one training run and return its processes, each with the environment that a launcher would set."""
     port, workers = get_free_port(), []
     for rank in range(processes):
         env = {"HF_HUB_OFFLINE": "1"}
@@ -104,13 +104,16 @@ def unfinished(run_dir: Path) -> list[Path]:
 
 
 def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_checkpoint: bool) -> str:
-    """Kill a run `wait` seconds after its first step, or after its next step with a checkpoint: these follow its line.
+    """Kill a run `wait` seconds after its next line of metrics, or after its next line of a step with a checkpoint.
 
-    Returns where it then stood; "" when it had already ended.
+    A step's checkpoint is written after its line of metrics.
+
+    Returns:
+        What the run was doing when it was killed, or "" if it had already ended.
     """
     lines = num_lines(run_dir)
     while (now := num_lines(run_dir)) <= lines or (in_checkpoint and now % SAVE_STEPS):
-        lines = min(lines, now)  # a resumed run drops the lines of the steps it takes again
+        lines = min(lines, now)  # a resumed run drops the lines of the steps that it repeats
         if not workers[0].is_alive():
             break
         time.sleep(0.002)
@@ -121,7 +124,7 @@ def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_c
     assert workers[0].pid is not None
     os.kill(workers[0].pid, signal.SIGUSR1)
     deadline, stack = time.monotonic() + 1, ""
-    while "run_with_kills" not in stack and time.monotonic() < deadline:  # until its outermost frames are there
+    while "run_with_kills" not in stack and time.monotonic() < deadline:  # until the outermost frames are written
         stack = Path(f"{log}.0").read_text(errors="replace").rpartition("(most recent call first)")[2]
     for worker in workers:
         worker.kill()
@@ -131,12 +134,12 @@ def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_c
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two tensors hold the same bits, nan included."""
+    """Return whether two tensors are bitwise equal, nan included."""
     return a is not None and b is not None and a.numpy().tobytes() == b.numpy().tobytes()
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """Return what differs between the measurements and the last checkpoints of two runs."""
+    """Return the differences between the records and the last checkpoints of two runs."""
     differences = []
     for read in (read_metrics, read_estimates):
         left, right = (
@@ -164,13 +167,17 @@ def compare(a: Path, b: Path) -> None:
 
 
 def run_with_kills(whole: Path, killed: Path, args: argparse.Namespace, log: Path) -> Counter[str]:
-    """Return where the kills hit. `killed` is then as complete as `whole`."""
+    """Kill and resume a run until it has been killed `args.kills` times, then let it finish as completely as `whole`.
+
+    Returns:
+        How many kills hit each part of the training.
+    """
     moments, places = random.Random(args.seed), Counter[str]()
     seconds = sum(row["step_time"] for row in read_metrics(whole / "logs"))
     while True:
         complete = [path for path in (killed / TRAINING_STATE).glob("checkpoint-*") if not find_flaw(path)]
         if not complete:
-            shutil.rmtree(killed, ignore_errors=True)  # killed before its first checkpoint: nothing to go on from
+            shutil.rmtree(killed, ignore_errors=True)  # killed before its first checkpoint: nothing to resume from
         workers = start(killed, args.processes, [*args.overrides, *["resume=latest"] * bool(complete)], log)
         number = places.total() + 1
         if number > args.kills:

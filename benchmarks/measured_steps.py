@@ -1,12 +1,12 @@
-"""Is what the probe `measured` says of each step right, for any optimizer? Against large samples of fresh responses.
+"""Are the measurements of the probe `measured` right for any optimizer? Checks them against large fresh samples.
 
     OMP_NUM_THREADS=1 python benchmarks/measured_steps.py [--conditions muon lion] [--steps 2 6 10] [--only-report]
 
-Trains the default task with each optimizer. Around some of its steps 512 prompts x 8 responses are drawn before the
-step, and as many after it. The first, scored before and after, give the truth. The second are 16 batches of 32 prompts:
-each is measured as the probe measures its one batch, from 1, 2 and all 8 responses of every prompt. A table has the
-coverage of the 95 % intervals, the ratio of the sums, and the error of a single step. Batches whose effective sample
-size is below the probe's least are left out, as the probe leaves them out.
+Trains the default task with each optimizer. At some steps it draws 512 prompts x 8 responses before the step, and the
+same number after it. The first sample, scored with the weights before and after the step, gives the truth. The second
+is split into 16 batches of 32 prompts. Each is measured as the probe measures its single batch, from 1, 2 and all 8
+responses of every prompt. The table shows the coverage of the 95 % intervals, the ratio of the sums, and the error of a
+single step. Batches with an effective sample size below the probe's minimum are left out, as the probe does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENTROPY, LENGTH = CHANGES[0], CHANGES[2]
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023: the sign of an average of gradients; it has no formula in the engine."""
+    """Lion (Chen et al. 2023): steps by the sign of an average of gradients. The engine has no formula for it."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -75,7 +75,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Bank(Probe):
-    """Measures some steps on many fresh prompts, from samples of before and of after."""
+    """Measures the given steps on many fresh prompts, with samples drawn before and after each step."""
 
     name = "bank"
 
@@ -123,7 +123,7 @@ class Bank(Probe):
 
 
 def by_prompt(rollout: Rollout, scores: Scores, others: Scores, count: int) -> Tensor:
-    """Return the sums (prompts, 11) of the probe's `statistic`, from the first `count` responses of every prompt."""
+    """Return (prompts, 11): the sums that the probe's `statistic` takes, over `count` responses of every prompt."""
     rows = torch.arange(PROMPTS * RESPONSES).view(PROMPTS, -1)[:, :count].reshape(-1)
     some = Scores(others.logps[rows], others.entropies[rows], others.mask[rows])
     terms = differences_before(
@@ -142,11 +142,11 @@ def told(sums: Tensor) -> dict[str, Estimate]:
 
 
 def train(condition: str, seed: int, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row for each of these steps: the truth, and what each batch says of it."""
+    """Return a row for each of these steps: the truth, and the estimates of every batch."""
     bank = Bank(lambda: trainer, seed, steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = default_trainer(folder, [bank], max(steps), seed=seed, **SETTINGS.get(condition, {}))
-        trainer.attachment._policy._batch_size = 256  # of forward passes: large ones are faster here
+        trainer.attachment._policy._batch_size = 256  # for forward passes: large batches are faster here
         if condition in OPTIMIZERS:
             trainer.optimizer = OPTIMIZERS[condition]([p for p in trainer.model.parameters() if p.requires_grad])
         trainer.train()
@@ -168,7 +168,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def cells(rows: Sequence[dict[str, Any]], count: str, name: str) -> list[str]:
-    """Return coverage, the ratio of the sums of the measured means and of the truths, and the error of one batch."""
+    """Return the coverage, Σ mean measurement / Σ truth over the steps, and the error of one batch (in 1e-3)."""
     held, squares, total, true, variance = [], [], 0.0, 0.0, 0.0
     for row in rows:
         value, noise = row[name]

@@ -1,10 +1,10 @@
-"""What probes take beside bare training, on 4 processes: peak memory of each, and bytes handed to collectives.
+"""What probes add to training on 4 processes: peak memory per process, and bytes passed to collectives.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py [--layouts ddp fsdp2 fsdp2_last] [--folds 8]
 
-A random Qwen2 of 92 MB of weights is trained on given rollouts over gloo, bare and with `simple`, each in processes of
-its own. The peak of a process is that of its resident memory during the last step, of the bytes the largest of all
-processes. `fsdp2_last` reduces gradients at the last microbatch alone. Linux only.
+Trains a Qwen2 with 92 MB of random weights on given rollouts over gloo, without probes and with `simple`, each time in
+new processes. The peak is the largest resident memory of any process during the last step. `fsdp2_last` reduces
+gradients only at the last microbatch. Linux only.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ PROCESSES, STEPS, G, PROMPT, COMPLETION = 4, 3, 4, 4, 8
 SHAPE = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7,
          "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}  # fmt: skip
 
-# glibc raises this threshold to the largest block freed so far. Smaller blocks are then cut out of a heap, where freed
-# ones leave holes: up to 100 MB of a peak, more or less with the order of requests. At a fixed one tensors are counted.
+# glibc raises this threshold to the largest block freed so far. Smaller blocks then come from a heap, where freed ones
+# leave holes: up to 100 MB of the peak, depending on the order of requests. With a fixed one, the peak counts tensors.
 LIBC, M_MMAP_THRESHOLD = ctypes.CDLL("libc.so.6"), -3
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the bytes of the largest tensor, or list of tensors, that each collective gets."""
+    """Counts the bytes passed to each collective: those of its largest argument, a tensor or a list of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def peak() -> int:
-    """Return the largest resident memory of this process since the last `forget_peak`, in bytes."""
+    """Return the peak resident memory of this process since the last `forget_peak`, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
@@ -78,7 +78,7 @@ def forget_peak() -> None:
 
 
 def rollout(number: int, sequences: int) -> Rollout:
-    """Return sequences of random tokens, G to a prompt."""
+    """Return `sequences` responses of random tokens, G to a prompt."""
     generator = torch.Generator().manual_seed(number)
     prompts = torch.randint(4, 4096, (sequences // G, PROMPT), generator=generator).repeat_interleave(G, dim=0)
     completions = torch.randint(4, 4096, (sequences, COMPLETION), generator=generator)
@@ -97,7 +97,7 @@ def scores(model: Any, part: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def work(rank: int, port: int, layout: str, folds: int, probes: bool, folder: str) -> None:
-    """Train as one of the processes, and write the peak of each step and the last one's bytes by collective."""
+    """Train as one of the processes. Write the peak of each step, and the last step's bytes by collective."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 18)
@@ -112,7 +112,7 @@ def work(rank: int, port: int, layout: str, folds: int, probes: bool, folder: st
             fully_shard(layer)
         model = fully_shard(bare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-    size, peaks = G, []  # a fold is a microbatch of all processes
+    size, peaks = G, []  # a fold is one microbatch across all processes
     with measured_loop(
         model, optimizer, [SimpleEntropyProbe()] if probes else [], responses_per_prompt=G, microbatch_size=size,
         microbatches=folds, max_grad_norm=1.0, dr_grpo=True,
@@ -145,7 +145,7 @@ def work(rank: int, port: int, layout: str, folds: int, probes: bool, folder: st
 
 
 def trained(layout: str, folds: int, probes: bool) -> list[dict[str, Any]]:
-    """Return what each process has found."""
+    """Run the training in new processes, and return the answer of each."""
     fork, port = get_context("fork"), get_free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [

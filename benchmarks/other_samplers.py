@@ -1,7 +1,7 @@
-"""Samplers that are not the trainer: older or rounded weights, noise on the logits, a cut distribution. For benchmarks.
+"""Samplers that differ from the trained policy: older or rounded weights, noisy logits, a truncated distribution.
 
-A run of the default task, 16 prompts × 8 responses a step, with one of them: by itself, or frozen at one state, where
-each batch is drawn anew and weights and moments are put back before the next.
+The benchmarks use them in runs of the default task with 16 prompts × 8 responses a step. A run either trains normally,
+or is frozen at one state: each step draws a new batch, and weights and moments are restored before the next step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Named = dict[str, Tensor]
 
 
 def to_bits(bits: int, weights: Named) -> Named:
-    """Return weights with so many bits an entry and a scale of each row, as fp32; vectors as they are."""
+    """Round matrices to `bits` bits per entry with one scale per row, and return them as fp32. Vectors stay exact."""
     largest = 2 ** (bits - 1) - 1
     scales = {name: (w.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12) for name, w in weights.items()}
     return {name: w if w.dim() < 2 else (w / scales[name]).round() * scales[name] for name, w in weights.items()}
@@ -39,7 +39,7 @@ def to_bf16(weights: Named) -> Named:
 
 
 def with_noise(deviation: float, logits: Tensor, hidden: Tensor) -> Tensor:
-    """Return logits with noise of this deviation: a fixed function of the hidden state that nothing else resembles."""
+    """Return logits plus noise of this standard deviation, a fixed pseudorandom function of the hidden state."""
     draw = torch.Generator().manual_seed(5)
     directions = 30.0 * torch.randn(hidden.shape[-1], logits.shape[-1], generator=draw)
     phases = 2.0 * math.pi * torch.rand(logits.shape[-1], generator=draw)
@@ -47,7 +47,7 @@ def with_noise(deviation: float, logits: Tensor, hidden: Tensor) -> Tensor:
 
 
 def cut(top_p: float, logits: Tensor, hidden: Tensor) -> Tensor:
-    """Return logits without the tokens beyond the likeliest that hold this share."""
+    """Return logits with all tokens outside the top-p nucleus set to −inf."""
     chances, order = logits.softmax(-1).sort(-1, descending=True)
     beyond = (chances.cumsum(-1) - chances >= top_p).gather(-1, order.argsort(-1))
     return logits.masked_fill(beyond, -math.inf)
@@ -63,12 +63,12 @@ HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class OtherSampler:
-    """A `rollout_func` of TRL's that samples otherwise than the policy, and hands over its log-probabilities.
+    """A `rollout_func` for TRL that samples from a different policy, and returns that policy's log-probabilities.
 
     Args:
-        name: of COPIES, what is done to the weights before they sample; of HEADS, what is done to the logits; any other
-            name leaves both as they are.
-        fixed: the weights to sample with; None: the policy's own of the moment.
+        name: A name in COPIES changes the weights before sampling, a name in HEADS changes the logits. Any other name
+            changes neither.
+        fixed: The weights to sample with. None samples with the policy's current weights.
     """
 
     def __init__(self, name: str, fixed: Named | None = None) -> None:
@@ -102,7 +102,7 @@ class OtherSampler:
 
 
 class Frozen(TrainerCallback):
-    """Keeps the weights and the optimizer's state before every step; or puts a state back before each step."""
+    """Saves the weights and the optimizer's state before every step, or restores a given state before every step."""
 
     def __init__(self, state: tuple[Named, dict[str, Any]] | None = None) -> None:
         self.state = state
@@ -123,7 +123,7 @@ class Frozen(TrainerCallback):
         optimizer.load_state_dict(copy.deepcopy(self.state[1]))
 
     def step(self, gradient: Named, state: int = -1) -> Named:
-        """Return the step that AdamW would make of a gradient at a kept state, clipped at a norm of 1."""
+        """Return AdamW's step for a gradient at a saved state, with the gradient clipped to norm 1."""
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
         clip, made = min(1.0, 1.0 / (norm + 1e-6)), {}
         for name, moments in self.moments[state].items():
@@ -137,9 +137,10 @@ class Frozen(TrainerCallback):
 def trainer_of(
     folder: str | Path, probes: Sequence[Probe], max_steps: int, sampler: str, fixed: Named | None = None, **more: Any
 ) -> DrGRPOTrainer:
-    """Return a trainer that samples with one of COPIES or HEADS, or with the fixed weights, "stale-N" for instance.
+    """Return a trainer whose responses come from a sampler in COPIES or HEADS, or from the weights `fixed`.
 
-    "itself" without fixed weights is the policy, and then it can be asked for fresh responses.
+    `sampler` can be any other name if `fixed` is given, such as "stale-N". "itself" without `fixed` samples from the
+    policy, which can then also be asked for fresh responses.
     """
     shape = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8}
     other = None if sampler == "itself" and fixed is None else OtherSampler(sampler, fixed)

@@ -1,20 +1,20 @@
-"""What probes cost, as Markdown tables: time of a step, peak memory, bytes over the network.
+"""What probes cost, as Markdown tables: time per step, peak memory, bytes over the network.
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py                          # the default task
     OMP_NUM_THREADS=1 python benchmarks/overhead.py --shape hidden512 --rank 16 --prompts 16
     OMP_NUM_THREADS=1 python benchmarks/overhead.py --shape hidden512 --rank 16 --prompts 16 --grow
     python benchmarks/overhead.py --shape qwen2_5_1_5b --rank 16 --completion-tokens 512 --bf16 --checkpointing
 
-Time: within one run the probes measure every second step. A pair of adjacent steps, with and without, gives one ratio
-of the whole step and one of what is not generation (forward, backward, optimizer); the table has their median and
-quartiles. On the CPU it is processor time, which other jobs disturb less, on a GPU time between synchronisations.
+Time: within one run the probes measure every second step. Each pair of adjacent steps, with and without probes, gives
+two ratios: of the whole step, and of its forward, backward and optimizer without generation. The table has medians and
+quartiles. Times are processor time on the CPU, which other jobs disturb less; on a GPU, between synchronisations.
 
-Memory: the peak of a step with the probes minus that of the same step without, generation left out, in units of one
-fp32 vector over the trainable parameters. Network: what a process hands to collectives in a measured step, in two
-processes on the CPU with as many layers, each narrow; it does not depend on the width. DDP's own gradient is apart.
+Memory: the peak of a step with probes minus the peak of the same step without, after generation, in units of one fp32
+vector over the trainable parameters. Network: bytes that a process passes to collectives in a measured step, in two
+processes on the CPU, with as many layers but narrow ones: it does not depend on the width. DDP's gradient is excluded.
 
-`--target-kl-share 2e-3` prints what bounding each step costs instead: a step's time over what is left of it without the
-bound's, since a run that is bounded every second step would be another run.
+`--target-kl-share 2e-3` prints the cost of bounding each step instead: a step's time divided by the same step's time
+minus that of the bound. Bounding only every second step would be a different run.
 
 `--grow` prints how the time of `simple` grows with the trainable parameters, the tokens and the folds instead.
 """
@@ -70,7 +70,7 @@ def make_probes(names: str, **options: Any) -> list[Probe]:
 
 
 def now() -> float:
-    """Return the seconds that count: of the processor, or until the GPU is done."""
+    """Return a clock in seconds: processor time, or wall time after synchronizing with the GPU."""
     if not torch.cuda.is_available():
         return time.process_time()
     torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def interleaved(plain: Callable[[], object], other: Callable[[], object], pairs: int = 7) -> tuple[float, float]:
-    """Return the median of plain's seconds, and of the ratio plain / other, over pairs that follow one another."""
+    """Time both alternately. Return the medians of plain's seconds and of the ratio plain / other over the pairs."""
     plain(), other()
     timed = [(seconds_of(plain), seconds_of(other)) for _ in range(pairs)]
     return statistics.median(a for a, _ in timed), statistics.median(a / b for a, b in timed)
@@ -115,7 +115,7 @@ class StepTimer(TrainerCallback):
 
 
 def ratios(workload: Workload, probes: str, steps: int) -> tuple[list[float], list[float], float]:
-    """Return the ratios of adjacent steps with and without, (training, whole step), and generation's share."""
+    """Return with / without ratios of adjacent steps for training and for whole steps, and generation's time share."""
     trainer = make_trainer(workload, make_probes(probes, every=2), max_steps=steps)
     timer = StepTimer(trainer)
     trainer.train()
@@ -129,7 +129,7 @@ def ratios(workload: Workload, probes: str, steps: int) -> tuple[list[float], li
 
 
 def bound_ratios(workload: Workload, steps: int) -> list[list[float]]:
-    """Return the ratios of each step with its bound to the same step without, (training, whole step)."""
+    """Return each step's time with the bound divided by its time without, for training and for the whole step."""
     trainer = make_trainer(workload, [], max_steps=steps)
     timer, spent = StepTimer(trainer), []
 
@@ -137,7 +137,7 @@ def bound_ratios(workload: Workload, steps: int) -> list[list[float]]:
         spent.append(seconds_of(lambda: method(*args)))
 
     driver = trainer.attachment.driver
-    for name in ("gradients_ready", "stepped"):  # once each in a step, with nothing in them but the bound
+    for name in ("gradients_ready", "stepped"):  # each runs once in a step, and here does nothing but the bound
         setattr(driver, name, functools.partial(timed, getattr(driver, name)))
     trainer.train()
     pairs = [first + second for first, second in zip(spent[::2], spent[1::2], strict=True)]
@@ -146,7 +146,7 @@ def bound_ratios(workload: Workload, steps: int) -> list[list[float]]:
 
 
 class PeakMeter(TrainerCallback):
-    """The peak of allocated bytes in the last step of a training, from the end of its generation on."""
+    """Measures the peak of allocated bytes in the last step of a training, after its generation."""
 
     def __init__(self, trainer: DrGRPOTrainer) -> None:
         self.peak = 0
@@ -197,7 +197,7 @@ def extra_memory(workload: Workload, probes: str) -> float:
 
 @contextlib.contextmanager
 def counted(sent: list[int]) -> Iterator[None]:
-    """A context in which every collective that Python asks for adds its bytes to `sent`; DDP's own does not."""
+    """Append the bytes of every collective called from Python to `sent`. DDP's own collective is not counted."""
     with contextlib.ExitStack() as stack:
         for name in COLLECTIVES:
             original = getattr(dist, name)
@@ -217,7 +217,7 @@ def _process(rank: int, port: int, workload: Workload, sets: tuple[str, ...], qu
     torch.set_num_threads(1)
     config = model_config(workload.shape)
     config.hidden_size, config.intermediate_size, config.vocab_size = 16 * config.num_attention_heads, 64, 128
-    folds = 4  # of two processes
+    folds = 4  # microbatches of each of the two processes
     small = dataclasses.replace(workload, prompts=4 * folds, folds=folds, completion_tokens=4, bf16=False)
     totals = []
     for names in ("", *sets):
@@ -232,7 +232,7 @@ def _process(rank: int, port: int, workload: Workload, sets: tuple[str, ...], qu
 
 
 def bytes_sent(workload: Workload, sets: tuple[str, ...]) -> list[float]:
-    """Return the bytes that the probes of each set hand to collectives in a step, by two processes on the CPU."""
+    """Return the bytes per step that each set of probes passes to collectives, in two processes on the CPU."""
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     torch.multiprocessing.spawn(_process, args=(get_free_port(), workload, sets, queue), nprocs=2)
@@ -258,7 +258,7 @@ def print_costs(workload: Workload, sets: tuple[str, ...], steps: int) -> None:
 def print_bound(workload: Workload, steps: int) -> None:
     training, whole = bound_ratios(workload, steps)
     print("| steps | forward + backward + optimizer | whole step |\n|---|---|---|")
-    for name, some in (("1 to 10", slice(10)), (f"11 to {steps}", slice(10, None))):  # the first look for the factor
+    for name, some in (("1 to 10", slice(10)), (f"11 to {steps}", slice(10, None))):  # the first search for the factor
         print(f"| {name} | {quartiles(training[some])} | {quartiles(whole[some])} |")
 
 

@@ -1,11 +1,11 @@
-"""Does a report name the fault of a training? Faults are planted into short trainings, beside healthy ones.
+"""Does a report name the fault of a training? Plants faults into short trainings, and runs healthy ones as controls.
 
-    OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --seed 0 1    trains what is not there, judges
-    OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --only judge  judges what is there
+    OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --seed 0 1    trains what is missing, then judges
+    OMP_NUM_THREADS=1 python benchmarks/planted_faults.py --out FOLDER --only judge  judges existing records
 
-A training is a plain trl.GRPOTrainer on the default task with probes attached, or DrGRPOTrainer where an engine of its
-own samples: 16 prompts × 8 responses a step. It is judged twice: by all records, and by what TRL logs alone. A fault
-is found where a line of "what stands out" is one of those that name it. Any line of a healthy training is a false one.
+A training is a plain trl.GRPOTrainer on the default task with probes attached, or a DrGRPOTrainer if a separate engine
+samples: 16 prompts × 8 responses a step. Each is judged twice: by all records, and by TRL's own logs alone. A fault is
+found if "what stands out" has a line that names it. Any line for a healthy training is a false alarm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OF_PROBES = r"(delta_|measured/|gns/|ess/|sampler/|update/|step/|entropy/|probe_
 
 
 def train(planted: Planted, folder: Path, seed: int) -> None:
-    """Train with what is planted, and leave the records in `folder`."""
+    """Train with the planted fault, and leave the records in `folder`."""
     torch.manual_seed(seed)
     random.seed(seed)
     model, tokenizer = load_tiny()
@@ -60,7 +60,7 @@ def train(planted: Planted, folder: Path, seed: int) -> None:
     probes = [SimpleEntropyProbe(), MeasuredStepProbe(), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(),
               SamplerProbe()]  # fmt: skip
     records = Records(folder / "logs")
-    if planted.engine:  # TRL drops what such an engine says of its log-probabilities
+    if planted.engine:  # a plain GRPOTrainer drops the log-probabilities that such an engine returns
         options = {"rollout_func": planted.engine(), "probes": probes, "records": records}
         DrGRPOTrainer(model, reward, DrGRPOConfig(**args), **shared, **options).train()
     else:
@@ -71,7 +71,7 @@ def train(planted: Planted, folder: Path, seed: int) -> None:
 
 
 def in_a_fork(planted: Planted, folder: Path, seed: int) -> None:
-    """Train in a process of its own, which has imported all; what it says goes into `folder`/log."""
+    """Train in a fork of this process, which has imported everything. Its output goes to `folder`/log."""
 
     def work() -> None:
         with open(folder / "log", "wb") as log:
@@ -89,14 +89,18 @@ def in_a_fork(planted: Planted, folder: Path, seed: int) -> None:
 
 
 def folders(out: Path, seed: int) -> Iterator[tuple[str, Planted, Path]]:
-    """Yield the name of each training, what is planted, and where its records are."""
+    """Yield the name of each training, what is planted in it, and the folder of its records."""
     for kind, planted in (("fault", FAULTS), ("healthy", HEALTHY)):
         for name, fault in planted.items():
             yield name, fault, out / f"{kind} {name}".replace(" ", "_").replace(",", "") / f"seed_{seed}"
 
 
 def judge(out: Path, seed: int) -> list[list[str]]:
-    """Return a row for each training: its name, the lines it should have, and those by all records and by TRL's."""
+    """Return a row for each finished training.
+
+    Returns:
+        Its name, the lines that would name its fault, its lines from all records, and its lines from TRL's logs alone.
+    """
     rows = []
     for name, planted, folder in folders(out, seed):
         if (folder / "done").exists():
@@ -107,13 +111,13 @@ def judge(out: Path, seed: int) -> list[list[str]]:
 
 
 def logged_by_trl(run: Run) -> Run:
-    """Return the records that a trainer without probes would have left."""
+    """Return only the records that a trainer without probes would have written."""
     of_trl = (run.table["source"] == METRICS_FILE) & ~run.table["name"].str.match(OF_PROBES)
     return replace(run, table=run.table[of_trl])
 
 
 def print_table(rows: list[list[str]]) -> None:
-    """Print the rows as a table, and what they come to."""
+    """Print the rows as a table, with the number of faults found and of false alarms."""
     print("| planted | named by | lines, all records | lines, what TRL logs |", "|---|---|---|---|", sep="\n")
     for row in rows:
         print(f"| {' | '.join(cell or '–' for cell in row)} |")

@@ -1,11 +1,11 @@
-"""Probe values in bf16 against fp32, on the same rollouts and from the same adapter and optimizer state at every step.
+"""Compares probe values in bf16 with fp32, on the same rollouts, adapter and optimizer state at every step.
 
     OMP_NUM_THREADS=1 python benchmarks/precision.py [--steps 20] [--model wide]
 
-A run in fp32 trains LoRA of rank 16 on all linear layers; its rollouts, adapters and Adam states are kept, and each
-other precision measures them again. The frozen weights are rounded to bf16 for all, as published checkpoints are, so
-that every run has the same policy up to arithmetic. `wide` is a Qwen2 of random weights, hidden size 512 and 6 layers,
-rewarded for digits, since it solves no sums.
+An fp32 run trains LoRA of rank 16 on all linear layers. Its rollouts, adapters and Adam states are kept, and each other
+precision measures the same steps again. In every run the frozen weights are rounded to bf16, as in published
+checkpoints, so that the policies differ only in arithmetic. `wide` is a Qwen2 with random weights, hidden size 512 and
+6 layers. It is rewarded for digits, because it cannot solve sums.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 from rl_training.tasks.tiny import TINY_PATH
 
-PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {  # of the frozen weights; autocast
+PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {  # frozen weights; autocast
     "fp32": (torch.float32, False),
     "fp32 weights, bf16 autocast": (torch.float32, True),
     "bf16 weights, bf16 autocast": (torch.bfloat16, True),
@@ -47,7 +47,7 @@ UpdateVerifier.detect_external_edits = lambda self: None  # type: ignore[method-
 
 
 class Tape(TrainerCallback):
-    """Rollouts, trained parameters and optimizer states of a run: recorded by the first, given to the later ones."""
+    """Rollouts, trained parameters and optimizer states: recorded in the first run, replayed in the later ones."""
 
     def __init__(self) -> None:
         self.rollouts: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ class TapedTrainer(DrGRPOTrainer):
 def measured(
     model_name: str, precision: str, tape: Tape, steps: int, microbatches: int | None = None
 ) -> list[dict[str, float]]:
-    """Return the log line of each step, of 16 microbatches with `tiny` and 8 with `wide` unless given."""
+    """Train or replay, and return the log line of each step. Default microbatches: 16 for `tiny`, 8 for `wide`."""
     dtype, autocast = PRECISIONS[precision]
     set_seed(0)
     model, tokenizer = load_tiny()
@@ -122,8 +122,11 @@ def measured(
 
 
 def against(exact: list[dict[str, float]], lines: list[dict[str, float]]) -> dict[str, tuple[float, ...]]:
-    """Return, by metric, of the steps' differences to the exact ones: their rms over that of the values; in standard
-    errors their mean, median and largest. Of RATIOS the least and the largest ratio.
+    """Compare each step's values with the exact ones.
+
+    Returns:
+        For each of METRICS: rms difference / rms value; then the mean difference and the median and largest absolute
+        difference, in standard errors. For each of RATIOS: the smallest and the largest ratio to the exact value.
     """
     numbers: dict[str, tuple[float, ...]] = {}
     for name in METRICS:

@@ -1,13 +1,13 @@
-"""A GPU that is not there: small tensors on it have values, large ones a shape alone.
+"""A simulated GPU: its small tensors hold values, its large tensors only a shape.
 
     with PretendGpu() as gpu:
-        gpu.hold(model)     # its parameters are on torch's device "meta", and pass for tensors of this GPU
+        gpu.hold(model)     # moves the model's parameters to this GPU, which torch sees as its device "meta"
         …                   # a training
         gpu.launches, gpu.waits, gpu.live, gpu.peak, gpu.sent
 
-An operation on such tensors counts as one launch, unless it returns a view. A wait is where the host waits for a GPU:
-it reads a value, copies between the two, or indexes with a mask. What would be a small result of large tensors is ones.
-FSDP2 runs on it as it is: its streams are stand-ins, and its collectives, as all others, only count what they send.
+Each operation on such tensors counts as one launch, unless it returns a view. The host waits for the GPU when it reads
+a value, copies between CPU and GPU, or indexes with a mask. A small result of large tensors is filled with ones. FSDP2
+runs unmodified: its streams are stand-ins, and all collectives, its own included, only count what they would send.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 import rl_training
 
 GPU = torch.device("meta")
-SMALL = 2**19  # entries whose values are known
+SMALL = 2**19  # tensors up to this number of entries hold values
 READS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "masked_select", "equal"}
-TAKES_BOTH = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "_index_put_impl_"}  # of CPU and GPU
+TAKES_BOTH = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "_index_put_impl_"}  # CPU and GPU tensors
 INDEXES = {"index", "index_put_", "_index_put_impl_"}
 COLLECTIVES = ("all_gather_single", "all_reduce", "all_to_all_single", "reduce_scatter_single")
-FSDP_WORK = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")  # its own, not the probes'
+FSDP_WORK = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")  # FSDP2's own, not the probes'
 PACKAGE = str(Path(rl_training.__file__).parent)
 
 
@@ -52,14 +52,14 @@ def _tensors_in(*values: Any) -> list[Tensor]:
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return the value with the function applied to what lists hold, in half the time of torch's own tree_map."""
+    """Apply the function to all items of nested lists and tuples. Takes half the time of torch's tree_map."""
     if isinstance(value, list | tuple):
         return type(value)(_mapped(function, part) for part in value)
     return function(value)
 
 
 class OnGpu(Tensor):
-    """A tensor of that GPU. `inner` has its values, on the CPU, or none, on "meta"."""
+    """A tensor of the simulated GPU. `inner` holds its values on the CPU, or is a meta tensor without values."""
 
     inner: Tensor
     gpu: PretendGpu
@@ -79,10 +79,10 @@ class OnGpu(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(self._moved(index), value)
 
-    def __matmul__(self, other: Tensor) -> Tensor:  # of a vector and a matrix torch changes a result's shape in place
+    def __matmul__(self, other: Tensor) -> Tensor:  # for vector @ matrix torch would reshape a result in place
         return other.t().mv(self) if self.dim() == 1 and other.dim() == 2 else super().__matmul__(other)
 
-    def _moved(self, index: Any) -> Any:  # torch would move a list without asking
+    def _moved(self, index: Any) -> Any:  # torch would move a list to the GPU without a dispatched call
         if isinstance(index, tuple):
             return tuple(map(self._moved, index))
         return torch.tensor(index, device=GPU) if isinstance(index, list) else index
@@ -98,20 +98,20 @@ class OnGpu(Tensor):
 
 
 class PretendGpu(TorchDispatchMode):
-    """A context in which the device "meta" is this GPU, and collectives only count what they would send."""
+    """A context in which the device "meta" is the simulated GPU, and collectives only count what they would send."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = self.launches = 0  # bytes, bytes, operations
         self.waits: Counter[str] = Counter()  # by line of the package
-        self.sent: Counter[str] = Counter()  # bytes of the largest tensor that each kind of collective gets
-        self._holders: Counter[int] = Counter()  # tensors of each storage
-        self._sizes: dict[int, int] = {}  # its bytes, 0 while it is freed
+        self.sent: Counter[str] = Counter()  # by kind of collective: bytes of the largest tensor in each call, summed
+        self._holders: Counter[int] = Counter()  # by storage: tensors that use it
+        self._sizes: dict[int, int] = {}  # by storage: bytes, 0 while it is freed
         self._counts = True
         self._undo = contextlib.ExitStack()
 
     def hold(self, model: nn.Module) -> None:
-        """Take the model's parameters and buffers; tied ones stay tied."""
+        """Move the model's parameters and buffers to this GPU. Tied parameters stay tied."""
         taken: dict[Tensor, Any] = {}
         for module in model.modules():
             for name, param in module._parameters.items():
@@ -123,12 +123,12 @@ class PretendGpu(TorchDispatchMode):
                 module._buffers[name] = None if buffer is None else self._new(buffer)
 
     def start_counting(self) -> None:
-        """Set the counters to 0, and the peak to what is held now."""
+        """Reset the counters to 0, and the peak to the bytes that are live now."""
         self.launches, self.peak, self.waits, self.sent = 0, self.live, Counter(), Counter()
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """A context whose launches and waits are not counted."""
+        """Stop counting launches and waits within this context."""
         before, self._counts = self._counts, False
         try:
             yield
@@ -136,7 +136,7 @@ class PretendGpu(TorchDispatchMode):
             self._counts = before
 
     def leave_out(self, owner: Any, *names: str) -> contextlib.AbstractContextManager[Any]:
-        """A context in which these functions of a module or class run uncounted."""
+        """Run these functions of a module or class uncounted within this context."""
 
         def uncounted(call: Callable[..., Any]) -> Any:
             @functools.wraps(call)
@@ -195,7 +195,7 @@ class PretendGpu(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation: on values where all are known, else on shapes."""
+        """Run an operation on values if those of all GPU tensors are known, otherwise on shapes."""
         name, returns = func._schema.name.split("::")[1], func._schema.returns
         tensors = _tensors_in(*args, *kwargs.values())
         ours = [x for x in tensors if isinstance(x, OnGpu)]
@@ -215,7 +215,7 @@ class PretendGpu(TorchDispatchMode):
             return func(ours[0].inner) if known else 1.0
         target = args[0] if func._schema.is_mutable else None
         if isinstance(target, OnGpu) and not known and target.inner.device.type == "cpu":
-            return target if returns else None  # what is known stays so
+            return target if returns else None  # known values are not overwritten by unknown ones
         where = torch.device("cpu" if known else "meta")
 
         def inner(x: Any) -> Any:
@@ -234,7 +234,7 @@ class PretendGpu(TorchDispatchMode):
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if is_view else wrapped
 
     def wait(self, what: str) -> None:
-        """Count a wait, of the line of the package that asks for it."""
+        """Count a wait for the line of the package that causes it."""
         frame: Any = sys._getframe(1)
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back

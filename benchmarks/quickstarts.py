@@ -1,10 +1,10 @@
-"""TRL's quickstart in 24 ways, with two lines around its training: what is said, what is measured, how it ends.
+"""TRL's quickstart in 24 variants, with the two lines that attach probes: what it prints, measures and exits with.
 
-    python benchmarks/quickstarts.py                  a table, in some ten minutes on two cores
+    python benchmarks/quickstarts.py                  a table, in about ten minutes on two cores
     python benchmarks/quickstarts.py --only 3 --keep DIR
 
-Each way is a script of its own, started as a user would: batch × accumulation × generations × loss × processes × order.
-It trains the model that comes with the package for three steps, with everything else as TRL has it by default.
+Each variant is a separate script, started as a user would start it. They differ in batch, accumulation, generations,
+loss, processes and sequence order. Each trains the shipped model for three steps, otherwise with TRL's defaults.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ trainer = GRPOTrainer(
 with attach(trainer, "run"{options}):
     trainer.train()
 """
-# What no way is about: a short training on a CPU.
+# The same in every variant: a short training on a CPU.
 COMMON: dict[str, Any] = {
     "max_steps": STEPS, "max_completion_length": 12, "use_cpu": True, "bf16": False, "report_to": [],
     "save_strategy": "no", "disable_tqdm": True, "ddp_find_unused_parameters": False,
@@ -55,11 +55,11 @@ COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Way:
-    """One quickstart: sequences of a microbatch, microbatches of a step on each process, responses to a prompt."""
+    """One variant of the quickstart."""
 
-    batch: int
-    accumulation: int
-    generations: int = 8
+    batch: int  # sequences per microbatch
+    accumulation: int  # microbatches per step, on each process
+    generations: int = 8  # responses per prompt
     loss: str = "dapo"  # TRL's default
     processes: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Way:
 
     @property
     def prompts(self) -> int:
-        """Prompts of a step."""
+        """Prompts per step."""
         return self.batch * self.accumulation * self.processes // self.generations
 
 
@@ -100,7 +100,7 @@ WAYS = [
 
 
 def script_of(way: Way, model: str) -> str:
-    """Return the text of a quickstart."""
+    """Return the text of a variant's script."""
     settings = {
         "per_device_train_batch_size": way.batch, "gradient_accumulation_steps": way.accumulation,
         "num_generations": way.generations, "loss_type": way.loss, **COMMON, **way.settings,
@@ -110,7 +110,7 @@ def script_of(way: Way, model: str) -> str:
 
 
 def run(way: Way, folder: Path) -> dict[str, Any]:
-    """Run a quickstart in a folder; return its exit code, its first line and how many steps have which prediction."""
+    """Run a variant in a folder. Return its exit code, its first line, and what it measured and wrote."""
     from rl_training.tasks.tiny import TINY_PATH
 
     (folder / "script.py").write_text(script_of(way, str(TINY_PATH)), encoding="utf-8")
@@ -136,7 +136,7 @@ def run(way: Way, folder: Path) -> dict[str, Any]:
 
 
 def cost_in(log: Path) -> str:
-    """Return the median share of a step's time that the probes took, after the first step."""
+    """Return the median share of a step's time spent in probes, without the first step."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     shares = [json.loads(line).get("probe_cost/fraction_of_step") for line in lines][1:]
     known = [share for share in shares if share is not None]

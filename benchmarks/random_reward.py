@@ -1,4 +1,4 @@
-"""three_words with a reward that says nothing of the response: a control for real.py."""
+"""The task three_words with a reward independent of the response's content: a control for real.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from rl_training.tasks.task import Task
 from rl_training.tasks.three_words import three_words
 
-PAID = 0.25  # share of responses
+PAID = 0.25  # share of responses that earn 1
 
 
 def three_words_for_nothing() -> Task:
-    """Return the task with a reward of 1 for a quarter of all responses, as a checksum of their text falls."""
+    """Return the task with a reward of 1 for a quarter of all responses, chosen by a checksum of their text."""
     return replace(three_words(), reward=reward)
 
 

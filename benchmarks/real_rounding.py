@@ -1,15 +1,16 @@
-"""What bf16 autocast leaves of an adapter's first steps, and where the rest is lost.
+"""How much of an adapter's first steps survives bf16 autocast, and where the rest is lost.
 
     python benchmarks/real_rounding.py runs/real/autocast --at 1
 
-Responses that the first policy has drawn (`real.py truth autocast`) are scored with a later state under bf16 autocast:
+Takes responses drawn from the first policy (`real.py truth autocast`), and scores them with a later state under bf16
+autocast in three ways:
 
-    as peft trains        each layer adds the adapter's output to its own in bf16
-    added in fp32         the same, but for that addition
-    merged                the adapter is added to the weights in fp32, which autocast then rounds
+    as peft trains        each layer adds the adapter's output to its own output in bf16
+    added in fp32         the same, but with this addition in fp32
+    merged                the adapter is added to the weights in fp32, and autocast then rounds the weights
 
-Printed is the change of log-probabilities and of entropy since the first state, beside that in fp32: of the former the
-slope of a straight line through 0, of the latter the mean over tokens.
+Prints for each way, and for fp32, the change since the first state. For log-probabilities: the slope of a straight line
+through 0 against the change in fp32. For entropy: the mean change over tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from real_tables import FILE
 from real_truth import RESPONSES, Sample, Truth, load
 from torch import Tensor
 
-PROMPTS = 12  # of those that the sample has
+PROMPTS = 12  # the first of those in the sample
 
 
 def forward_added_in_fp32(self: Linear, x: Tensor) -> Tensor:
-    """Return what peft's layer does, with the adapter's output added in fp32."""
+    """Compute peft's layer, but add the adapter's output in fp32."""
     name = self.active_adapters[0]
     with torch.autocast("cpu", enabled=False):
         added = self.lora_B[name](self.lora_A[name](x.float())) * self.scaling[name]

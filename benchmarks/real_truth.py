@@ -1,13 +1,13 @@
-"""What the steps of a run on SmolLM2 have done, on fresh responses: plain transformers, nothing of the engine's.
+"""Measures what the steps of a run on SmolLM2 did, on fresh responses, with plain transformers and without the engine.
 
 At every second checkpoint k the policy draws responses to held-out prompts. They are scored with the weights of the
-checkpoints k − 1, k and k + 1, so each step is measured once. With h the entropy (nats) of a token's distribution, r
-the product of the ratios of the tokens before it, new over old weights, normalized to mean 1 at each position:
+checkpoints k − 1, k and k + 1, so each step is measured once. Let h be the entropy (nats) of a token's distribution,
+and r the product of the new / old probability ratios of the tokens before it, normalized to mean 1 at each position:
 
-    H(new) = Σ r h_new / Σ r        H(old) = Σ h_old / Σ 1        over all tokens of the responses that k has drawn
+    H(new) = Σ r h_new / Σ r        H(old) = Σ h_old / Σ 1        over all tokens of the responses drawn at k
 
-Errors are those of a jackknife that leaves out one prompt at a time. All steps of a run share the prompts, so a sum
-over steps has its error from the same prompts left out of all of its terms.
+Errors come from a jackknife that leaves out one prompt at a time. All steps of a run share the prompts, so the error of
+a sum over steps leaves the same prompt out of all its terms.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from rl_training.tasks.smollm2 import default_folder
 from rl_training.tasks.three_words import three_words
 
-PROMPTS = 48  # of a sample
-RESPONSES = 4  # to each
-MAX_TOKENS = 40  # of a response, as in training
+PROMPTS = 48  # per sample
+RESPONSES = 4  # per prompt
+MAX_TOKENS = 40  # per response, as in training
 PART = 16  # responses whose logits are computed at once
-SHRUNK = 0.8  # share of rows still live below which the others leave the cache, which copies it
+SHRUNK = 0.8  # once fewer rows than this share are live, the others are removed from the cache, which copies it
 ADAPTED = 210  # linear layers of the model, each of which has an adapter
 
 
 class Sample:
-    """Responses of one state to the held-out prompts, in the order of prompts, with scores under several weights.
+    """Responses of one state to the held-out prompts, ordered by prompt, with scores under several states' weights.
 
     Attributes:
-        tokens: (PROMPTS × RESPONSES, MAX_TOKENS) token ids.
-        mask: the same, true where a token was drawn.
-        scores: by state, (entropies, log-probabilities of the tokens), each of the same shape.
-        texts: the decoded responses.
-        rewards: (PROMPTS × RESPONSES,) the task's reward of each.
+        tokens: Token ids, (PROMPTS × RESPONSES, MAX_TOKENS).
+        mask: Where a token was drawn, same shape.
+        scores: For each state, the entropies and the log-probabilities of the tokens, both of the same shape.
+        texts: The decoded responses.
+        rewards: The task's reward for each response, (PROMPTS × RESPONSES,).
     """
 
     def __init__(self, tokens: Tensor, mask: Tensor) -> None:
@@ -56,7 +56,7 @@ class Truth:
     """Draws and scores responses to the same held-out prompts with any weights of SmolLM2.
 
     Args:
-        autocast: draw and score under bf16 autocast, as a training with bf16=True does, but for the head.
+        autocast: Draw and score under bf16 autocast, like training with bf16=True, except for the head.
     """
 
     def __init__(self, autocast: bool = False) -> None:
@@ -68,13 +68,13 @@ class Truth:
             self.tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
             for row in self.rows
         ]
-        self.prompts = torch.tensor(self.tokenizer(texts, add_special_tokens=False).input_ids)  # all of one length
+        self.prompts = torch.tensor(self.tokenizer(texts, add_special_tokens=False).input_ids)  # all of equal length
         differ = (self.prompts != self.prompts[0]).any(dim=0)
-        self.num_shared = int(differ.nonzero()[0, 0])  # tokens at the start of every prompt: the worked example
+        self.num_shared = int(differ.nonzero()[0, 0])  # tokens that all prompts start with: the worked example
 
     @torch.no_grad()
     def draw(self, model: PreTrainedModel, state: str, seed: int) -> Sample:
-        """Return RESPONSES responses to each prompt at temperature 1, scored with the weights that drew them."""
+        """Draw RESPONSES responses to each prompt at temperature 1, scored with the weights that drew them."""
         generator = torch.Generator().manual_seed(seed)
         count = PROMPTS * RESPONSES
         sample = Sample(
@@ -84,8 +84,8 @@ class Truth:
         entropies = torch.zeros(count, MAX_TOKENS)
         logps = torch.zeros(count, MAX_TOKENS)
         hidden, cache = self._read_prompts(model)
-        rows = torch.arange(count)  # that are computed
-        live = torch.ones(count, dtype=torch.bool)  # of these: have not ended
+        rows = torch.arange(count)  # rows still computed
+        live = torch.ones(count, dtype=torch.bool)  # which of these have not ended
         for place in range(MAX_TOKENS):
             entropy, logp_of_all = _distribution(model.lm_head(hidden.float()))
             chosen = torch.multinomial(logp_of_all.exp(), 1, generator=generator)
@@ -106,7 +106,7 @@ class Truth:
 
     @torch.no_grad()
     def score(self, model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return entropies and log-probabilities of a sample's tokens with other weights, 0 behind its ends."""
+        """Return entropies and log-probabilities of a sample's tokens under other weights; 0 after a response ends."""
         hidden, cache = self._read_prompts(model)
         length = int(sample.mask.sum(dim=1).max())
         rest = self._hidden(model, sample.tokens[:, : length - 1], cache)
@@ -120,7 +120,7 @@ class Truth:
         return entropies * sample.mask, logps * sample.mask
 
     def _read_prompts(self, model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
-        """Return the last hidden state (PROMPTS × RESPONSES, hidden) of the prompts, and their keys and values."""
+        """Return the last hidden state of each prompt, (PROMPTS × RESPONSES, hidden), and the keys and values."""
         cache = DynamicCache(config=model.config)
         self._hidden(model, self.prompts[:1, : self.num_shared], cache)
         cache.batch_repeat_interleave(PROMPTS)
@@ -129,7 +129,7 @@ class Truth:
         return hidden.repeat_interleave(RESPONSES, dim=0), cache
 
     def _hidden(self, model: PreTrainedModel, tokens: Tensor, cache: DynamicCache) -> Tensor:
-        """Return the last hidden states of tokens that follow those in the cache, which takes them in."""
+        """Return the last hidden states of tokens that follow those in the cache, and add these tokens to it."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return model.model(input_ids=tokens, past_key_values=cache).last_hidden_state
 
@@ -148,11 +148,12 @@ def _distribution(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def load(checkpoint: Path | None, merged: bool = True) -> PreTrainedModel:
-    """Return the policy of a checkpoint; None for SmolLM2 as it is.
+    """Load the policy of a checkpoint.
 
     Args:
-        merged: adapters are added to the weights by hand. Otherwise peft's layers add their products to the outputs,
-            as in training, which is the same but for rounding.
+        checkpoint: None loads the original SmolLM2.
+        merged: Add the adapters to the weights by hand. Otherwise peft's layers add their products to the outputs as in
+            training, which is the same except for rounding.
     """
     if checkpoint is not None and (checkpoint / "model.safetensors").is_file():
         return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -178,39 +179,39 @@ def load(checkpoint: Path | None, merged: bool = True) -> PreTrainedModel:
 
 
 def entropy_under(sample: Sample, drawn: str, state: str, kept: Tensor) -> float:
-    """Return the entropy per token of a state, from what another (or the same) state has drawn for the kept prompts."""
+    """Return a state's entropy per token, from responses that the state `drawn` sampled for the kept prompts."""
     mask = _kept(sample.mask.double(), kept)
     entropies = _kept(sample.scores[state][0].double(), kept)
     if state == drawn:
         return float(entropies.sum() / mask.sum())
     ratios = _kept(sample.scores[state][1].double() - sample.scores[drawn][1].double(), kept)
-    before = ratios.cumsum(dim=1) - ratios  # of the tokens before each
+    before = ratios.cumsum(dim=1) - ratios  # sum over the tokens before each token
     weights = before.exp()
     weights = weights / weights.mean(dim=0)
     return float((weights * entropies).sum() / (weights * mask).sum())
 
 
 def reward_under(sample: Sample, drawn: str, state: str, kept: Tensor) -> float:
-    """Return the mean reward of a state, from what another (or the same) state has drawn for the kept prompts."""
+    """Return a state's mean reward, from responses that the state `drawn` sampled for the kept prompts."""
     log_weights = _kept((sample.scores[state][1].double() - sample.scores[drawn][1].double()).sum(dim=1), kept)
     weights = log_weights.exp()
     return float((weights * _kept(sample.rewards.double(), kept)).sum() / weights.sum())
 
 
 def kl_of(sample: Sample, drawn: str, state: str) -> float:
-    """Return KL of the state that drew against another, nats per token: the mean of r − 1 − log r."""
+    """Return KL(drawn ‖ state) in nats per token, as the mean of r − 1 − log r."""
     log_ratios = sample.scores[state][1].double() - sample.scores[drawn][1].double()
     return float((log_ratios.exp() - 1 - log_ratios).sum() / sample.mask.sum())
 
 
 def ess_of(sample: Sample, drawn: str, state: str) -> float:
-    """Return the effective share of the responses, by the weights of whole responses."""
+    """Return the effective sample size as a share of the responses, from the weights of whole responses."""
     weights = (sample.scores[state][1].double() - sample.scores[drawn][1].double()).sum(dim=1).exp()
     return float(weights.sum() ** 2 / weights.square().sum() / len(weights))
 
 
 def jackknife(statistic: Callable[[Tensor], float]) -> tuple[float, float]:
-    """Return a statistic of all prompts and its standard error, from leaving out one prompt at a time."""
+    """Return a statistic over all prompts and its delete-one-prompt jackknife standard error."""
     everyone = torch.ones(PROMPTS, dtype=torch.bool)
     without = []
     for prompt in range(PROMPTS):
@@ -223,7 +224,7 @@ def jackknife(statistic: Callable[[Tensor], float]) -> tuple[float, float]:
 
 
 def change_of_step(samples: dict[int, Sample], step: int, kept: Tensor) -> float:
-    """Return the change of entropy per token by a step, from the sample that was drawn at one end of it."""
+    """Return the change of entropy per token in a step, from the sample drawn at the step's start or end."""
     drawn = step if step in samples else step - 1
     after, before = (entropy_under(samples[drawn], str(drawn), str(end), kept) for end in (step, step - 1))
     return after - before
@@ -234,7 +235,7 @@ def _kept(values: Tensor, kept: Tensor) -> Tensor:
 
 
 def measured_steps(samples: dict[int, Sample]) -> Sequence[int]:
-    """Return the steps of which one end has been drawn from and the other end scored."""
+    """Return the steps with a sample drawn at their start or end that has scores at both."""
     steps = {step for drawn, sample in samples.items() for step in (drawn, drawn + 1)
              if {str(step), str(step - 1)} <= set(sample.scores)}  # fmt: skip
     return sorted(steps)

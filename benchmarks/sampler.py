@@ -1,16 +1,16 @@
-"""What holds where another policy has sampled? Predictions against large samples of the policy itself.
+"""Do predictions hold when another policy samples? Compares them with large samples from the policy itself.
 
-    OMP_NUM_THREADS=1 python benchmarks/sampler.py forward        the step as it is made, with ratios and without
-    OMP_NUM_THREADS=1 python benchmarks/sampler.py corrections    what each correction would change of it
-    OMP_NUM_THREADS=1 python benchmarks/sampler.py divergences    how far samplers are, and where ESS = exp(−2 KL T)
+    OMP_NUM_THREADS=1 python benchmarks/sampler.py forward        prediction of the actual step, with and without ratios
+    OMP_NUM_THREADS=1 python benchmarks/sampler.py corrections    what each correction would change
+    OMP_NUM_THREADS=1 python benchmarks/sampler.py divergences    how far off samplers are; is ESS = exp(−2 KL T)?
 
-A run is frozen at one step: each batch is sampled by μ (--samplers), probes measure the step that the optimizer makes
-of it, and weights and moments are put back. Truth: X and the gradient of the reward, from `--truth` fresh responses.
+A run is frozen at one step: each batch is sampled by μ (--samplers), probes measure the step that the optimizer takes
+with it, then weights and moments are restored. Truth: X and the reward gradient, from `--truth` fresh responses.
 
-    forward      the share of the 95 % intervals of `forward` that hold X · step, and X along three fixed directions:
-                 the step of the moments alone, X itself, and what the reward's gradient adds to the first
-    corrections  of ΔH and Δreward of each correction against the step as made: intervals that hold, and asserted signs
-    divergences  probe `sampler` on batches of 32 prompts × 8
+    forward      the coverage of X · step by the 95 % intervals of `forward`, and X along three fixed directions: the
+                 step of the moments alone, X itself, and what the reward gradient adds to the first
+    corrections  ΔH and Δreward of each correction relative to the actual step: interval coverage and asserted signs
+    divergences  the probe `sampler` on batches of 32 prompts × 8
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ SAMPLERS = {
 }
 CORRECTIONS = ["tis:2", "mis:0.5,2", "seq_mask:3", "ppo_clip:0.2", "exact"]
 DIRECTIONS = ("the momentum's step", "X itself", "the reward's step")
-PART = 512  # responses of a part of the truth
-MIN_ESS = 0.7  # for the scatter of X with ratios
+PART = 512  # responses per part of the truth
+MIN_ESS = 0.7  # batches with a smaller ESS are left out of the scatter of X with and without ratios
 
 
 @dataclasses.dataclass
 class Truth:
-    """∂H_tok and the gradient of the reward, by parts of PART fresh responses."""
+    """∂H_tok and the reward gradient, one of each per part of the fresh responses."""
 
     entropy: list[Named]
     reward: list[Named]
 
 
 class Divergence(SamplerProbe):
-    """Keeps what the probe says of each batch."""
+    """Keeps the probe's estimates for each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Divergence(SamplerProbe):
         return f"{statistics.fmean(values):.3g} ± {statistics.stdev(values) / math.sqrt(len(values)):.1g}"
 
     def report(self) -> None:
-        """Print the divergence, and the law ESS = exp(−2 KL T) of all batches together."""
+        """Print the divergence, and exp(−2 KL T) from all batches for comparison with ESS."""
         kl, tokens = statistics.fmean(said["sampler/kl"].value for said in self.said), statistics.fmean(self.tokens)
         cuts = sum(said["sampler/mean_ratio"].reason == CUT for said in self.said)
         names = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap")
@@ -96,16 +96,16 @@ class Divergence(SamplerProbe):
 
 
 class Forward(Divergence):
-    """Holds the step's prediction and X along given directions against the truth."""
+    """Compares the step's prediction, and X along given directions, with the truth."""
 
     needs = Need.ENTROPY_CHANGE | Need.ENTROPY_ROWS
 
     def __init__(self, parts: list[Named], directions: list[Named]) -> None:
         super().__init__()
         self.truth, self.directions = mean_of(parts), directions
-        self.held_out = parts[len(parts) // 2 :]  # X itself, a direction, is the mean of the others
-        self.rows: list[tuple[float, float, float]] = []  # forward, half of its interval, truth
-        self.along: list[list[tuple[float, float]]] = []  # of each direction, with ratios and without
+        self.held_out = parts[len(parts) // 2 :]  # the direction "X itself" is the mean of the other parts
+        self.rows: list[tuple[float, float, float]] = []  # forward, half-width of its interval, truth
+        self.along: list[list[tuple[float, float]]] = []  # by batch and direction: with and without ratios
         self.ess: list[float] = []
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
@@ -131,7 +131,7 @@ class Forward(Divergence):
         return reading
 
     def report(self) -> None:
-        """Print coverage, and the means along the directions beside those of the truth."""
+        """Print the coverage, and the means along the directions with those of the truth."""
         super().report()
         error, number = [value - truth for value, _, truth in self.rows], len(self.rows)
         held = statistics.fmean(abs(value - truth) <= width for value, width, truth in self.rows)
@@ -147,12 +147,12 @@ class Forward(Divergence):
 
 
 class Corrections(InterventionsProbe):
-    """Holds what each intervention would change against the steps that the optimizer makes, times the truth."""
+    """Compares each intervention's predicted change with the difference of AdamW's steps times the truth."""
 
     def __init__(self, run: Frozen, truth: Truth, names: Sequence[str] = CORRECTIONS, state: int = -1) -> None:
         super().__init__(["none", *names], every=1, num_folds=8)
         self.run, self.truth, self.state = run, truth, state
-        self.cases: list[tuple[str, str, Estimate, float, float]] = []  # name, quantity, said, truth, its error
+        self.cases: list[tuple[str, str, Estimate, float, float]] = []  # name, quantity, estimate, truth, truth's error
         self.batches = 0
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
@@ -161,7 +161,7 @@ class Corrections(InterventionsProbe):
         self.batches += 1
         if ctx.prediction.limit:
             return reading
-        loss = loss_inputs(step.batch, ctx.ranks.reduce)  # by microbatch: some choose tokens within each
+        loss = loss_inputs(step.batch, ctx.ranks.reduce)  # by microbatch: some interventions select tokens within each
         weights = [torch.cat([correction.weights(part).stacked() for part in loss], dim=1) for correction in self.which]
         pairs = [[logps, entropies if entropies.any() else None] for logps, entropies in weights]
         gradients = gradients_of(ctx.policy, step.batch.rollout, pairs)
@@ -182,7 +182,7 @@ class Corrections(InterventionsProbe):
 
 
 def print_cases(name: str, cases: Sequence[tuple[str, str, Estimate, float, float]]) -> None:
-    """Print the coverage and the asserted signs of ΔH and Δreward."""
+    """Print the coverage of ΔH and Δreward, and how many asserted signs are right."""
     for quantity in ("delta_h", "delta_reward"):
         listed = [(said, truth, error) for _, of, said, truth, error in cases if of == quantity]
         held = [
@@ -196,7 +196,7 @@ def print_cases(name: str, cases: Sequence[tuple[str, str, Estimate, float, floa
 
 
 def milli(values: Sequence[float]) -> str:
-    """Return the mean with its standard error, in thousandths."""
+    """Format the mean and its standard error in thousandths."""
     error = statistics.stdev(values) / math.sqrt(len(values))
     return f"{1e3 * statistics.fmean(values):.4g} ± {1e3 * error:.2g}"
 
@@ -206,7 +206,7 @@ def inner(first: Named, other: Named) -> float:
 
 
 def product(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
-    """Return ∂H_tok · direction, from the X of all folds."""
+    """Return ∂H_tok · direction, from the X rows of all folds."""
     assert change.rows is not None
     assert change.levels is not None
     by_fold = [float(dot([part[k] for part in change.rows], direction)) for k in range(len(sizes))]
@@ -214,7 +214,7 @@ def product(change: EntropyPrediction, sizes: Tensor, direction: Any) -> float:
 
 
 def gradients_of(policy: Any, rollout: Any, weights: Sequence[Sequence[Tensor | None]]) -> list[Named]:
-    """Return Σ c ∂log π + d ∂h for each pair of weights (c, d), (B, T); without d where it is None."""
+    """Return Σ (c ∂log π + d ∂h) for each pair of weights (c, d), both (B, T). If d is None, its term is left out."""
     parameters = dict(policy.model.named_parameters())
     by_weighting = [{name: torch.zeros_like(p) for name, p in parameters.items()} for _ in weights]
     for rows in torch.arange(rollout.num_sequences).split(64):
@@ -231,7 +231,7 @@ def gradients_of(policy: Any, rollout: Any, weights: Sequence[Sequence[Tensor | 
 
 
 def large_sample(trainer: DrGRPOTrainer, count: int, seed: int, part_size: int = PART) -> Truth:
-    """Return the truth from so many fresh responses, one to a prompt, baselines over each part."""
+    """Estimate the truth from `count` fresh responses, one per prompt. The reward baseline is each part's mean."""
     policy, truth = TrainerPolicy(trainer), Truth([], [])
     by_prompt = {row["prompt"]: row for row in trainer.train_dataset}
     for part in range(count // part_size):

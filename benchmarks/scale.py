@@ -1,13 +1,13 @@
-"""What probes take of a large training: the page docs/explanation/at_size.md, from shapes alone, on any machine.
+"""What probes cost in a large training: the figures of docs/explanation/at_size.md, from shapes alone, on any machine.
 
     python benchmarks/scale.py                                    # all rows of the page
     python benchmarks/scale.py --models 7B --processes 64 --probes simple --rows bfloat16 --folds 4
 
-One process of several (a fake process group) runs the engine and FSDP2 on a GPU that is not there (pretend_gpu.py), on
-parameters of these models' shapes, at their full depth. The insides of layers and the product with the head are left
-out, so activations take nothing; weights are gathered for them, and their gradients made and reduced, as in a training.
-Launches and waits leave out what FSDP2 does by itself. What the models' passes take is calculated, by 2 operations for
-each parameter and token forward, 4 backward, 2 where only adapters are trained.
+One process of several (a fake process group) runs the engine and FSDP2 on a simulated GPU (pretend_gpu.py), with
+parameters of these models' shapes at full depth. The computation inside layers and the product with the head are left
+out, so activations take no memory. Weights are still gathered, and gradients created and reduced, as in training.
+FSDP2's own launches and waits are not counted. The cost of the models' passes is calculated: per parameter and token 2
+operations forward and 4 backward, or 2 backward if only adapters are trained.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ MODELS = {
     "32B": (5120, 27648, 64, 40, 8, False, 0),
     "70B": (8192, 29568, 80, 64, 8, False, 0),
 }
-PROMPTS, RESPONSES, PROMPT_TOKENS, TOKENS = 8, 8, 64, 512  # of a step on each process; a prompt is a microbatch
-MAX_GRAD_NORM = 0.5  # where the pretended norms are 1: all steps are clipped, which is dearer
+PROMPTS, RESPONSES, PROMPT_TOKENS, TOKENS = 8, 8, 64, 512  # per step on each process; each prompt is a microbatch
+MAX_GRAD_NORM = 0.5  # simulated norms are 1, so every step is clipped, the more expensive case
 PROBES = ("simple", "gns", "interventions")
 HEAD = """| model | processes | probe | launches | waits | GB without | GB more | vectors | GB sent | passes | PFLOP |
 |---|---|---|---|---|---|---|---|---|---|---|"""
@@ -60,17 +60,17 @@ HEAD = """| model | processes | probe | launches | waits | GB without | GB more 
 
 @dataclass
 class Counts:
-    """What a step takes on one process."""
+    """What a step costs on one process."""
 
     launches: int
     waits: int
     peak: int  # bytes
     sent: Counter[str]  # bytes by collective
-    sequences: int  # that went through a forward and backward
+    sequences: int  # sequences that went through forward and backward
 
 
 class Bodies:
-    """In the place of the model's layers: each passes the hidden states on, and gives its parameters gradients."""
+    """Replaces the model's layers: each returns its hidden states unchanged and gives its parameters gradients."""
 
     def __init__(self, gpu: PretendGpu, model: Any) -> None:
         self._gpu, self._lm = gpu, model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -108,7 +108,7 @@ class _Layer(torch.autograd.Function):
 
 
 def model_of(name: str) -> Any:
-    """Return a model of this shape without values."""
+    """Return a model of this shape on the meta device, without values."""
     hidden, intermediate, layers, heads, kv_heads, tied, rank = MODELS[name]
     config = Qwen2Config(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
@@ -122,12 +122,12 @@ def model_of(name: str) -> Any:
 
 
 def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str, Counts]]:
-    """Yield what each kind of step takes: "" without probes, and with each of these."""
-    # There are no values that could agree.
+    """Yield the costs of each kind of step: "" without probes, then one with each probe."""
+    # There are no real values, so checks that compare values are switched off.
     verifier.LIMIT = gradient_check.LIMIT = gradient_check.SUM_LIMIT = gradient_check.SUM_LIMIT_ROUNDED = math.inf
     gradient_check.SAME_SCORES = gradient_check.SAME_SCORES_ROUNDED = math.inf
-    length_and_reward.ROUNDING = math.inf  # nor that could say that the loss is the reward's: Dr-GRPO's is
-    loop_refusals.FARTHEST_ENTROPY = -math.inf  # what stands for entropies is below 0
+    length_and_reward.ROUNDING = math.inf  # the check that the loss is the reward's: Dr-GRPO's is
+    loop_refusals.FARTHEST_ENTROPY = -math.inf  # the values in place of entropies are below 0
     simple = SimpleEntropyProbe(num_folds=settings.folds, rows_dtype=settings.rows)
     further = [p for p in (GradientNoiseScaleProbe(), InterventionsProbe()) if p.name in settings.probes]
     probes, kind = [simple, *further], ""
@@ -145,7 +145,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
             max_grad_norm=MAX_GRAD_NORM, dr_grpo=True,
         )  # fmt: skip
         with loop:
-            # The first step that is measured makes what is kept for those after it.
+            # The first measured step, number 2, allocates what is kept for later ones, so it is not yielded.
             for number, kind in enumerate(("", "simple", *settings.probes), start=1):
                 counts = one_step(gpu, bodies, loop, optimizer, number)
                 if number != 2:
@@ -153,7 +153,7 @@ def counted_steps(name: str, settings: argparse.Namespace) -> Iterator[tuple[str
 
 
 def shard(model: Any, bf16: bool) -> None:
-    """Shards a model by FSDP2 over all processes, layer by layer."""
+    """Shard a model with FSDP2 over all processes, layer by layer."""
     mesh = init_device_mesh(GPU.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for layer in model.model.layers:
@@ -162,7 +162,7 @@ def shard(model: Any, bf16: bool) -> None:
 
 
 def optimizer_of(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """Return an optimizer with states, as after twenty steps."""
+    """Return an AdamW optimizer whose states are allocated, as after twenty steps."""
     optimizer = torch.optim.AdamW(parameters, foreach=False)
     for param in parameters:
         param.grad = torch.zeros_like(param)
@@ -177,7 +177,7 @@ def optimizer_of(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
 def one_step(
     gpu: PretendGpu, bodies: Bodies, loop: MeasuredLoop, optimizer: torch.optim.Optimizer, number: int
 ) -> Counts:
-    """Return what an optimizer step takes, without the model's layers and the optimizer's own launches."""
+    """Return the costs of an optimizer step, without the model's layers and the optimizer's own launches."""
     gc.collect()
     gc.freeze()
     gpu.start_counting()
@@ -198,7 +198,7 @@ def one_step(
 
 
 def random_rollout(prompt: int) -> Rollout:
-    """Return a prompt's responses, all of full length."""
+    """Return the responses to one prompt, all of full length."""
     with torch.device(GPU):
         return Rollout(
             prompt_ids=torch.ones(RESPONSES, PROMPT_TOKENS, dtype=torch.long),
@@ -212,7 +212,7 @@ def random_rollout(prompt: int) -> Rollout:
 
 
 def print_model(name: str, settings: argparse.Namespace) -> None:
-    """Print a row for each probe."""
+    """Print a table row for each probe."""
     parameters = list(model_of(name).parameters())
     weights = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)

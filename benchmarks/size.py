@@ -1,17 +1,17 @@
-"""Do the predictions hold for larger models and longer responses? GRPO runs of 200 written-out tokens a response.
+"""Do the predictions hold for larger models and longer responses? GRPO runs with 200 tokens a response.
 
     OMP_NUM_THREADS=1 python benchmarks/size.py train --size 1m            trains a base model, then 40 GRPO steps
     OMP_NUM_THREADS=1 python benchmarks/size.py train --size 10m --lora
-    OMP_NUM_THREADS=1 python benchmarks/size.py table                      of all runs there
+    OMP_NUM_THREADS=1 python benchmarks/size.py table                      a table of all existing runs
     OMP_NUM_THREADS=1 python benchmarks/size.py interventions --size 1m    at the states 10, 20, 30 and 40 of a run
 
-A response is a chain of sums modulo 10 that the model chooses itself, 50 lines `+3=0` after the prompt `q7:`. It earns
-1 if every line is right. The base model, a Qwen2 of random weights, has learned from chains with errors, rare after +1,
-+2 and +3 and frequent after the others: so a third of the responses are right, and there is something to find.
+A response is a chain of sums modulo 10, 50 lines like `+3=0` after the prompt `q7:`; the model chooses what to add. It
+earns 1 if every line is right. The base model starts as a Qwen2 with random weights and learns from chains with errors,
+rare after +1, +2 and +3 and frequent after the others. So a third of the responses are right, and GRPO can improve.
 
-Beside each measured step stands the change of entropy on fresh responses (probes/ground_truth.py). At a state, batches
-are drawn anew; what interventions would change is held against the steps from the state, times gradients of entropy and
-of reward from `--sequences` fresh responses.
+`train` measures the entropy change on fresh responses (probes/ground_truth.py) for comparison with the predictions.
+`interventions` draws new batches at each state. It compares each intervention's predicted change with the change of the
+step times the entropy and reward gradients from `--sequences` fresh responses.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from rl_training.statistics.calibration import interval_covers
 from rl_training.tasks.task import Task
 from rl_training.tasks.tiny import build_tokenizer
 
-LINES = 50  # of a response, 4 tokens each
-EASY, ERROR = (1, 2, 3), (0.002, 0.02)  # additions; how often a worked line with one of them, or another, is wrong
-# hidden size, layers, steps of the base model's training and their rate, prompts x responses and rate of a GRPO step
+LINES = 50  # per response, 4 tokens each
+EASY, ERROR = (1, 2, 3), (0.002, 0.02)  # easy addends; error rates of worked lines with an easy and another addend
+# hidden size, layers; steps and learning rate of the base model; prompts, responses per prompt, learning rate of GRPO
 SIZES = {"1m": (128, 5, 300, 2e-3, 16, 8, 3e-4), "10m": (320, 8, 150, 1e-3, 8, 4, 5e-5)}
 
 STATES = (10, 20, 30, 40)
@@ -57,7 +57,7 @@ def prompts(seed: int, number: int) -> list[str]:
 
 
 def chain(prompt: str, rng: random.Random) -> str:
-    """Return a worked response; the prompt's letter decides how often it adds 1, 2 or 3."""
+    """Return a worked response. The prompt's letter decides how often it adds 1, 2 or 3."""
     total, lines = int(prompt[1]), []
     for _ in range(LINES):
         easy = rng.random() < 0.3 + 0.02 * (ord(prompt[0]) - ord("a"))
@@ -83,7 +83,7 @@ def _is_right(total: int, text: str) -> bool:
 
 
 def base_model(folder: Path, size: str) -> None:
-    """Train the model that GRPO starts from on worked responses, and save it with its tokenizer."""
+    """Train the model that GRPO starts from, on worked responses, and save it with its tokenizer."""
     hidden, layers, steps, rate, *_ = SIZES[size]
     tokenizer = build_tokenizer()
     tokenizer.model_max_length = 256
@@ -116,7 +116,7 @@ def base_model(folder: Path, size: str) -> None:
 def trainer_of(
     output: Path, size: str, lora: bool, probes: list[Probe], steps: int, scratch: str, records: Records | None = None
 ) -> DrGRPOTrainer:
-    """Return a trainer that starts from the base model of this size, which is trained where it is not there."""
+    """Return a trainer that starts from the base model of this size. Trains the base model first if it is missing."""
     base = output / f"base_{size}"
     if not base.is_dir():
         base_model(base, size)
@@ -131,7 +131,7 @@ def trainer_of(
 
 
 def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences: int) -> None:
-    """Train one run and record every prediction, and the truth of each `every`-th step."""
+    """Train one run and record every prediction, and the measured truth at every `every`-th step."""
     folder = output / f"{size}{'_lora' if lora else ''}"
     probes = [SimpleEntropyProbe(), MeasuredStepProbe(), GroundTruthProbe(every, sequences)]
     began = time.time()
@@ -146,7 +146,7 @@ def train(output: Path, size: str, lora: bool, steps: int, every: int, sequences
 
 
 def interventions(output: Path, size: str, batches: int, sequences: int) -> None:
-    """Print how many intervals of INTERVENTIONS hold what they change, at each of STATES and over all."""
+    """Print how many intervals of INTERVENTIONS cover the true change, at each of STATES and over all."""
     cases = []
     with tempfile.TemporaryDirectory() as scratch:
         run = Frozen()
@@ -167,7 +167,7 @@ def interventions(output: Path, size: str, batches: int, sequences: int) -> None
 
 
 def row_of(folder: Path) -> str:
-    """Return a line of the table: coverage and error of single steps, sums over the run."""
+    """Return a table row: coverage and error for single steps, and sums over the run."""
     by_name: dict[str, dict[int, dict[str, float]]] = {}
     for row in read_estimates(folder):
         by_name.setdefault(row["name"], {})[row["about_step"]] = row

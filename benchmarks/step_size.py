@@ -1,11 +1,11 @@
-"""Does a bounded step make the learning rate matter less? Runs that were registered before they were made.
+"""Does a bounded step make the learning rate matter less? All runs were registered before they were made.
 
-    OMP_NUM_THREADS=1 python benchmarks/step_size.py --plan    # what is registered: settings, rules, measures, bar
-    OMP_NUM_THREADS=1 python benchmarks/step_size.py           # the runs, a line of OUTPUT/runs.jsonl each
-    python benchmarks/step_size.py --table                     # tables and the picture of the runs that are there
+    OMP_NUM_THREADS=1 python benchmarks/step_size.py --plan    # the registered plan: settings, rules, measures, bar
+    OMP_NUM_THREADS=1 python benchmarks/step_size.py           # do the runs, one line in OUTPUT/runs.jsonl each
+    python benchmarks/step_size.py --table                     # tables and the picture of existing runs
 
-step_size_plan.txt is the register. A run that has its line is not repeated: stop, and go on later. Two of the rules
-need pip install prodigyopt==1.1.2 schedulefree==1.4.1, and are left out without.
+step_size_plan.txt is the registered plan. A run that has its line is not repeated, so you can stop and continue later.
+Two of the rules need pip install prodigyopt==1.1.2 schedulefree==1.4.1, and are left out without them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rl_training.evaluation.responses import Response, batches_of, generate_resp
 from rl_training.tasks.models import load_causal_lm
 from rl_training.tasks.task import Task
 
-ALL, THIRD = slice(None), slice(2, 3)  # of a setting's start rates
+ALL, THIRD = slice(None), slice(2, 3)  # which of a setting's start rates
 LOGGED = {"reward": "reward", "entropy": "entropy", "bound/kl": "kl", "bound/learning_rate": "rate"}
 BESIDE = ("clip", "schedule_free", "adaptive", "linear")
 
@@ -64,7 +64,7 @@ def first_part() -> list[Job]:
 
 
 def second_part() -> list[Job]:
-    """Return the runs of the second part in the order in which they are made."""
+    """Return the runs of the second part, in the order in which they are done."""
     return [
         *(Job(name, "untrained", 0.0, 0) for name in SECOND),
         *runs("sgd_few_prompts reuse_4 spelling muon_32", "fixed", "bounded", "bounded_1e-2"),
@@ -86,7 +86,7 @@ def second_part() -> list[Job]:
 
 
 def old_setting_again(name: str, bounded_rates: slice = ALL) -> list[Job]:
-    """Return the runs of a setting of the first part with another seed."""
+    """Return the runs that repeat a setting of the first part with another seed."""
     some = ALL if name == "million" else SOME
     return [
         *runs(name, "fixed", seed=1),
@@ -100,7 +100,7 @@ def beside(name: str) -> list[Job]:
 
 
 class Curves(TrainerCallback):
-    """What a run logs at each step: reward, entropy, and how the step was bounded."""
+    """Keeps what a run logs at each step: reward, entropy, and how the step was bounded."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
@@ -112,7 +112,7 @@ class Curves(TrainerCallback):
 
 
 def evaluate(setting: Setting, task: Task, model: Any, tokenizer: Any, first: Any) -> dict[str, Any]:
-    """Return the measures of a model on held-out prompts, and ten responses."""
+    """Return a model's measures on held-out prompts, and ten example responses."""
     policy = CheckpointPolicy(model.eval(), tokenizer, None, 1.0, setting.tokens)
     [responses] = list(generate_responses(policy, task, batches_of(range(HELD_OUT), RESPONSES, False, 10**6), 0, {}))
     rewards = torch.tensor([response.reward for response in responses]).view(HELD_OUT, RESPONSES)
@@ -135,7 +135,7 @@ def mean_over_tokens(responses: list[Response], name: str) -> float:
 
 
 def run(job: Job, setting: Setting, rule: Rule, output: Path) -> dict[str, Any]:
-    """Make one run and return its line."""
+    """Do one run and return its line for runs.jsonl."""
     start, task, folder = time.process_time(), task_of(setting.task), model_folder(setting.model, output)
     curves, problem = Curves(), ""
     with tempfile.TemporaryDirectory() as scratch:
@@ -162,7 +162,7 @@ def run(job: Job, setting: Setting, rule: Rule, output: Path) -> dict[str, Any]:
 
 
 def run_all(todo: list[Job], output: Path) -> None:
-    """Make the runs whose packages are there, and write the line of each."""
+    """Do the runs whose packages are installed, and write the line of each."""
     missing = {
         name: what for name, what in PACKAGES.items() if importlib.util.find_spec(what.partition("=")[0]) is None
     }

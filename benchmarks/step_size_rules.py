@@ -1,4 +1,4 @@
-"""The rules that step_size.py compares: what sets the learning rate of each step, or leaves a step out."""
+"""The rules that step_size.py compares: each sets the learning rate of every step, or skips steps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from rl_training.engine.context import StepContext
 from rl_training.tasks.task import Task
 
 ADAPTIVE_TARGET = 1e-4
-CLIPS, SKIPS = (0.01, 0.05, 0.25), (1e-3, 1e-2)  # that are tried on the default task
+CLIPS, SKIPS = (0.01, 0.05, 0.25), (1e-3, 1e-2)  # candidates, tuned on the default task
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How a run is made, beside its setting, start rate and seed.
+    """What a rule changes in a run with a given setting, start rate and seed.
 
-    settings     of the trainer
-    duration     the setting's steps are made so many times
-    skip_target  PPO's target of KL since the rollout, nats per token; None: no step is skipped
+    Args:
+        settings: Settings of the trainer.
+        duration: Multiplies the setting's number of steps.
+        skip_target: PPO's target for the KL since the rollout, nats per token. None skips no step.
     """
 
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -51,13 +52,13 @@ RULES = {
     **{f"clip_{norm:g}": Rule({"max_grad_norm": norm}) for norm in CLIPS},
     **{f"skip_{target:g}": Rule(skip_target=target) for target in SKIPS},
 }
-TUNED = ("clip", "skip")  # the best of clip_… and of skip_… on the default task
-PACKAGES = {"prodigy": "prodigyopt==1.1.2", "schedule_free": "schedulefree==1.4.1"}  # that a rule needs
+TUNED = ("clip", "skip")  # each stands for the best of clip_… or skip_… on the default task
+PACKAGES = {"prodigy": "prodigyopt==1.1.2", "schedule_free": "schedulefree==1.4.1"}  # the package that a rule needs
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run of the register."""
+    """One run of the registered plan."""
 
     setting: str
     rule: str
@@ -66,7 +67,7 @@ class Job:
 
 
 def rule_of(name: str, lines: Sequence[Mapping[str, Any]]) -> Rule:
-    """Return a rule; one of TUNED is the candidate with the highest mean reward over its runs."""
+    """Return the rule of this name. For a name in TUNED, return its candidate with the highest mean reward."""
     if name not in TUNED:
         return RULES[name]
     rewards: dict[str, list[float]] = {}
@@ -77,7 +78,7 @@ def rule_of(name: str, lines: Sequence[Mapping[str, Any]]) -> Rule:
 
 
 class KeepsReading(MeasuredStepProbe):
-    """The probe, with what it says of a step kept before the optimizer makes the next one."""
+    """The probe `measured`, which keeps the reading it returns before each optimizer step."""
 
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         self.reading = super().measure(ctx, state)
@@ -85,7 +86,7 @@ class KeepsReading(MeasuredStepProbe):
 
 
 class AdaptiveRate(TrainerCallback):
-    """torchrl's KLAdaptiveLR, by what `measured` says of the step before."""
+    """torchrl's KLAdaptiveLR, driven by the KL that `measured` reports for the previous step."""
 
     def __init__(self, probe: KeepsReading, rates: tuple[float, ...]) -> None:
         self.probe, self.rate, self.least, self.most = probe, 0.0, rates[0] / 3.0, rates[-1]
@@ -102,10 +103,10 @@ class AdaptiveRate(TrainerCallback):
 
 
 class SkipsSteps(TrainerCallback):
-    """PPO's target_kl: once the policy is too far from the one that sampled, the rollout's other steps are left out.
+    """PPO's target_kl: once the policy is too far from the one that sampled, skip the rollout's remaining steps.
 
-    KL is the mean over the rollout's tokens of r - 1 - log r, with r the ratio of the probability now to that of the
-    sampler. Above 1.5 times the target the gradients are removed, so that the optimizer changes neither weights nor
+    KL is the mean over the rollout's tokens of r - 1 - log r, where r is the current probability divided by the
+    sampler's. Above 1.5 times the target the gradients are removed, so the optimizer changes neither weights nor
     moments.
     """
 
@@ -125,7 +126,7 @@ class SkipsSteps(TrainerCallback):
 
 
 def trainer_of(setting: Setting, task: Task, job: Job, rule: Rule, folder: Path, scratch: str) -> DrGRPOTrainer:
-    """Return the trainer of a run, in one microbatch."""
+    """Return the trainer of a run, with one microbatch per step."""
     probe, steps = KeepsReading(), rule.duration * setting.steps
     adapter = LoraConfig(r=setting.lora, target_modules="all-linear", task_type="CAUSAL_LM") if setting.lora else None
     optimizer = {"optim": "sgd"} if setting.optimizer == "sgd" else {}
@@ -152,6 +153,6 @@ def trainer_of(setting: Setting, task: Task, job: Job, rule: Rule, folder: Path,
 
 
 def set_to_evaluate(trainer: DrGRPOTrainer) -> None:
-    """Give the model the averaged weights of a schedule-free optimizer; others are left as they are."""
+    """Switch a schedule-free optimizer to its averaged weights. Other optimizers stay as they are."""
     if trainer.args.optim == "schedule_free_adamw":
         trainer.optimizer.eval()

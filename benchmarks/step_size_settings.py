@@ -1,4 +1,4 @@
-"""What step_size.py trains on: the settings of both parts of the register, their tasks and their first models."""
+"""The settings of both parts of step_size.py's plan, with their tasks and initial models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl_training.tasks.tiny import TINY_PATH, build_tokenizer, warm_start
 RESPONSES, HELD_OUT = 8, 128
 RATES = (3e-5, 1.3e-4, 5.5e-4, 2.3e-3, 1e-2)
 SGD_RATES = (0.01, 0.1, 1.0, 10.0, 100.0)
-SOME = slice(0, None, 2)  # of the rates: the first, third and last
+SOME = slice(0, None, 2)  # the first, third and last rate
 LONG_CHAINS = 22, 26  # operands
 
 
@@ -30,11 +30,16 @@ LONG_CHAINS = 22, 26  # operands
 class Setting:
     """One training: its task, its model, and how it is optimized.
 
-    model       "tiny", "million", "long" (tiny, for sequences of 256 tokens), or the task of reasoning-gym that a tiny
-                model is warmed up on
-    tokens      of a response at most
-    iterations  optimizer steps on one rollout
-    lora        rank of the adapter; 0: all weights are trained
+    Args:
+        task: Makes the task.
+        tokens: Maximum length of a response.
+        model: "tiny", "million", "long" (tiny, for sequences of 256 tokens), or a reasoning-gym task on which a tiny
+            model is warmed up.
+        prompts: Prompts per step.
+        lora: Rank of the adapter. 0 trains all weights.
+        iterations: Optimizer steps on each rollout.
+        steps: Optimizer steps of a run.
+        rates: Start rates.
     """
 
     task: Callable[[], Task]
@@ -52,14 +57,14 @@ def chains(least: int, most: int) -> Callable[[], Task]:
     return lambda: arithmetic(2048, HELD_OUT, min_operands=least, max_operands=most)
 
 
-GYM: dict[str, dict[str, int]] = {  # settings of the warm-up, by task of reasoning-gym
+GYM: dict[str, dict[str, int]] = {  # by reasoning-gym task, the settings of the warm-up
     "gcd": {"min_value": 1, "max_value": 60},
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
 }
 
 
 def gym(name: str, **settings: int) -> Callable[[], Task]:
-    """Return what makes a task of reasoning-gym, with the settings of its warm-up unless others are given."""
+    """Return a function that makes a reasoning-gym task, with the settings of its warm-up except those given."""
     return lambda: reasoning_gym(name, 1500, HELD_OUT, settings=GYM[name] | settings)
 
 
@@ -81,7 +86,7 @@ SECOND = {
     "lora_16": Setting(chains(5, 6), 30, prompts=32, lora=16),
     "long": Setting(chains(*LONG_CHAINS), 4 * LONG_CHAINS[1] + 6, model="long", prompts=8),
 }
-TUNING = {  # the default task, on which the share was chosen too; not judged
+TUNING = {  # the default task, on which the share was chosen as well; not judged
     "default": Setting(chains(3, 7), 34),
     "default_reuse": Setting(chains(3, 7), 34, iterations=4, steps=32),
 }
@@ -94,7 +99,7 @@ def task_of(make: Callable[[], Task]) -> Task:
 
 
 def model_folder(name: str, output: Path) -> Path:
-    """Return the folder of a setting's first model, which is made where it is not there."""
+    """Return the folder of a setting's initial model. Makes the model if it is missing."""
     folder = TINY_PATH if name == "tiny" else output / "models" / name
     if (folder / "config.json").is_file():
         return folder

@@ -1,4 +1,4 @@
-"""Tables and the picture of the runs of step_size.py."""
+"""Tables and picture of step_size.py's runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rl_training.records.report.charts import BLUE, GREY, ORANGE
 from rl_training.records.report.page import VEGA_LITE
 
 Lines = Sequence[Mapping[str, Any]]
-BOUNDED = {"bounded": "2e-3", "bounded_1e-2": "1e-2"}  # the share of each rule that is judged
+BOUNDED = {"bounded": "2e-3", "bounded_1e-2": "1e-2"}  # the rules that are judged, with their target_kl_share
 RIVALS = ("fixed", "linear", "adaptive", "clip", "schedule_free", "prodigy", "skip", *BOUNDED)
 LONGER = ("bounded_5x", "bounded_1e-2_5x")
-COLLAPSE = 0.05  # of reward below the untrained model's
-NEAR, MEAN_REGRET = 0.05, 0.02  # the bar: of the worst start rate in 5 of 6 settings, and of all
+COLLAPSE = 0.05  # a run has collapsed if its reward is this much below the untrained model's
+NEAR, MEAN_REGRET = 0.05, 0.02  # the bar: for the worst start rate in 5 of 6 settings, and for the mean over settings
 
 
 def read_lines(output: Path) -> Lines:
-    """Return the lines of the runs that are there."""
+    """Return the lines of the existing runs."""
     path = output / "runs.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def chosen(lines: Lines, **values: Any) -> list[Mapping[str, Any]]:
-    """Return the lines that have these values; of a name with a collection, one of them."""
+    """Return the lines that have these values. A set means any of its values."""
     return [
         line
         for line in lines
@@ -37,7 +37,7 @@ def chosen(lines: Lines, **values: Any) -> list[Mapping[str, Any]]:
 
 
 def by_rate(lines: Lines, measure: str) -> dict[float, float]:
-    """Return the mean of a measure over seeds, by start rate."""
+    """Return, for each start rate, the mean of a measure over seeds."""
     rates = sorted({line["rate"] for line in lines})
     return {rate: statistics.fmean(line[measure] for line in chosen(lines, rate=rate)) for rate in rates}
 
@@ -53,14 +53,14 @@ def collapsed(lines: Lines, setting: str, rule: str) -> list[Mapping[str, Any]]:
 
 
 def compared(lines: Lines, setting: str, rule: str) -> tuple[Lines, Lines]:
-    """Return the runs of fixed and of a rule in a setting, with the seeds that both have."""
+    """Return the runs of `fixed` and those of a rule in a setting, restricted to the seeds that both have."""
     fixed, others = (chosen(lines, setting=setting, rule=name) for name in ("fixed", rule))
     seeds = {line["seed"] for line in fixed} & {line["seed"] for line in others}
     return chosen(fixed, seed=seeds), chosen(others, seed=seeds)
 
 
 def best_fixed(lines: Lines, setting: str, rule: str, measure: str) -> tuple[float, float]:
-    """Return the best fixed rate and its measure, in the mean over the seeds that the rule has."""
+    """Return the best fixed rate and its measure, averaged over the seeds that the rule has."""
     ends = by_rate(compared(lines, setting, rule)[0], measure)
     rate = max(ends, key=ends.__getitem__)
     return rate, ends[rate]
@@ -75,7 +75,7 @@ def print_header(*names: str) -> None:
 
 
 def print_judgement(lines: Lines, settings: Sequence[str], rule: str, measure: str) -> None:
-    """Print what the bar asks for: mean and worst over start rates, and the regret to the best fixed rate."""
+    """Print what the bar is judged by: mean and worst over start rates, and the regret to the best fixed rate."""
     print_header("setting", "runs", "untrained", "best fixed (at)", "fixed: mean", "worst", "collapsed",
                  f"{rule}: mean", "worst", "collapsed", "regret", "worst below best fixed")  # fmt: skip
     for setting in settings:
@@ -89,7 +89,7 @@ def print_judgement(lines: Lines, settings: Sequence[str], rule: str, measure: s
 
 
 def print_verdict(lines: Lines, settings: Sequence[str], rule: str, measure: str, which: str) -> None:
-    """Print whether the bar holds: how many worst start rates are near the best fixed one, mean regret, collapses."""
+    """Print whether the bar holds: worst start rates near the best fixed rate, mean regret, and collapsed runs."""
     regrets, shortfalls = [], []
     for setting in settings:
         ends, (_, best) = by_rate(compared(lines, setting, rule)[1], measure), best_fixed(lines, setting, rule, measure)
@@ -105,7 +105,7 @@ def print_verdict(lines: Lines, settings: Sequence[str], rule: str, measure: str
 
 
 def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
-    """Print mean and worst of each rule over the start rates that all have, with seed 0; of prodigy over its d_coef."""
+    """Print each rule's mean and worst over the start rates that all rules have (prodigy: its d_coef), with seed 0."""
     print_header("setting", *(f"{rule}, mean / worst" for rule in RIVALS))
     for setting in settings:
         ends = {rule: by_rate(chosen(lines, setting=setting, rule=rule, seed=0), "reward") for rule in RIVALS}
@@ -118,7 +118,7 @@ def print_rivals(lines: Lines, settings: Sequence[str]) -> None:
 
 
 def print_equal_cost(lines: Lines, settings: Sequence[str]) -> None:
-    """Print one bounded run of five times the steps beside the best of five fixed rates."""
+    """Print a bounded run of five times the steps next to the best of five fixed rates."""
     print_header("setting: reward, pass@8, entropy", "best of five fixed rates", *LONGER)
     for setting in settings:
         longer = {rule: chosen(lines, setting=setting, rule=rule) for rule in LONGER}
@@ -129,7 +129,7 @@ def print_equal_cost(lines: Lines, settings: Sequence[str]) -> None:
 
 
 def print_ends(lines: Lines, settings: Sequence[str], rule: str) -> None:
-    """Print entropy and distance from the first model at the end: at the best fixed rate, and bounded from any."""
+    """Print final entropy, KL to the first model and pass@8: best fixed rate, and the rule averaged over rates."""
     print_header("setting", "entropy, untrained", "best fixed", rule, "KL to the first model, best fixed", rule,
                  "pass@8, best fixed", rule)  # fmt: skip
     for setting in settings:
@@ -142,7 +142,7 @@ def print_ends(lines: Lines, settings: Sequence[str], rule: str) -> None:
 
 
 def print_runs(lines: Lines, settings: Sequence[str]) -> None:
-    """Print the reward and pass@8 of every rule from every start rate, in the mean over seeds."""
+    """Print reward and pass@8 of every rule from every start rate, averaged over seeds."""
     for setting in settings:
         rules = list(dict.fromkeys(line["rule"] for line in chosen(lines, setting=setting)))
         rates = sorted({line["rate"] for line in chosen(lines, setting=setting)})
@@ -154,7 +154,7 @@ def print_runs(lines: Lines, settings: Sequence[str]) -> None:
 
 
 def print_tables(lines: Lines, new: Sequence[str], old: Sequence[str]) -> None:
-    """Print all tables; the settings of the register's second part are new, those of the first are old."""
+    """Print all tables. The settings in the plan's second part are `new`, those in its first part are `old`."""
     for rule in BOUNDED:
         settings = [name for name in (*new, *old) if all(compared(lines, name, rule))]
         parts = {"new settings": [name for name in settings if name in new], "all settings": settings}
@@ -171,7 +171,7 @@ def print_tables(lines: Lines, new: Sequence[str], old: Sequence[str]) -> None:
 
 
 def draw(lines: Lines, settings: Sequence[str], path: Path) -> None:
-    """Draw reward at the end against the start rate, a panel for each setting, fixed and bounded."""
+    """Plot the final reward against the start rate, fixed and bounded, one panel per setting."""
     names = {"fixed": "fixed rate"} | {rule: f"target_kl_share={share}" for rule, share in BOUNDED.items()}
     points, floors = [], []
     for setting in settings:

@@ -1,6 +1,6 @@
-"""Trainers of any size for the cost of a step: random weights, random prompts, a reward without meaning.
+"""Trainers of any size, to measure the cost of a step: random weights, random prompts, a meaningless reward.
 
-What a step costs depends on shapes alone, so nothing is downloaded and nothing is learned.
+The cost of a step depends only on shapes, so nothing is downloaded and nothing is learned.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ SHAPES = {
 class Workload:
     """The shapes of a step.
 
-    shape          "default_task" (the shipped model and its task), a name in SHAPES, or a config.json of transformers
-    rank           of a LoRA on all linear layers; 0 trains all parameters
-    prompts        of a step, each with `responses`
-    folds          microbatches of a step
-    given          responses are not sampled but random tokens, all of full length: a step without its generation
-    target_kl_share  bounds each step; 0 does not
+    Args:
+        shape: "default_task" (the shipped model and its task), a name in SHAPES, or a transformers config.json.
+        rank: Rank of a LoRA on all linear layers. 0 trains all parameters.
+        prompts: Prompts per step, each with `responses` responses.
+        folds: Microbatches per step.
+        given: Use random tokens of full length as responses instead of sampling: a step without generation.
+        target_kl_share: Bounds each step. 0 does not bound it.
     """
 
     shape: str = "default_task"
@@ -58,7 +59,7 @@ class Workload:
 
 
 def model_config(shape: str) -> PretrainedConfig:
-    """Return the architecture of a shape, in the tiny model's alphabet unless its vocabulary is larger."""
+    """Return the config of a shape: the shipped model's, one from SHAPES, or one read from a config.json."""
     if shape == "default_task":
         return AutoConfig.from_pretrained(TINY_PATH)
     if shape not in SHAPES:
@@ -79,7 +80,7 @@ def model_config(shape: str) -> PretrainedConfig:
 def make_trainer(
     workload: Workload, probes: Sequence[Probe], max_steps: int, config: PretrainedConfig | None = None
 ) -> DrGRPOTrainer:
-    """Return a trainer of this workload; with `config`, of another model under the same workload."""
+    """Return a trainer for this workload, or for another model with the same workload if `config` is given."""
     set_seed(0)
     per_step = workload.prompts * workload.responses
     if workload.prompts % workload.folds:
@@ -118,7 +119,7 @@ def make_trainer(
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return a model of random weights, made where it will run: a billion draws take the CPU a minute."""
+    """Return a model with random weights, created on the device it runs on: a billion draws take a CPU a minute."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -126,13 +127,13 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def random_prompts(num_tokens: int) -> Dataset:
-    """Return prompts of so many digits: the tiny tokenizer makes one token of each."""
+    """Return prompts of `num_tokens` digits; the tiny tokenizer maps each digit to one token."""
     rng = random.Random(0)
     return Dataset.from_dict({"prompt": ["".join(rng.choices("0123456789", k=num_tokens)) for _ in range(1024)]})
 
 
 def given_responses(workload: Workload) -> RolloutFunc:
-    """Return what TRL calls instead of its generation: prompts as they are, random digits and letters as responses."""
+    """Return a `rollout_func` that TRL calls instead of generating. Responses are random digits and letters."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
     rng = random.Random(0)
 
@@ -144,5 +145,5 @@ def given_responses(workload: Workload) -> RolloutFunc:
 
 
 def meaningless_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Return a number per response that differs between the responses of a prompt, as far as one can tell."""
+    """Return a number for each response that usually differs between the responses to a prompt."""
     return [sum(ids) % 7 / 7.0 for ids in completion_ids]
