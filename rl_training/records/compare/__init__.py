@@ -1,1 +1,1 @@
-"""The comparison of runs: their records → one self-contained HTML page; rl-training report RUN RUN …"""
+"""The comparison of runs: one self-contained HTML page from their records (rl-training report RUN RUN …)."""

@@ -1,7 +1,8 @@
-"""Makes the report of a run from its records, and prints its summary; or compares several runs on one page.
+"""Writes the report of a run from its records and prints its summary, or compares several runs on one page.
 
-Any run will do: finished, killed or still going. Of one run it writes RUN/report/report.html, one self-contained page.
-Of several, one self-contained page: what differs, curves in one chart, runs trained alike but for seeds pooled.
+Any run will do: finished, killed or still going. The report of one run is RUN/report/report.html, a self-contained
+page. A comparison is a self-contained page too: it shows what differs, draws all curves in one chart, and pools runs
+that differ only in their seeds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from rl_training.records.jsonl import METRICS_FILE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the report or the comparison that the command line asks for. Raises UserError if it cannot."""
+    """Write the report or the comparison that the command line asks for.
+
+    Raises:
+        UserError: If it cannot.
+    """
     parser = argparse.ArgumentParser(prog="rl-training report", description=__doc__)
     parser.add_argument(
         "runs", metavar="RUN", nargs="+",
@@ -39,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.watch is not None and not 1 <= chosen.watch < math.inf:
         parser.error("--watch takes seconds, 1 or more")
-    # Here, because --help waits for no slow import.
+    # Imported here, so that --help does not wait for slow imports.
     from rl_training.records.frames import find_runs
     from rl_training.records.report import print_summary, write_report
     from rl_training.records.report.series import read_run
@@ -63,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _watch(run: Path, seconds: float) -> None:
-    """Write the page again whenever the run has logged more, until it is interrupted."""
+    """Rewrite the page whenever the run has logged more, until Ctrl-C."""
     from rl_training.records.report import write_report
 
     log, drawn = run / LOGS_FOLDER / METRICS_FILE, -1

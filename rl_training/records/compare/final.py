@@ -1,28 +1,29 @@
 """Final figures of groups of runs with their errors, and differences between groups with theirs.
 
-A group's error. With n ≥ 2 seeds: between seeds, se = sd/√n with n − 1 degrees of freedom. It includes everything
-that differs from seed to seed. With one seed: within the run (the steps that are averaged, the folds of a probe, the
-prompts of an evaluation), which excludes variation between seeds; the page says so.
+Error of a group. With n ≥ 2 seeds: between seeds, se = sd/√n with n − 1 degrees of freedom. This includes everything
+that varies with the seed. With one seed: within the run (over the averaged steps, the folds of a probe, the prompts of
+an evaluation). This excludes variation between seeds, and the page says so.
 
-Step. A group is evaluated at the furthest step that two of its runs have reached (a single run: its last);
-seeds that ended earlier are left out of its figures. Two groups are compared at the earlier of their steps.
+Step. A group is evaluated at the last step that two of its runs have reached (a single run: at its last step). Seeds
+that ended earlier are left out. Two groups are compared at the earlier of their steps.
 
-Several seeds' noise scale is 1 / the mean of 1/B, the signal-to-noise ratio, with the ends of that mean's interval
-turned over; one seed's has Fieller's interval, as its run's own report.
+Noise scale B. For several seeds it is 1 / the mean of 1/B, the signal-to-noise ratio, with the inverted interval of
+that mean. For one seed it has Fieller's interval, as in the run's own report.
 
-That the same seeds in two groups share data and initial weights is not used in differences (statistics/welch.py): it
-makes the interval too wide, if anything. Means over logged steps are over the same steps in both.
+Differences ignore that the same seeds in two groups share data and initial weights (statistics/welch.py). If anything,
+their intervals are too wide. Means over logged steps cover the same steps in both groups.
 
-Changes of entropy of two runs that are one run up to a branching point are compared from there on: the errors of the
-steps before it are the same in both, and cancel. With `first`, the step after it, whose weights are the same in both,
+Branches. Two runs that share all steps up to a branching point share the errors of these steps, which cancel. Their
+changes of entropy are therefore compared from `first` on, the step after the branching point, where both have the same
+weights:
 
-measured    H(step) of one run − H(step) of the other: entropy at `first` is the same
-predicted   Σ ½(F_j + B_{j+1}) over first ≤ j < step of each: ½F_first + Σ_{first<j<step} ½(F_j + B_j) + ½B_step, whose
-            terms have independent errors (entropy/trapezoid.py). Σ v of their variances has the degrees of freedom
-            of (Σ v)²/Σ v² batches (Satterthwaite)
+measured    H(step) of one run − H(step) of the other, because entropy at `first` is the same
+predicted   the difference of the sums Σ ½(F_j + B_{j+1}) over first ≤ j < step. Each sum equals
+            ½F_first + Σ_{first<j<step} ½(F_j + B_j) + ½B_step, whose terms have independent errors
+            (entropy/trapezoid.py). Its variance Σ v has the degrees of freedom of (Σ v)²/Σ v² batches (Satterthwaite)
 
-The two runs' errors since then count as independent. That the batch at `first` is the same in both, and that later ones
-share random numbers, makes the interval too wide, if anything.
+The two runs' errors since then are treated as independent. The runs share the batch at `first`, and random numbers
+later; if anything, this makes the interval too wide.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from rl_training.statistics.noise_scale import noise_scale_interval
 from rl_training.statistics.welch import difference, mean_of
 
 MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
-# Of the trainer's own evaluations: what it logs beside these is of its clipping and its clock.
+# Metrics of the trainer's own evaluations. Everything else that it logs there is about clipping and time.
 FROM_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
-MANY_GROUPS = 4  # with so many, each is held against the first only
+MANY_GROUPS = 4  # from this number on, each is compared with the first only
 NOT_RECORDED = Estimate.missing("it is not recorded")
 
 
@@ -57,11 +58,11 @@ class Difference:
     second: Group
     step: int
     figures: dict[str, Estimate]
-    single_seed: bool  # of one of them there: the spread between seeds is not in the error
+    single_seed: bool  # one group has a single seed at `step`: the error excludes the spread between seeds
 
 
 def last_common_step(group: Group) -> int:
-    """Return the furthest step that two of the group's runs have reached; of a single run, its last."""
+    """Return the last step that two of the group's runs have reached; for a single run, its last step."""
     return sorted((member.last_step for member in group.members), reverse=True)[:2][-1]
 
 
@@ -71,9 +72,10 @@ def members_at(group: Group, step: int) -> list[Member]:
 
 
 def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate]:
-    """Return the group's figures at `step` by their labels: those that all of its runs there have.
+    """Return the group's figures at `step` by label. A figure that one of its runs lacks is left out.
 
-    since  where all runs that these are compared with have begun: no mean is over an earlier step
+    Args:
+        since: First step that means may cover: the one at which all compared runs have begun.
     """
     runs = [figures_of(member.run, step, since) for member in members_at(group, step)]
     common = {
@@ -94,10 +96,10 @@ def begun(groups: Sequence[Group], step: int) -> int:
 
 
 def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
-    """Return one run's figures at `step`: means over the last logged steps, sums of a probe, the last evaluation."""
+    """Return one run's figures at `step`: means over the last logged steps, a probe's sums, the last evaluation."""
     measured = run.known("delta_h/cumulative_measured")
-    measured = measured[measured.index <= step].drop(origins(run), errors="ignore")  # the 0 that they begin with
-    # Of the same steps: an earlier sum is no prediction of a later change.
+    measured = measured[measured.index <= step].drop(origins(run), errors="ignore")  # sums begin with 0
+    # At the same step: an earlier sum does not predict a later change.
     predicted = run.known("delta_h/cumulative_predicted")
     predicted = predicted[predicted.index.isin(measured.index[-1:])]
     rows = {MEASURED: measured, PREDICTED: predicted, NOISE_SCALE: noise_scales(run)}
@@ -114,7 +116,7 @@ def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
 
 
 def compare_groups(groups: Sequence[Group]) -> list[Difference]:
-    """Return the differences of all pairs of groups; of MANY_GROUPS or more, of each from the first."""
+    """Return the differences of all pairs of groups; with MANY_GROUPS or more, those of each group from the first."""
     pairs = combinations(groups, 2) if len(groups) < MANY_GROUPS else ((groups[0], other) for other in groups[1:])
     differences = []
     for first, second in pairs:
@@ -129,28 +131,31 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
 
 
 def _mean_until(values: pd.Series[float], step: int, since: int) -> Estimate:
-    """Return the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
+    """Return the mean over the last few logged steps up to `step`. Its error is their scatter, which a trend widens."""
     known = values[(values.index >= since) & (values.index <= step)]
     return mean_of(known.tail(min(MAX_WINDOW, max(len(known) // 2, 1))).tolist())
 
 
 def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean of several runs with the error between them; of shares that are all 0 or 1, one's interval."""
+    """Return the mean over several runs, with the error between them.
+
+    If all runs have the same value with an interval, such as a share of 0 or 1, return one run's estimate.
+    """
     if len({estimate.value for estimate in estimates}) == 1 and all(estimate.interval for estimate in estimates):
         return estimates[0]
     return mean_of([estimate.value for estimate in estimates])
 
 
 def noise_scales(run: Run) -> pd.DataFrame:
-    """Return the noise scale by step, in prompts, with Fieller's interval; where |G|² was not lost in noise."""
+    """Return the noise scale by step, in prompts, with Fieller's interval, unless the step's |G|² is lost in noise."""
     rows = finite(run.with_interval("gns/noise_scale_prompts"))
     return rows[rows["value"] > 0]
 
 
 def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
-    """Return 1 / the mean of 1/B over runs, with the interval of that mean turned over: to ∞ where it holds 0.
+    """Return 1 / the mean of 1/B over runs, with the inverted interval of that mean: up to ∞ if it contains 0.
 
-    Example: of 100 and 300 it is 150.
+    Example: for 100 and 300 it is 150.
     """
     ratio = mean_of([1 / scale.value for scale in scales])
     ends = None if math.isnan(ratio.stderr) else noise_scale_interval(ratio.bounds())
@@ -158,9 +163,9 @@ def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
 
 
 def since_branching(first: Sequence[Member], second: Sequence[Member], step: int) -> dict[str, Estimate]:
-    """Return second − first of the changes of entropy since their branching points; nothing where they share no steps.
+    """Return second − first of the changes of entropy since their branching points; {} if they share no steps.
 
-    Several runs are pairs, each of them in one: the mean over pairs, with the error between pairs.
+    Several runs must form pairs, one from each group. The result is the mean over pairs, with the error between pairs.
     """
     pairs = [(member.run, other.run, common_steps(member, other) + 1) for member in first for other in second]
     branched = [(member, other, start) for member, other, start in pairs if start > 1]
@@ -177,14 +182,14 @@ def since_branching(first: Sequence[Member], second: Sequence[Member], step: int
 
 
 def _measured_since(run: Run, start: int, step: int) -> Estimate:
-    """Return H(step); the 0 ± 0 by which it has changed at `start`, where the weights of both runs are the same."""
+    """Return H(step), or 0 ± 0 up to `start`, where both runs have the same weights."""
     if step <= start:
         return Estimate(0.0, 0.0, 1)
     return run.estimates("entropy/token").get(step, NOT_RECORDED)
 
 
 def _predicted_since(run: Run, start: int, step: int) -> Estimate:
-    """Return the sum of trapezoids of the steps from `start` until before `step`; nan where records lack a part."""
+    """Return the sum of trapezoids from step `start` to before `step`; nan if a part was not recorded."""
     if step <= start:
         return Estimate(0.0, 0.0, 1)
     sums, forward, backward = (
@@ -195,7 +200,7 @@ def _predicted_since(run: Run, start: int, step: int) -> Estimate:
         return NOT_RECORDED
     value = sums[step].value - sums[start].value
     ends = [0.25 * backward[s].stderr ** 2 for s in later]
-    until = [sums[s].stderr ** 2 - end for s, end in zip(later, ends, strict=True)]  # of whole batches before s
+    until = [sums[s].stderr ** 2 - end for s, end in zip(later, ends, strict=True)]  # variance of the batches before s
     variances = [0.25 * forward[start].stderr ** 2, *(after - before for before, after in pairwise(until)), ends[-1]]
     total, squares = sum(variances), sum(variance**2 for variance in variances)
     if not squares > 0:

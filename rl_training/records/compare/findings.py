@@ -1,4 +1,4 @@
-"""What a comparison says of two groups in a sentence: reward and entropy, and whether they differ detectably."""
+"""The comparison of two groups in one sentence: reward and entropy, and whether they differ detectably."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def describe(pairs: Sequence[Difference]) -> list[str]:
 
 
 def one_group(seeds: Sequence[str]) -> str:
-    """Return the sentence where there is no pair."""
+    """Return the sentence for a comparison with one group, which has no pair."""
     return f"One group: of what affects training, only the seeds differ ({', '.join(seeds)})."
 
 

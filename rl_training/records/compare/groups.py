@@ -1,7 +1,7 @@
-"""Runs → groups: runs that were trained alike but for the seed are one group, as far as their settings are recorded.
+"""Sort runs into groups. Runs of one group were trained alike except for the seed, as their recorded settings show.
 
-Not compared, besides seeds: settings that do not affect training (output paths, provenance, probes, dashboards),
-and the run's length, where the learning rate does not depend on it.
+Ignored, besides seeds: settings that do not affect training (output paths, provenance, probes, dashboards), and the
+run's length if the learning rate does not depend on it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE, read_settings
 from rl_training.records.report.series import Run, read_run, settings_in
 
-SEEDS = ("seed", "data_seed")  # last segments of a setting's name
+SEEDS = ("seed", "data_seed")  # last parts of the names of settings
 LENGTHS = ("trainer.max_steps", "trainer.num_train_epochs")
 ABSENT = "–"
-LABEL_LENGTH = 42  # of a group: longer ones do not fit above a picture
+LABEL_LENGTH = 42  # characters; longer labels do not fit above a chart
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +33,11 @@ class Member:
     """A run in a comparison."""
 
     run: Run
-    name: str  # that no other run of the comparison has
-    settings: dict[str, str] | None  # dotted name → value, without what does not count; None where none are recorded
+    name: str  # unique in the comparison
+    settings: dict[str, str] | None  # that affect training, dotted name → value; None if none are recorded
     seed: str
     planned_steps: str = ""
-    branch: tuple[Path, int] | None = None  # the run that it has branched off from, and the step
+    branch: tuple[Path, int] | None = None  # run folder and step that it branched off from
 
     @property
     def last_step(self) -> int:
@@ -45,18 +45,18 @@ class Member:
 
     @property
     def written(self) -> str:
-        """When its last line was."""
+        """Time of its last logged line."""
         seconds = (self.run.folder / LOGS_FOLDER / METRICS_FILE).stat().st_mtime
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that were trained alike but for their seed."""
+    """Runs that were trained alike except for their seed."""
 
     letter: str
     members: list[Member]  # one per seed
-    repeats: list[Member]  # further runs of a member's seed: the same run again, not a second sample
+    repeats: list[Member]  # further runs with a member's seed, which are no independent samples
     label: str = ""
 
     @property
@@ -65,9 +65,10 @@ class Group:
 
 
 def read_groups(folders: Sequence[str | Path]) -> list[Group]:
-    """Return the runs of these folders in groups, in the order in which they were named; a folder stands for its runs.
+    """Return the runs in these folders as groups, in the order given. A folder stands for all runs in it.
 
-    Raises FileNotFoundError where there is no run, and ValueError for records or a configuration that cannot be read.
+    Raises:
+        UserError: If there is no run, or its records or settings cannot be read.
     """
     paths = list(dict.fromkeys(run.resolve() for folder in folders for run in find_runs(folder)))
     groups: dict[Any, list[Member]] = {}
@@ -80,7 +81,7 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Return the settings that are not the same in all groups: name → the value in each, ABSENT where it has none."""
+    """Return the settings that differ between groups: name → the value in each group, ABSENT if it has none."""
     known = [group.members[0].settings or {} for group in groups]
     names = sorted({name for settings in known for name in settings})
     table = {name: [settings.get(name, ABSENT) for settings in known] for name in names}
@@ -88,7 +89,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Return the names of different folders, each with as many of those above it as tell it from the others.
+    """Return the folders' names, each extended by parent folders until it is unique.
 
     >>> distinct_names([Path("/a/one/run"), Path("/a/two/run"), Path("/b/other")])
     ['one/run', 'two/run', 'other']
@@ -114,16 +115,20 @@ def _read_member(path: Path, name: str) -> Member:
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """Return the settings of a run by their dotted names. An empty mapping has none: it chooses nothing.
+    """Return a run's settings by dotted name: from config.yaml or, without one, from its records.
 
-    Those of its config.yaml; of a run without one, those that its records hold.
+    Empty mappings are left out, since they choose nothing.
     """
     rows = pd.json_normalize(settings_in(folder) or read_settings(folder)).to_dict("records")
     return {str(name): str(value) for name, value in rows[0].items()} if rows else {}
 
 
 def _branch(settings: Mapping[str, str], folder: Path) -> tuple[Path, int] | None:
-    """Return the run and the step that `branch`, a checkpoint folder, names; of the run in `folder`."""
+    """Return the run folder and step of the checkpoint that the setting `branch` names, or None.
+
+    Args:
+        folder: The run with these settings, for the error.
+    """
     named = settings.get("branch", "None")
     if named == "None":
         return None
@@ -141,7 +146,7 @@ def _counts(name: str, settings: Mapping[str, str]) -> bool:
 
 
 def trunks_of(groups: Sequence[Group]) -> list[Run]:
-    """Return the runs that these have branched off from, each up to the step where it was; not those compared too."""
+    """Return the runs that these branched off from, each up to the branching step, except those that are compared."""
     compared = {member.run.folder for group in groups for member in (*group.members, *group.repeats)}
     trunks: dict[tuple[Path, int], Run] = {}
     for ancestors in (_ancestors(member) for group in groups for member in group.members):
@@ -154,15 +159,15 @@ def trunks_of(groups: Sequence[Group]) -> list[Run]:
 
 
 def common_steps(first: Member, other: Member) -> int:
-    """Return how many steps two runs have in common: up to where they branch off from each other, or from a third."""
+    """Return how many steps two runs share: up to where they branch off from each other or from a third run."""
     steps, others = ({m.run.folder: m.last_step} | _ancestors(m) for m in (first, other))
     return max((min(step, others[run]) for run, step in steps.items() if run in others), default=0)
 
 
 def _ancestors(member: Member) -> dict[Path, int]:
-    """Return the runs that it goes on from, the nearest first, each with the step where it has left it."""
+    """Return the runs that a run descends from, nearest first, with the step at which it left each."""
     steps, branch = {}, member.branch
-    while branch is not None and branch[0] not in steps:  # a run that comes from itself was not written by us
+    while branch is not None and branch[0] not in steps:  # no run of ours descends from itself
         folder, step = branch
         steps[folder] = step
         branch = _branch(_settings(folder), folder)
@@ -170,7 +175,7 @@ def _ancestors(member: Member) -> dict[Path, int]:
 
 
 def branching_steps(groups: Sequence[Group]) -> list[int]:
-    """Return the steps at which runs have branched off."""
+    """Return the steps at which runs branched off."""
     return sorted({member.branch[1] for group in groups for member in group.members if member.branch is not None})
 
 
@@ -184,7 +189,7 @@ def _make_group(letter: str, members: list[Member]) -> Group:
 
 
 def _letter(index: int) -> str:
-    """Return A, B, …, Z, A2, B2, …"""
+    """Return the name of a group: A, B, …, Z, A2, B2, …"""
     return f"{string.ascii_uppercase[index % 26]}{index // 26 + 1 if index >= 26 else ''}"
 
 
@@ -194,9 +199,9 @@ def _said(name: str, value: str) -> str:
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
-    """Return a short label that distinguishes each group: the name of its only run, and its settings where they fit.
+    """Return a short label that distinguishes each group: its settings, and before them the name of a single run.
 
-    A group of several runs is told by its settings alone; where one's do not fit, each is told by its first run's name.
+    If a label is empty, too long or not unique, every group gets the name of its first run instead.
     """
     differing, names = differences(groups), [group.members[0].name for group in groups]
     labels, told = [], set()

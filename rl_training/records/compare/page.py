@@ -1,4 +1,4 @@
-"""The comparison's page: its findings in sentences, and the charts of all groups in one frame."""
+"""The comparison's page: its findings as sentences, and charts with the curves of all groups."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rl_training.records.report.series import Run, finite, to_estimates, to_rows
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, is_significant
 
-# Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
+# Okabe and Ito's colours, safe for colour-blind readers; further groups repeat them with other strokes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", TEXT, "#56B4E9", "#E69F00")
 STROKES: tuple[tuple[int, ...], ...] = ((), (7, 3), (3, 3))
 DOTTED = (2, 2)
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
-SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
+SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward usually is one
 FAR = 1e3
 SUMS = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
 NO_ERROR = "a logged number has no error"
@@ -40,19 +40,24 @@ Mean = Callable[[Sequence[Estimate]], Estimate]
 
 
 def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: str = "") -> tuple[Path, list[str]]:
-    """Return the path of the page it wrote, and its findings. The page is `out`, or comparison.html in that folder.
+    """Write the page that compares all runs in these folders; return its path and its findings.
 
-    pictures  "png" or "svg": the page's charts lie beside it as such files, whose names begin as the page's
+    The runs may be finished, killed or still going. Whatever comes from their records is escaped.
 
-    Runs may be finished, running or killed; a folder stands for all runs in it. What comes from them is escaped.
-    Raises FileNotFoundError where there is no run, and ValueError for what cannot be read or compared.
+    Args:
+        folders: Run folders, or folders of runs.
+        out: Path of the page, or a folder for comparison.html.
+        pictures: "png" or "svg" also writes each chart as such a file next to the page, with the page's name as prefix.
+
+    Raises:
+        UserError: If there are fewer than two runs, or one cannot be read or compared.
     """
     groups = read_groups(folders)
     num_runs = sum(len(group.members) + len(group.repeats) for group in groups)
     if num_runs < 2:
         raise UserError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
     ends = [final.last_common_step(group) for group in groups]
-    common = min(ends)  # where all can be compared; those that went on are shown at their own end too
+    common = min(ends)  # where all can be compared; groups that went on are shown at their own end too
     columns = [(group, common, group.name, final.begun(groups, common)) for group in groups]
     columns += [(g, end, f"{g.letter}, later", 0) for g, end in zip(groups, ends, strict=True) if end > common]
     pairs = final.compare_groups(groups)
@@ -80,7 +85,7 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path, pictures: s
 
 
 def _by_label(columns: Sequence[dict[str, Estimate]]) -> dict[str, list[Estimate | None]]:
-    """Return the rows of a table of these columns: None where one lacks the label."""
+    """Return the rows of a table with these columns; None in a column without the label."""
     labels = dict.fromkeys(label for column in columns for label in column)
     return {label: [column.get(label) for column in columns] for label in labels}
 
@@ -100,7 +105,7 @@ def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
 
 
 def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
-    """Return the charts of what any of the groups has."""
+    """Return a chart for each quantity that any group has."""
     trunks = trunks_of(groups)
     charts = [
         _overlay(groups, trunks, "reward", _reward, is_share=True),
@@ -120,7 +125,7 @@ def _recorded(metric: str, source: str = PROBES_FILE) -> Quantity:
 
 
 def _sum_of(metric: str) -> Quantity:
-    """Return a sum over steps; nothing of a run that has none but the 0 that it begins with."""
+    """Return a quantity: a sum over steps, without rows for a run that has only its initial 0."""
 
     def found(run: Run) -> pd.DataFrame:
         rows = run.known(metric)
@@ -133,10 +138,14 @@ def _overlay(
     groups: Sequence[Group], trunks: Sequence[Run], key: str, quantity: Quantity, dotted: Quantity | None = None,
     mean: Mean = final.mean_over_runs, is_share: bool = False, floor: float = 0.0, **words: Any,
 ) -> Chart | None:  # fmt: skip
-    """Return the chart of the curves of all groups; None when no run has any.
+    """Return the chart with the curves of all groups; None if no run has any.
 
-    dotted           drawn beside `quantity`        mean   of several runs at a step
-    is_share, floor  those of `framed`              words  for the texts
+    Args:
+        dotted: Quantity drawn dotted, in addition to `quantity`.
+        mean: Combines several runs at one step.
+        is_share: As in `framed`.
+        floor: As in `framed`.
+        words: For the chart's texts.
     """
     having = [group for group in groups if any(len(quantity(member.run)) for member in group.members)]
     if not having:
@@ -159,7 +168,7 @@ def _overlay(
 def _curves(
     group: Group, quantity: Quantity, mean_of_runs: Mean, color: str, stroke: tuple[int, ...], label: str
 ) -> tuple[list[Series], pd.DataFrame]:
-    """Return the group's mean with its band, thin lines of its runs; and the means."""
+    """Return the group's mean with its band and thin lines for its runs; and the rows of the mean."""
     runs = {member.name: finite(rows) for member in group.members if len(rows := quantity(member.run))}
     pooled = to_rows(pool([to_estimates(rows) for rows in runs.values()], mean_of_runs))
     mean = finite(pooled)
@@ -171,7 +180,7 @@ def _curves(
 
 
 def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = final.mean_over_runs) -> dict[int, Estimate]:
-    """Return the mean over runs at each step that all of them have, its error between them; of one run, that run."""
+    """Return the mean over runs at each step that all of them have, with the error between them; one run as it is."""
     if len(runs) < 2:
         return dict(runs[0]) if runs else {}
     return {step: mean([run[step] for run in runs]) for step in sorted(set.intersection(*map(set, runs)))}
@@ -189,7 +198,7 @@ def _entropy(run: Run) -> pd.DataFrame:
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """Return the (evaluation, metric) that are drawn: those of EVALUATED, and pass@k at the largest k."""
+    """Return the (evaluation, metric) pairs to draw: those in EVALUATED, and pass@k with the largest k."""
     known = finite(pd.concat([member.run.table for group in groups for member in group.members]))
     chosen = []
     for evaluation, names in known[~known["source"].isin([METRICS_FILE, PROBES_FILE])].groupby("source")["name"]:

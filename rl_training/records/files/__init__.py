@@ -1,8 +1,8 @@
-"""Files of a run, written and read safely: the run may be killed while it writes, shared, or somebody else's.
+"""Safe access to single files: a run may be killed while it writes, share its folder, or come from somebody else.
 
-atomic_write.py     whole or not at all              lock.py           by one process at a time
-links.py            nothing outside of the run       pickles.py        tensors, and no code
-stored_yaml.py      plain, within limits             unpack.py         packed, within limits
-masking.py          without tokens and passwords     printable.py      moves no cursor
-spreadsheet.py      is no formula
+atomic_write.py     written completely or not at all     lock.py           one process at a time
+links.py            nothing outside of the run           pickles.py        tensors, and no code
+stored_yaml.py      plain YAML of limited size           unpack.py         gzip, within limits
+masking.py          no tokens or passwords               printable.py      no terminal control characters
+spreadsheet.py      no formulas
 """

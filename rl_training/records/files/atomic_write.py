@@ -1,4 +1,4 @@
-"""Atomic writes: files that exist whole or not at all."""
+"""Atomic writes: a file exists completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ MAKE_ROOM = "make room"
 
 
 def write_atomically(files: Mapping[Path, bytes | Iterable[bytes]], fix: str = MAKE_ROOM) -> None:
-    """Write all of these files, whole or part by part, or none: each under another name first, then moved in order.
+    """Write all of these files or none: each under a temporary name first, then renamed in order.
 
-    A kill in between leaves at most the earlier ones, so the last one marks completion. Raises UserError, naming the
-    file and the fix, when the disk is full; existing files are then unchanged. The other name is this call's own: two
-    processes that write the same file do not mix, and no link can lie there that would lead the write elsewhere.
+    A kill between two renames leaves only the earlier files, so let the last file mark completion. Temporary names are
+    random: two processes that write the same file do not mix, and no planted link can lead the write elsewhere.
+
+    Args:
+        files: Content by path, whole or as an iterable of parts.
+        fix: What the error tells the user to do.
+
+    Raises:
+        UserError: If a file cannot be written, for example on a full disk; names the file and the fix. A failure before
+            the renames leaves existing files unchanged.
     """
     scratches = {path: path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp") for path in files}
     path = next(iter(files))
     try:
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(scratches[path], "xb") as file:  # x: neither a file nor a link is there
+            with open(scratches[path], "xb") as file:  # x fails if a file or link is there
                 file.writelines([content] if isinstance(content, bytes) else content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -37,9 +44,9 @@ def write_atomically(files: Mapping[Path, bytes | Iterable[bytes]], fix: str = M
                 scratch.unlink()
         if isinstance(error, OSError):
             raise cannot_write(path, error, fix) from error
-        raise  # what the parts are made of cannot be read
+        raise  # from the iterable of parts
 
 
 def cannot_write(path: Path, error: OSError, fix: str) -> UserError:
-    """Return the error of a file that cannot be written, with the fix."""
+    """Return the error for a file that cannot be written, with its fix."""
     return UserError(f"{path} cannot be written ({error.strerror}): {fix}")

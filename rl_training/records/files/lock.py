@@ -1,7 +1,7 @@
-"""A lock on a folder, for one process at a time. The operating system frees it however that process ends.
+"""A lock on a folder, held by one process at a time. The operating system releases it, however the process ends.
 
-Its file, .lock, says who holds it, and stays: a file that is there locks nothing. (filelock makes a lock of such a file
-where a file system has no other, and that one outlives a killed process.)
+The file .lock names the holder and is never removed; its existence alone locks nothing. (On file systems without locks
+filelock would use the existence of such a file instead, which outlives a killed process.)
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rl_training.records.files.atomic_write import cannot_write
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-_held: set[int] = set()  # descriptors of this process
+_held: set[int] = set()  # file descriptors of this process
 
 
 def _let_go_in_a_fork() -> None:
-    """Closes what a fork has inherited: it would hold the lock beyond the end of the process that took it."""
+    """Close inherited descriptors: a fork would otherwise keep the lock after the process that took it has ended."""
     for file in _held:
         os.close(file)
     _held.clear()
@@ -34,16 +34,20 @@ os.register_at_fork(after_in_child=_let_go_in_a_fork)
 
 
 class FolderInUse(UserError):
-    """Another process is writing to a folder."""
+    """Another process is writing to the folder."""
 
 
 @contextlib.contextmanager
 def locked(folder: Path, fix: str) -> Iterator[None]:
-    """A context that one process at a time can enter; a folder without locks is entered with a warning.
+    """Hold the folder's lock inside this context. A file system without locks only causes a warning.
 
-    fix  what to do where the folder cannot be written to
+    Args:
+        folder: Created if it is missing.
+        fix: What the error tells the user to do if the folder cannot be written to.
 
-    Raises UserError that names the process that is in it, or the folder that cannot be written to.
+    Raises:
+        FolderInUse: If another process holds the lock; names it.
+        UserError: If the folder cannot be written to.
     """
     path = folder / LOCK
     try:
@@ -56,7 +60,7 @@ def locked(folder: Path, fix: str) -> Iterator[None]:
         _take(file, folder)
         yield
     finally:
-        if file in _held:  # not in a fork
+        if file in _held:  # false in a fork
             _held.remove(file)
             os.close(file)
 
@@ -73,6 +77,6 @@ def _take(file: int, folder: Path) -> None:
             "writing there too, so start only one"
         )
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+    with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename} since {since}".encode(), 0)

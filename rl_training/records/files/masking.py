@@ -1,10 +1,10 @@
-"""Masks tokens and passwords in everything that a command writes or prints: folders, dashboards and lines are shared.
+"""Mask tokens and passwords in everything that a command writes or prints, because folders and dashboards are shared.
 
     without_secrets(settings)   nested settings, for records and dashboards
     mask_words(words)           a command line
-    mask_line(text, known)      a line for people, where settings and their values may be quoted
+    mask_line(text, known)      a line for people that may quote settings and their values
 
-What is secret is known by the name of the setting (`is_secret`), or is a part of an address: https://USER:PASSWORD@host,
+Secrets are recognized by the name of the setting (`is_secret`), or as part of an address: https://USER:PASSWORD@host,
 https://hooks.host/SECRET.
 """
 
@@ -17,24 +17,24 @@ from itertools import pairwise
 from typing import Any
 
 MASK = "***"
-# Words that make a name that of a secret wherever they stand in it; what lies below such a name is secret too.
+# Words that mark a secret anywhere in a name. Everything nested below such a name is secret too.
 ALWAYS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials",
           "apikey", "apikeys", "authorization", "bearer", "jwt", "jwts", "webhook", "webhooks"}  # fmt: skip
-LAST = {"auth", "cookie", "cookies", "pat", "pin", "pw"}  # those that do at its end
-# What a key is called that opens something.
+LAST = {"auth", "cookie", "cookies", "pat", "pin", "pw"}  # words that do so only at the end of a name
+# Words before "key" that make it a key to something.
 OF_KEYS = {"access", "account", "api", "auth", "aws", "azure", "deploy", "encryption", "gcp", "github", "hf", "hub",
            "license", "master", "openai", "private", "secret", "service", "session", "shared", "signing", "ssh",
            "storage", "wandb"}  # fmt: skip
-# What a token is called that is one of a vocabulary, or one of many.
+# Words before "token" that make it one of a vocabulary, or a count of tokens.
 OF_VOCABULARY = {"eos", "bos", "pad", "unk", "mask", "sep", "cls", "image", "video", "audio", "special", "start", "end",
                  "stop", "think", "prefix", "suffix", "begin", "first", "last", "next", "new", "sub", "per", "max",
                  "min", "num", "boi", "eoi", "fake", "tool"}  # fmt: skip
-TOKENS_OF_ACCESS = ("access", "api", "auth", "bearer", "hf", "hub", "refresh", "session")  # in the plural
+TOKENS_OF_ACCESS = ("access", "api", "auth", "bearer", "hf", "hub", "refresh", "session")  # words before "tokens"
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-IN_VOCABULARY = re.compile(r"<.*>|\[.*\]", re.DOTALL)  # a special token as tokenizers write it
+IN_VOCABULARY = re.compile(r"<.*>|\[.*\]", re.DOTALL)  # a special token, as tokenizers write it
 
-SETTING = re.compile(r"[+~]{0,2}[\w.@/-]+=")  # how an override begins
-# What stands before a value in a line: NAME=, "NAME": and, in braces, NAME: and the header Authorization: of requests.
+SETTING = re.compile(r"[+~]{0,2}[\w.@/-]+=")  # the start of an override KEY=VALUE
+# What precedes a value in a line: --NAME, NAME=, "NAME":, NAME: within braces, and the HTTP header Authorization:.
 NAMED = re.compile(
     r"""(?<!\S)--(?P<flag>[\w.-]+)[= ]|(?<![\w/])(?P<set>[\w.@-]+)=(?!=)|"""
     r"""(?P<quote>['"])(?P<quoted>[\w.-]+)(?P=quote)\s*[:=]\s*|(?<=[{,\[])\s*(?P<braced>[\w.-]+):\s*|"""
@@ -43,19 +43,19 @@ NAMED = re.compile(
 VALUE = re.compile(
     r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[\[{][^\]}]*[\]}]|(?:(?:Bearer|Basic|Token)\s+)?[^\s,;&}\]'"]+?(?=:?(?:[\s,;&}\]'"]|$))"""
 )
-LIKE_A_LINE = re.compile(r"""['"]?([\[{]|[A-Za-z][A-Za-z0-9+.-]*://)""")  # a value in which names stand
+LIKE_A_LINE = re.compile(r"""['"]?([\[{]|[A-Za-z][A-Za-z0-9+.-]*://)""")  # a value that may contain names
 ADDRESS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?#]+)@")
-SIGNED = re.compile(r"(?<=[?&])((?:[\w-]*-)?(?:sig|signature)=)[^&\s]+", re.IGNORECASE)  # in an address
-HOOK = re.compile(  # an address to which whoever knows it may write
+SIGNED = re.compile(r"(?<=[?&])((?:[\w-]*-)?(?:sig|signature)=)[^&\s]+", re.IGNORECASE)  # signature in an address
+HOOK = re.compile(  # an address that anyone who knows it may write to
     r"\b(https?://(?:hooks\.[\w.:-]+|[\w.-]+\.webhook\.office\.com|[\w.-]+/(?:[\w.-]+/)*webhooks?|api\.telegram\.org/bot)/?)"
     r"([^\s'\",}\]]+)",
     re.IGNORECASE,
 )
-SHORTEST = 6  # of a secret that is looked for by its value: a shorter one would be found in other words
+SHORTEST = 6  # length of a secret that is searched for by value: a shorter one would match parts of other words
 
 
 def is_secret(name: str, value: Any = "") -> bool:
-    """Return whether a setting of this dotted name holds a secret; whole names of tokenizers and counts do not.
+    """Return whether the setting with this dotted name holds a secret. Names of tokenizers and of counts do not.
 
     >>> [is_secret(name) for name in ("hub_token", "HF_TOKEN", "apiKey", "http.auth", "secrets.mine")]
     [True, True, True, True, True]
@@ -70,7 +70,7 @@ def is_secret(name: str, value: Any = "") -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of a name in small letters, without the number at its end: token_2 is one token of several."""
+    """Return the lower-case words of a name without a final number: token_2 is one token of several."""
     words = [word.lower() for word in WORD.findall(name)]
     while len(words) > 1 and words[-1].isdecimal():
         words.pop()
@@ -92,7 +92,7 @@ def _is_token(words: Sequence[str]) -> bool:
 
 
 def without_secrets(node: Any, name: str = "") -> Any:
-    """Return a setting, of this name, or nested settings, with every secret masked; true, false and null stay."""
+    """Return nested settings, or the setting called `name`, with every secret masked; true, false and null are kept."""
     if isinstance(node, Mapping):
         return {key: without_secrets(value, f"{name}.{key}" if name else str(key)) for key, value in node.items()}
     if isinstance(node, list | tuple):
@@ -105,16 +105,16 @@ def without_secrets(node: Any, name: str = "") -> Any:
 
 
 def without_masks(node: Any) -> Any:
-    """Return nested settings without those that are masked: of a setting that nobody knows, the default is taken."""
+    """Return nested settings without masked ones, so that defaults replace the values that nobody knows."""
     if isinstance(node, Mapping):
         return {key: without_masks(value) for key, value in node.items() if value != MASK}
     return [without_masks(value) for value in node if value != MASK] if isinstance(node, list) else node
 
 
 def _mask_setting(text: str) -> str:
-    """Return a text among settings with its secrets masked: an address's user, the value of an override KEY=VALUE.
+    """Return a setting's text with secrets masked in addresses and in overrides KEY=VALUE.
 
-    Any other text, a prompt for example, is needed as it is.
+    Any other text, such as a prompt, is needed unchanged.
     """
     return mask_word(text) if SETTING.match(text) else _mask_value(text)
 
@@ -131,7 +131,7 @@ def _mask_value(text: str) -> str:
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
-    """Return a command line with its secrets masked, those behind a flag (--token SECRET) too."""
+    """Return a command line with its secrets masked, including those that follow a flag (--token SECRET)."""
     flagged = ["", *words][: len(words)]
     return [
         MASK if flag.startswith("--") and "=" not in flag and is_secret(flag.lstrip("-")) else mask_word(word)
@@ -140,17 +140,17 @@ def mask_words(words: Sequence[str]) -> list[str]:
 
 
 def mask_line(text: str, known: Sequence[str] = ()) -> str:
-    """Return a text for people with secrets masked: those that are `known`, and those that stand behind their names."""
+    """Return a text for people with secrets masked: those in `known`, and values that follow the name of a secret."""
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, MASK)
     return _mask_named(text)
 
 
 def secrets_in(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the secrets of a command line and of an environment, by their values, for `mask_line`."""
+    """Return the values of the secrets in a command line and an environment, for `mask_line`."""
     secrets = [value for name, value in environment.items() if is_secret(name, value) and not os.path.exists(value)]
     for word, masked in zip(words, mask_words(words), strict=True):
-        if masked == MASK:  # of the flag before it
+        if masked == MASK:  # the value of the flag before it
             secrets.append(word)
         elif masked != word:
             secrets += [word.partition("=")[2]] * masked.endswith(f"={MASK}") + _secrets_named(word)
@@ -178,7 +178,7 @@ def _secrets_named(text: str) -> list[str]:
 
 
 def _places_of_secrets(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where each value stands whose name is that of a secret."""
+    """Yield (start, end) of each value that follows the name of a secret."""
     done = 0
     for name in NAMED.finditer(text):
         value = VALUE.match(text, name.end())

@@ -1,8 +1,8 @@
-"""Files that torch.save wrote: pickles, which could run any code when they are read. Only tensors and numbers are here.
+"""Read files of torch.save without running code. They are pickles; only tensors and numbers are accepted.
 
-torch's restricted reader makes nothing else. What DeepSpeed writes holds three kinds of objects of its own besides,
-settings that are not needed: empty ones take their place, so that nothing of DeepSpeed is made, nor need it be there.
-Random states hold arrays of NumPy, which hold numbers alone.
+torch's restricted reader creates nothing else. DeepSpeed's files also hold three kinds of its own objects with settings
+that are not needed: empty stand-ins replace them, so DeepSpeed is neither run nor required. Random states hold NumPy
+arrays, which contain only numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from rl_training.errors import UserError
 
-UnpicklingError = pickle.UnpicklingError  # of a file that names more than tensors and numbers
+UnpicklingError = pickle.UnpicklingError  # raised for a file that names more than tensors and numbers
 OF_DEEPSPEED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -27,20 +27,22 @@ OF_NUMPY: tuple[Any, ...] = (
     np.dtype,
     type(np.dtype(np.uint32)),
     np.zeros(0).__reduce__()[0],
-)  # the last makes an array
-STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"  # a number
+)  # the last is the function that builds an array
+STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"  # a number; read as int
 
 
 class _NotNeeded:
-    """Takes the place of an object whose content is not needed."""
+    """Replaces an object whose content is not needed."""
 
 
 def load_tensors(path: Path, device: str = "cpu") -> Any:
-    """Return what a file holds: tensors, numbers and texts in dictionaries and lists.
+    """Return the content of a file: tensors, numbers and texts in dictionaries and lists.
 
-    device  "meta": of tensors only the shapes
+    Args:
+        device: Where tensors go; "meta" reads only their shapes.
 
-    Raises UserError, naming the file, for one that holds anything else, which could run code, or that is damaged.
+    Raises:
+        UserError: If the file is damaged, or holds anything else, which could run code; names the file.
     """
     stand_ins: list[Any] = [(_NotNeeded, name) for name in OF_DEEPSPEED] + [(int, STAGE)]
     try:
@@ -55,11 +57,11 @@ def load_tensors(path: Path, device: str = "cpu") -> Any:
 
 
 def _foreign_objects(path: Path) -> list[str]:
-    """Return the names of what a file would have made beside tensors, numbers and what DeepSpeed writes."""
+    """Return the names of the objects in a file that are not tensors, numbers or what DeepSpeed writes."""
     try:
         with torch.serialization.safe_globals(list(OF_NUMPY)):
             named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # what is not even a list of names
+    except Exception:  # damaged: it has no readable list of names
         return []
     return sorted(set(named) - {*OF_DEEPSPEED, STAGE})
 

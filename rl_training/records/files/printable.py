@@ -1,7 +1,7 @@
-"""Texts of records as people may see them: nothing in one moves a cursor, retitles a window, or reorders a line.
+"""Texts of records made safe to show: nothing in them moves a cursor, retitles a window or reorders a line.
 
-What a model has written, or somebody's run is called, may hold characters that a terminal obeys. They are written out
-instead, ESC as \\x1b, wherever a text goes to a terminal, into a page or into a table for other programs.
+A model's response or a run's name may contain characters that a terminal obeys. They are escaped, ESC as \\x1b, in
+every text for a terminal, a page or a table for other programs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 HALVES = re.compile("[\ud800-\udfff]")
-# Control characters but tab and line break, separators of lines and paragraphs, marks that turn the direction of
-# writing, and halves of a character.
+# Control characters except tab and line break, line and paragraph separators, marks that change the direction of
+# writing, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""Return a text with every unprintable character written out; line breaks are those of Unix.
+    r"""Return a text with every unprintable character escaped, and with Unix line breaks.
 
     >>> printable("a\x1b[2J\r\n\tb")
     'a\\x1b[2J\n\tb'
@@ -30,7 +30,7 @@ def _written_out(match: re.Match[str]) -> str:
 
 
 def all_printable(value: Any, to_text: Callable[[str], str] = printable) -> Any:
-    """Return nested data with every text in it made printable, keys too."""
+    """Return nested data with every text in it, keys too, made printable."""
     if isinstance(value, str):
         return to_text(value)
     if isinstance(value, Mapping):
@@ -39,5 +39,5 @@ def all_printable(value: Any, to_text: Callable[[str], str] = printable) -> Any:
 
 
 def in_whole_characters(value: Any) -> Any:
-    """Return nested data with halves of characters, which no file and no table can hold, written out."""
+    """Return nested data with lone surrogates escaped, because no file or table can hold them."""
     return all_printable(value, lambda text: HALVES.sub(_written_out, text))

@@ -1,4 +1,4 @@
-"""Tables as CSV for other programs: a spreadsheet runs no cell of them as a formula."""
+"""Tables as CSV for other programs. A spreadsheet runs no cell of them as a formula."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import pandas as pd
 
 from rl_training.records.files.printable import printable
 
-# A text that begins so is a formula to Excel, LibreOffice or Google Sheets, in some locales in full width. An
-# apostrophe before it makes it a text; numbers are not touched. See OWASP, "CSV Injection".
+# Excel, LibreOffice and Google Sheets take a text with such a start for a formula, in some locales in full width. A
+# leading apostrophe keeps it a text; numbers are not touched. See OWASP, "CSV Injection".
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def as_csv(table: pd.DataFrame, missing: str = "") -> bytes:
-    """Return a table without its index as CSV in UTF-8, with texts that are texts in every spreadsheet.
+    """Return a table as CSV in UTF-8, without its index. Texts stay texts in every spreadsheet.
 
-    missing  what stands for nan
+    Args:
+        missing: Text for nan.
     """
     safe = table.map(_as_text).rename(columns=_as_text)
     return safe.to_csv(index=False, na_rep=missing).encode()
 
 
 def _as_text(cell: Any) -> Any:
-    """Return a cell as it is, but a text printable, and with an apostrophe where it looks like a formula.
+    """Return a cell; if it is text, make it printable and put an apostrophe before anything that looks like a formula.
 
     >>> _as_text("=1+1"), _as_text("-5"), _as_text(-5), _as_text("a=b")
     ("'=1+1", "'-5", -5, 'a=b')

@@ -1,7 +1,7 @@
-"""YAML that somebody else may have written, as a run's config.yaml: read within limits, and only if it is plain.
+"""Read YAML that somebody else may have written, such as a run's config.yaml: within limits, and only if it is plain.
 
-A few lines with aliases can stand for terabytes, tags can name classes, and nesting without end ends the reader. What
-runs write has none of these.
+A few lines with aliases can expand to terabytes, tags can name classes, and deep nesting crashes the reader. Runs write
+none of these.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import yaml
 
 from rl_training.errors import UserError
 
-MOST_BYTES = 2**20  # a run's settings are some 5 KB
+MOST_BYTES = 2**20  # a run's settings have about 5 KB
 MOST_DEPTH = 50
 
 
 def read_text(path: Path, errors: str = "replace") -> str:
-    """Return the text of a file. ValueError, naming it, for one that is too large to be anybody's settings."""
+    """Return the text of a file. Raises UserError, naming the file, if it is too large for settings."""
     with open(path, "rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -26,7 +26,11 @@ def read_text(path: Path, errors: str = "replace") -> str:
 
 
 def plain_yaml(path: Path) -> str:
-    """Return the text of a file, checked to be plain YAML. ValueError, naming it and what is not."""
+    """Return the text of a file after checking that it is plain YAML.
+
+    Raises:
+        UserError: If it is not; names the file, the line and what is not plain.
+    """
     depth = 0
     try:
         text = read_text(path, errors="strict")
@@ -42,7 +46,7 @@ def plain_yaml(path: Path) -> str:
 
 
 def _what_is_unusual(event: yaml.Event) -> str:
-    """Return what of a piece of YAML is not plain, "" where all of it is."""
-    if getattr(event, "anchor", None) is not None:  # an alias has one too
+    """Return what is not plain in a YAML event, or ""."""
+    if getattr(event, "anchor", None) is not None:  # aliases have an anchor too
         return "an anchor or alias"
     return "a tag" if getattr(event, "tag", None) not in (None, "!") else ""

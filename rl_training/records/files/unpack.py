@@ -1,7 +1,7 @@
-"""Read records, packed by gzip or not, at bounded memory, and never less of them without a word.
+"""Read records, gzipped or not, in bounded memory. Nothing is left out silently.
 
-A kill or a full disk leaves a part of a line, or of the last gzip member (there is one for each step). It is left out,
-with a warning where it is a member. Damage before that, which no kill leaves, is an error.
+A kill or a full disk cuts off the last line, or the last gzip member (there is one per step). Such a rest is skipped,
+with a warning if it is a gzip member. Damage before the end, which no kill causes, is an error.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rl_training.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-MOST_LINE_BYTES = 1 << 24  # the longest that is written, a response with its prompt, has a hundredth
-MOST_BYTES = 1 << 28  # of a whole file, unpacked
-_READ_BYTES = 1 << 14  # at a time: they unpack to a thousand times as many at most
-_MEMBER = b"\x1f\x8b\x08\x00"  # begins a gzip member
-_GZIP = 31  # zlib's name for the format
+MOST_LINE_BYTES = 1 << 24  # a hundred times the longest line written, a response with its prompt
+MOST_BYTES = 1 << 28  # largest size of a whole file, unpacked
+_READ_BYTES = 1 << 14  # read at a time; gzip expands them at most a thousandfold
+_MEMBER = b"\x1f\x8b\x08\x00"  # first bytes of a gzip member
+_GZIP = 31  # zlib's `wbits` for gzip
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file without their ends, up to the last end of a line.
+    """Yield the complete lines of a file, without their line breaks.
 
     Raises:
-        UserError: for a line of more than MOST_LINE_BYTES, and for a gzip member that is damaged and not the last one.
+        UserError: If a line has more than MOST_LINE_BYTES, or a gzip member other than the last is damaged.
     """
     with _opened(path) as file:
         rest, number = b"", 1
@@ -48,10 +48,10 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path) -> bytes:
-    """Return what a file holds, unpacked where its name ends in .gz.
+    """Return the content of a file, unpacked if its name ends in .gz.
 
     Raises:
-        UserError: for a gzip file that is damaged, or unpacks to more than MOST_BYTES.
+        UserError: If a gzip file is damaged, or unpacks to more than MOST_BYTES.
     """
     packed = path.read_bytes()
     if path.suffix != ".gz":
@@ -69,8 +69,8 @@ def whole_content(path: Path) -> bytes:
 
 
 def _members(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Yield what the members of a gzip file unpack to, in parts; a warning where the last one is cut or damaged."""
-    start, unpacker = 0, zlib.decompressobj(_GZIP)  # of the member: where it begins in the file
+    """Yield the unpacked members of a gzip file in parts. A cut or damaged last member gives a warning."""
+    start, unpacker = 0, zlib.decompressobj(_GZIP)  # where the current member begins in the file, and its unpacker
     problem = ""
     while not problem and (packed := file.read(_READ_BYTES)):
         while packed and not problem:
