@@ -1,4 +1,4 @@
-"""One checkpoint analysis with all that its settings ask for, and what it leaves in its folder."""
+"""Runs one checkpoint analysis with everything that its settings ask for, and writes its results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from rl_training.records.folder import LOGS_FOLDER
 def analyse_and_write(
     restored: RestoredTrainer, path: Path, settings: Settings, values: Mapping[str, Any], start: float
 ) -> probe.Analysis:
-    """Analyze a restored trainer; the log is written first, then the results, so results imply a complete analysis.
+    """Analyze a restored trainer and write log and results. Collective.
+
+    The results are written last, so their file implies a complete analysis.
 
     Args:
-        path: Of the results; the kernel lies beside it, the log in the folder of all analyses.
-        values: The settings as they are recorded, without secrets.
-        start: When restoring began, by time.perf_counter.
+        path: File of the results. The kernel goes to its folder, the log to the folder of all analyses.
+        values: The settings to record, without secrets.
+        start: When restoring began, from time.perf_counter.
     """
     seconds = {"load": time.perf_counter() - start}
     analysis = probe.analyse(restored, settings)

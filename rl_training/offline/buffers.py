@@ -1,12 +1,13 @@
-"""The two buffers of sequences that a prediction is made of, sampled apart.
+"""The two independent buffers of sequences that a prediction needs.
 
-    E  evaluation: B_E prompts, drawn uniformly and independently, with a response each, or several. Unfiltered,
-       unrewarded: the population whose entropy is measured.
-    U  update: B_U prompts with G responses each, by the training's own generation and rewards: what the next optimizer
-       step would learn from. With the filter, if asked for.
+    E  evaluation: B_E prompts, drawn uniformly and independently, with one or more responses each. Not filtered and not
+       rewarded: the population whose entropy is measured.
+    U  update: B_U prompts with G responses each, generated and rewarded as in training: what the next optimizer step
+       would learn from. Filtered if the settings ask for it.
 
-Responses are generated in chunks of a fixed size, each with its own random numbers. Process c mod (number of processes)
-generates chunk c, so any number of processes holds the same sequences as one.
+Responses are generated in chunks, each with its own random numbers. Process c mod (number of processes) generates
+chunk c. The sequences therefore do not depend on the number of processes, unless chunks must be smaller so that every
+process gets its share. The filter generates all prompts of a process as one chunk.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from rl_training.policy.rollout import Rollout, as_rollout, join_rollouts, take_
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits
 
-# streams of random numbers of a seed
+# Independent random streams of one seed.
 PROMPTS = 0
 RESPONSES = 1
 
 
 @dataclass(frozen=True)
 class SampledBuffer(EvaluationBuffer):
-    """E with the scores of all processes' sequences, and its settings, with which it can be drawn again."""
+    """E with the scores of all processes' sequences, and what is needed to sample its responses again."""
 
-    rows: tuple[dict[str, Any], ...] = ()  # (N,), of the data set; the responses to one follow one another
-    seed: int = 0  # with which it was sampled
+    rows: tuple[dict[str, Any], ...] = ()  # (N,), each sequence's row of the data set; responses to one are adjacent
+    seed: int = 0  # of its responses
     chunk_size: int = 128  # sequences generated at once
 
 
 def units_of(scores: Scores, responses: int) -> tuple[JackknifeUnits, JackknifeUnits]:
-    """Return E's sequences, and what is independent of them: prompts, or responses if there is only one prompt.
+    """Return E's jackknife units: its sequences, and its independent units (prompts; of a single prompt, responses).
 
     Args:
-        responses: to each prompt, one after another.
+        responses: Number of responses to each prompt. They are adjacent rows of `scores`.
     """
     sequences = JackknifeUnits.of_rows(scores.mask)
     return sequences, sequences if sequences.count == responses else sequences.in_blocks(responses)
@@ -60,10 +61,10 @@ def units_of(scores: Scores, responses: int) -> tuple[JackknifeUnits, JackknifeU
 
 @dataclass(frozen=True)
 class UpdateBuffer:
-    """U: this process's sequences, whole prompts with their rewards and advantages."""
+    """U: this process's sequences with rewards and advantages. All responses to a prompt are on one process."""
 
-    rollout: Rollout  # prompt_index counts the prompts of all processes
-    num_prompts: int  # of all processes
+    rollout: Rollout  # prompt_index numbers the prompts of all processes
+    num_prompts: int  # over all processes
     responses_per_prompt: int
 
     @property
@@ -74,12 +75,12 @@ class UpdateBuffer:
 def sample_update(
     restored: RestoredTrainer, settings: UpdateConfig, chunk_size: int, progress: Progress = silent
 ) -> UpdateBuffer:
-    """Return U, drawn and rewarded as the training would; through the filter, with what its buffer knew then.
+    """Sample U: generate and reward responses as training does, and filter them if the settings say so. Collective.
+
+    No prompt is drawn twice, as within an epoch. The filter starts with the statistics of the trainer's buffer.
 
     Args:
-        chunk_size: sequences generated at once, at most; the filter generates for all prompts at once.
-
-    No prompt is drawn twice, as within an epoch.
+        chunk_size: Most sequences to generate at once. The filter ignores it and generates all prompts at once.
     """
     num_prompts = settings.prompts
     seed = settings.seed
@@ -109,12 +110,12 @@ def sample_update(
 def _generate_rewarded(
     restored: RestoredTrainer, rows: list[dict[str, Any]], seed: int, filtered: bool
 ) -> dict[str, Any]:
-    """Return TRL's rollout of these rows, or equally many through the filter. The trainer's buffer is restored."""
+    """Return TRL's batch for these rows or, filtered, an equally large one. The trainer's buffer is restored."""
     trainer = restored.trainer
     if not isinstance(trainer, DrGRPOTrainer):
         if filtered:
             raise UserError("update.filtered needs the filter of DrGRPOTrainer(buffer=FilteredBuffer())")
-        with attach(trainer, probes=(), whole_prompts=True):  # which adds rewards and prompts to the batch
+        with attach(trainer, probes=(), whole_prompts=True):  # adds rewards and prompts to the batch
             return trainer._generate_and_score_completions(rows)
     buffer = trainer.buffer
     trainer.buffer = _filter_of(restored, seed) if filtered else None
@@ -125,9 +126,9 @@ def _generate_rewarded(
 
 
 def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
-    """Return a filter with the statistics of the trainer's buffer, if it has one, and its own random numbers."""
+    """Return a filter with its own random numbers, and the statistics of the trainer's buffer if there is one."""
     trainer = restored.trainer
-    known = getattr(trainer, "buffer", None)  # a trainer of TRL's own has none
+    known = getattr(trainer, "buffer", None)  # TRL's own trainer has none
     settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
     buffer = FilteredBuffer(**settings, seed=seed)
     start_buffer(trainer, buffer)
@@ -143,10 +144,10 @@ def sample_evaluation(
     chunk_size: int,
     progress: Progress = silent,
 ) -> SampledBuffer:
-    """Return E, sampled and scored at the checkpoint.
+    """Sample E and score it at the checkpoint. Collective.
 
     Args:
-        update: whose prompts E's may overlap with, or not.
+        update: U, whose prompts `settings.overlap` allows, forbids or requires in E. None allows any.
     """
     rows = tuple(row for row in _rows_of_evaluation(restored, settings, update) for _ in range(settings.responses))
     rollout, number = respond(restored, rows, settings.seed, chunk_size, progress)
@@ -156,16 +157,17 @@ def sample_evaluation(
 
 
 def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
-    """Sample and score fresh responses to E's prompts at the present parameters, with common random numbers."""
+    """Sample and score new responses to E's prompts at the current parameters, with E's random numbers. Collective."""
     rollout, number = respond(restored, buffer.rows, buffer.seed, buffer.chunk_size)
     return gather_scores(restored, restored.policy.score_rollout(rollout), number, buffer.num_sequences)
 
 
 def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, total: int) -> Scores:
-    """Return the scores of all processes' sequences, (N, L), on each of them.
+    """Return the scores of all processes' sequences, (N, L), on every process. Collective.
 
     Args:
-        number: (B,), which of the N sequences each of this process's rows is.
+        number: Row of the result for each of this process's sequences, (B,).
+        total: N.
     """
     width = restored.trainer.max_completion_length
 
@@ -173,13 +175,13 @@ def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, tot
         known = values.double().masked_fill(scores.mask == 0, 0.0)
         everything = known.new_zeros(total, width)
         everything[number, : known.shape[1]] = known
-        return restored.reduce(everything)  # each row is one process's, so their sum is all of them
+        return restored.reduce(everything)  # a sum, because each row is zero on all processes but one
 
     return Scores(gather(scores.logps), gather(scores.entropies), gather(scores.mask).bool())
 
 
 def gather_rollout(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
-    """Gather the sequences of all processes on every process, in the order of `prompt_index`."""
+    """Gather the sequences of all processes on every process, ordered by `prompt_index`. Collective."""
     parts = restored.gather([_on(rollout, torch.device("cpu"))])
     rollout = _on(join_rollouts(parts), restored.device)
     return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
@@ -191,20 +193,20 @@ def _on(rollout: Rollout, device: torch.device) -> Rollout:
 
 
 def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
-    """Return prompt and response of a row, without padding."""
+    """Return the token ids of a row's prompt and response, without padding."""
     prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
     response = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
     return prompt.tolist(), response.tolist()
 
 
 def text_of(restored: RestoredTrainer, rollout: Rollout, row: int) -> dict[str, str]:
-    """Return prompt and response of a row as texts."""
+    """Return the texts of a row's prompt and response."""
     prompt, response = (restored.policy.decode(torch.tensor(ids)) for ids in tokens_of(rollout, row))
     return {"prompt": prompt, "response": response}
 
 
 def rewards_of(restored: RestoredTrainer, rows: Sequence[dict[str, Any]], rollout: Rollout) -> Tensor:
-    """Return the rewards of E, (N_E,), answers to these rows."""
+    """Return the rewards of E's responses to these rows of the data set, (N_E,). Collective."""
     completions = [tokens_of(rollout, number)[1] for number in range(rollout.num_sequences)]
     return batches.rewards_of(restored.trainer, list(rows), completions).cpu().float()
 
@@ -234,7 +236,7 @@ def _rows_of_evaluation(
 
 
 def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
-    """Return which of these prompts are in U. Tokens are compared, because rows of a data set may repeat a text."""
+    """Return for each of these prompts whether U has it. Compares tokens, because a data set may repeat a text."""
     rollout = update.rollout
     learned_prompts = {
         tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
@@ -248,9 +250,13 @@ def respond(
     restored: RestoredTrainer, asked: Sequence[Mapping[str, Any]], seed: int, chunk_size: int,
     progress: Progress = silent,
 ) -> tuple[Rollout, Tensor]:  # fmt: skip
-    """Return this process's share of the responses, one to each row's prompt, and which of them its rows are."""
+    """Generate one response to each row's prompt, and return this process's share.
+
+    Returns:
+        The responses, and the index in `asked` of each, (B,).
+    """
     total = len(asked)
-    # Random numbers belong to a chunk, so one process and two must have the same chunks; more, if there are enough.
+    # Each chunk has its own random numbers. At least two chunks, so that one and two processes have the same ones.
     chunk = max(1, min(chunk_size, -(-total // 2)))
     if -(-total // chunk) < restored.num_ranks:
         chunk = max(1, -(-total // restored.num_ranks))

@@ -1,14 +1,18 @@
-"""What lies in a checkpoint's files: its weights are checked to be this model's, and DeepSpeed's shards are read.
+"""Reads a checkpoint's files: checks that its weights fit the model, and loads DeepSpeed's optimizer shards.
 
-Another adapter's weights would be ignored silently. Of ZeRO stages 1 and 2 the optimizer's state is put together from
-the ranks' shards: `latest` names a folder with mp_rank_00_model_states.pt, whose param_shapes says which parameters lie
-in which group and in which order, and a file per rank with its slice of every group: fp32 weights, exp_avg and
-exp_avg_sq. A group is the ranks' slices one after another, with padding at the end, cut by these shapes.
+The check is needed because PEFT silently ignores the weights of another adapter.
 
-That order is checked every time: the fp32 weights, assembled in the same way as the moments, must equal the model's
-from model.safetensors (or the adapter's file), bit for bit.
+Under ZeRO stages 1 and 2 the optimizer's state is sharded over the ranks. `latest` names a folder that has
 
-Written against deepspeed 0.19, which need not be installed: of the files, which are pickles, only tensors and numbers
+    mp_rank_00_model_states.pt   param_shapes: which parameters each group has, in which order
+    one file per rank            its slice of every group: fp32 weights, exp_avg and exp_avg_sq
+
+Concatenating the ranks' slices gives a group, with padding at the end. The shapes cut it into parameters.
+
+That order is verified on every load: the fp32 weights, assembled in the same way as the moments, must equal the model's
+weights from model.safetensors (or the adapter's file) bit for bit.
+
+Written against deepspeed 0.19, which need not be installed: the files are pickles, of which only tensors and numbers
 are read.
 """
 
@@ -33,9 +37,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Raise ValueError where model and checkpoint hold other weights, or other ones are trainable: G1.
+    """Guard G1: raise a UserError unless the checkpoint's weights and the model's trainable ones match.
 
-    PEFT would load neither another adapter's weights nor those of another shape, and go on.
+    Names and shapes are compared. PEFT would silently skip weights of another adapter or another shape.
     """
     has_adapter = hasattr(model, "peft_config")
     is_adapter = (checkpoint / ADAPTER_WEIGHTS).is_file()
@@ -66,12 +70,12 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _shapes_in(checkpoint: Path, is_adapter: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a checkpoint's weights by name; only the adapter's, where the checkpoint holds one."""
+    """Return the shapes of a checkpoint's weights by name, or of its adapter's weights if `is_adapter`."""
     shapes = dict[str, tuple[int, ...]]()
     for path in checkpoint.glob(ADAPTER_WEIGHTS if is_adapter else "*.safetensors"):
         if not path.name.startswith(NOT_WEIGHTS):
             with safe_open(path, framework="pt") as file:
-                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, no dictionary
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, not a dictionary
     return shapes
 
 
@@ -80,6 +84,7 @@ def _without_adapter_name(name: str) -> str:
 
 
 def format_sample(names: Iterable[str]) -> str:
+    """Return the first of these names in alphabetical order, and how many more there are."""
     first, *others = sorted(names)
     return f"{first!r}" + (f" (and {len(others)} more)" if others else "")
 
@@ -88,12 +93,13 @@ def format_sample(names: Iterable[str]) -> str:
 
 
 def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
-    """Load the hyperparameters and states of DeepSpeed's optimizer from a checkpoint into torch's optimizer.
+    """Load hyperparameters and state from the shards of DeepSpeed's optimizer into a torch optimizer.
 
     Args:
-        parameters: by name, trainable, with the checkpoint's weights.
+        parameters: The trainable parameters by name, with the checkpoint's weights already loaded.
 
-    Raises ValueError when the shards are incomplete, of another optimizer, or give other weights.
+    Raises:
+        UserError: The shards are incomplete, were written by ZeRO-3, or belong to other weights.
     """
     folder = checkpoint / deepspeed_folder(checkpoint)
     shapes, ranks = _read(folder)
@@ -122,13 +128,13 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
 
 
 def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
-    """Return the shapes by name of each group, and what each rank has written, in the order of ranks."""
+    """Return each group's parameter shapes by name, and every rank's optimizer state, in the order of ranks."""
 
     def rank_of(path: Path) -> int:
         return int(re.findall(r"rank_(\d+)", path.name)[0])
 
     model = folder / "mp_rank_00_model_states.pt"
-    paths = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)  # 10 comes after 9
+    paths = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)  # as numbers: 10 after 9
     if not model.is_file() or not paths:
         raise UserError(f"{folder} has no {model.name if paths else 'optimizer shards'}: the checkpoint is incomplete")
     shapes = load_tensors(model)["param_shapes"]
@@ -142,8 +148,8 @@ def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
 
 
 def _assemble(slices: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Return the parameters' pieces of the slices, one after another."""
+    """Concatenate the ranks' slices of a group, and return the piece of each parameter by name."""
     flat = torch.cat([part.reshape(-1) for part in slices])
     sizes = [shape.numel() for shape in shapes.values()]
-    pieces = flat[: sum(sizes)].split(sizes)  # what is left is padding
+    pieces = flat[: sum(sizes)].split(sizes)  # the rest is padding
     return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}

@@ -1,25 +1,26 @@
-"""The change of entropy that the step makes, to first order: δH₁ = X̄·δθ, X̄ = ∂H from E, δθ from U.
+"""First-order prediction of the entropy change: δH₁ = X̄·δθ, with X̄ = ∂H estimated from E and the step δθ from U.
 
-E and U are independent, so the product of the two means is unbiased without cross-fitting. Its error has two sources;
-the jackknife leaves out one block of E's prompts, or one fold of U's, at a time:
+E and U are independent, so the product is unbiased without cross-fitting. Its variance is the sum of two jackknife
+variances: one leaves out a block of E's prompts at a time, the other a fold of U's prompts:
 
-    se² = se²_E + se²_U         two samples
+    se² = se²_E + se²_U         two independent samples
 
-Leaving out a block keeps the level H_tok inside X and its sequences' baselines fixed. Leaving out a fold recomputes the
-optimizer's step, clipping included.
+Leaving out a block keeps the mean entropy H_tok inside X and its sequences' baselines fixed. Leaving out a fold
+recomputes the optimizer's step, clipping included.
 
-`condition` asks how much of it is due to the optimizer: the same X̄ and U under other preconditioners. With g the
-clipped gradient of U, m ← β1 m + (1−β1) g, v̂ and P = 1/(√v̂ + ε) of this step, the directions are
+`condition` shows how much of δH₁ is due to the optimizer: it repeats the prediction with the same X̄ and U under other
+preconditioners. With g the clipped gradient of U, m ← β1 m + (1−β1) g, and v̂ and P = 1/(√v̂ + ε) those of this step,
+the directions are
 
     adam                the real step, weight decay included
-    momentum-free adam  −P g                     what this batch alone asks for
-    rms-only            −m / rms(√v̂)             one scale for each tensor of weights, none within
+    momentum-free adam  −P g                     the step that this batch alone would make
+    rms-only            −m / rms(√v̂)             one scale per weight tensor
     identity            −m                       no preconditioner
     sgd                 −g                       neither preconditioner nor momentum
 
-each scaled to the ‖δθ‖ of the real step, or to its first-order gain in reward, −g·δθ. Where that is negative, as it
-can be with momentum, a scale to the same gain has no meaning and the number is nan. So are all numbers of a direction
-that is 0, as −g is where no response of U has an advantage.
+Each direction is scaled to the real step's norm ‖δθ‖, and also to its first-order gain in reward, −g·δθ. Momentum can
+make that gain negative; matching it then has no meaning, and the number is nan. All numbers of a zero direction are
+nan: −g is zero if no response of U has an advantage.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ SEQUENCE = 1
 
 @dataclass(frozen=True)
 class FirstOrder:
-    """δH₁ by label: "whole", "part/momentum", …, "layer/0", …, "kind/attention", …; per token and per sequence."""
+    """δH₁ per token and per sequence, in nats, by label: "whole", "part/momentum", …, "layer/0", …, "kind/mlp", …"""
 
     labels: tuple[str, ...]
-    over_evaluation: Replicates  # (labels, 2), without each block of E
-    over_update: Replicates  # (labels, 2), without each fold of U
-    direction: Tensor  # (2, P): X̄, per token and per sequence
+    over_evaluation: Replicates  # (labels, 2), leaving out blocks of E
+    over_update: Replicates  # (labels, 2), leaving out folds of U
+    direction: Tensor  # (2, P), X̄ per token and per sequence
 
     @property
     def value(self) -> Tensor:
@@ -66,7 +67,7 @@ class FirstOrder:
 
     @property
     def stderr(self) -> Tensor:
-        """(labels, 2), from both buffers; nan where one of them has too few blocks or folds for an error."""
+        """Standard error from both buffers, (labels, 2); nan if E has too few blocks or U too few folds."""
         if min(len(self.over_evaluation.without), len(self.over_update.without)) < MIN_UNITS_OFFLINE:
             return torch.full_like(self.value, math.nan)
         return (self.over_evaluation.stderr.square() + self.over_update.stderr.square()).sqrt()
@@ -76,7 +77,10 @@ def predict(
     restored: RestoredTrainer, evaluation: SampledBuffer, update: Update, microbatch_size: int,
     progress: Progress = silent,
 ) -> FirstOrder:  # fmt: skip
-    """Predict δH₁ of the step `update`, with splits and errors. Each forward over E takes two backwards."""
+    """Predict δH₁ of the step `update`, split by label, with errors. Collective.
+
+    Every microbatch of E takes one forward and two backwards.
+    """
     layout = Layout(restored.parameters)
     splits = Attribution(list(restored.parameters))
     blocks = evaluation.blocks(microbatch_size)
@@ -107,12 +111,12 @@ def predict(
 
 
 def _by_label(splits: Attribution, products: Tensor) -> Tensor:
-    """Return (causes + parameters, 2) products as (labels, 2): the whole step, then its splits."""
+    """Sum (causes + parameters, 2) products by label, (labels, 2): the whole step first, then its splits."""
     return torch.cat([products[: len(CAUSES)].sum(dim=0, keepdim=True), splits.sum(products)])
 
 
 def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) -> Replicates:
-    """Return X̄·δθ by label, (labels, 2), with its values for the steps of U without each fold."""
+    """Return X̄·δθ by label, (labels, 2), with its value for the step without each fold of U. Collective."""
     layout = Layout(restored.parameters)
     splits = Attribution(list(restored.parameters))
     directions = [layout.split(x) for x in direction]
@@ -125,9 +129,9 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
 
 
 def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Update) -> Replicates:
-    """Return −Cov(log π, A) over all of U, (2,) per token and per sequence, with its values without each prompt.
+    """Return −Cov(log π, A) over all of U, (2,) per token and per sequence, with its value without each prompt.
 
-    It is the entropy predictor of Cui et al., whose scale is unknown: see entropy/advantage_covariance.py.
+    This is the entropy predictor of Cui et al. Its scale is unknown: see entropy/advantage_covariance.py. Collective.
     """
     terms = covariance_terms(update.scores, buffer.rollout.advantages)
     by_prompt = terms.new_zeros(buffer.num_prompts, *terms.shape[1:])
@@ -140,14 +144,17 @@ def covariance_of(restored: RestoredTrainer, buffer: UpdateBuffer, update: Updat
 
 
 def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> list[dict[str, Any]]:
-    """Return δH₁ under each preconditioner, in nats; an empty list where the optimizer is not Adam and has none.
+    """Predict δH₁ under each preconditioner, in nats. See the module docstring.
 
     Args:
-        direction: (2, P), X̄ per token and per sequence.
+        direction: X̄ per token and per sequence, (2, P).
 
-        delta_h1, delta_h1_sequence  at the real step's norm; nan where the direction is 0
-        delta_h1_same_gain           per token, at the real step's first-order gain in reward; nan where that has none
-        cosine                       of the direction with the real step; nan where one of them is 0
+    Returns:
+        One row per direction; no rows if the optimizer is not Adam:
+
+            delta_h1, delta_h1_sequence   at the real step's norm; nan if the direction is 0
+            delta_h1_same_gain            per token, at the real step's gain in reward; nan unless both gains are > 0
+            cosine                        between the direction and the real step; nan if one of them is 0
     """
     if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
         return []
@@ -157,7 +164,7 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
         update, gradient, lambda state, piece_gradient: torch.lerp(piece_gradient, state.exp_avg, state.betas[0])
     )
     sizes = [param.numel() for param in restored.parameters.values()]
-    # Their scale is arbitrary. One at a time: each is as large as all trainable parameters.
+    # Their scale is arbitrary. Made one at a time, because each has an entry for every trainable parameter.
     directions: dict[str, Callable[[], Tensor]] = {
         "adam": lambda: update.delta,
         "momentum-free adam": lambda: update.parts.gradient,
@@ -192,12 +199,12 @@ def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Ten
 
 
 def _root(state: AdamWState, gradient: Tensor) -> Tensor:
-    """Return √v̂ of this step."""
+    """Return √v̂ of this step, (n,)."""
     beta2 = state.betas[1]
     second = torch.lerp(gradient.square(), state.exp_avg_sq, beta2)
     return (second / (1.0 - beta2 ** (state.step + 1))).sqrt()
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    """Return the inner product in fp64, calculated a part at a time to save memory."""
+    """Return the inner product in fp64, computed part by part to save memory."""
     return float(dot(list(a.split(JOINED)), list(b.split(JOINED))))

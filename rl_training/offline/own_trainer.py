@@ -1,4 +1,4 @@
-"""The analysis of a checkpoint of the user's own trainer: the same results and pages as `rl-training analyze` has.
+"""Analysis of a checkpoint of the user's own trainer, with the same results and pages as `rl-training analyze`.
 
 from rl_training import analyze
 
@@ -36,21 +36,22 @@ def analyze(
     name: str = "default",
     learning_rate: float | None = None,
 ) -> dict[str, float]:
-    """Measure what the next step from a checkpoint does to entropy, predicted and true. Nothing is trained.
+    """Predict and measure how the next step from a checkpoint changes entropy. Nothing is trained. Collective.
 
     Args:
-        trainer: As the training had it: the same model, adapter, optimizer, data and reward. It has not trained, and
-            is left with the checkpoint's weights.
+        trainer: A trainer made as for training, with the same model, adapter, optimizer, data and reward. It must not
+            have trained. It is left with the checkpoint's weights.
         checkpoint: A folder checkpoint-N that the trainer has written.
-        folder: That of the run, as `attach` was given it: results go to FOLDER/offline/NAME, and into its report.
-        settings: What is sampled and measured; None: as the command has it.
-        learning_rate: Of the step; None: what the checkpoint's schedule says.
+        folder: The run's folder, as given to `attach`. Results go to FOLDER/offline/NAME and into the run's report.
+        settings: What to sample and measure. None uses the defaults of `rl-training analyze`.
+        name: NAME, the name of the analysis.
+        learning_rate: Learning rate of the step. None takes it from the checkpoint's schedule.
 
     Returns:
-        The numbers, in nats, by name; nan what is missing, with the reason in result.json.
+        The results by name, in nats. A result that is not available is nan, with the reason in result.json.
 
     Raises:
-        UserError: saying what is wrong and the fix, where checkpoint and trainer do not fit.
+        UserError: Checkpoint and trainer do not fit. The message says how to fix it.
     """
     if not isinstance(trainer, GRPOTrainer):
         raise UserError(another_trainer(trainer))
@@ -72,7 +73,7 @@ def analyze(
 
 
 def _write_pages(run: Path, folder: Path) -> None:
-    """Write the page of the analyses of this name, and the run's report again, where it has one."""
+    """Write the page of all analyses of this name and, if the run has metrics, its report again."""
     from rl_training.records.report import write_report
     from rl_training.records.report.checkpoint_analyses import describe_analyses, write_analyses_page
     from rl_training.records.report.series import read_run

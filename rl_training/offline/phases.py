@@ -1,4 +1,4 @@
-"""The phases of an analysis: each has a progress bar, its duration, and the setting to lower when memory runs out."""
+"""The phases of an analysis. Each has a progress bar, a duration, and the settings to lower if memory runs out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 
 from rl_training.errors import UserError
 
-Progress = Callable[[int], None]  # called with the number of further sequences done
-LOWER = {  # what to do where a phase runs out of memory
+Progress = Callable[[int], None]  # called with the number of sequences done since the last call
+LOWER = {  # what to do if a phase runs out of memory
     "load": "keep frozen weights in fewer bits: adapter=lora model.dtype=bfloat16, or adapter=qlora, as the run was",
     "sample U": "lower memory.generation_size, or trainer.max_completion_length",
     "sample E": "lower memory.generation_size, or batch.microbatch_size, which scores",
@@ -23,11 +23,11 @@ LOWER = {  # what to do where a phase runs out of memory
     "kernel": "lower kernel.memory_gb, or kernel.microbatch_size",
     "sweep": "lower memory.microbatch_size, or batch.microbatch_size, which scores",
 }
-FULL = ("allocate memory", "not enough memory", "out of memory")  # torch's words on Linux, on Windows, on devices
+FULL = ("allocate memory", "not enough memory", "out of memory")  # torch's messages on Linux, Windows and devices
 
 
 class Phases:
-    """The phases of an analysis: a progress bar each, and the seconds that each took."""
+    """Shows a progress bar for each phase of an analysis, and records how many seconds it took."""
 
     def __init__(self, shown: bool) -> None:
         self.seconds: dict[str, float] = {}
@@ -49,7 +49,7 @@ class Phases:
 
 @contextlib.contextmanager
 def explain_out_of_memory(phase: str) -> Iterator[None]:
-    """Turn an out-of-memory error inside the context into a UserError that names the setting to lower."""
+    """Turn an out-of-memory error inside the context into a UserError that names the settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -59,9 +59,9 @@ def explain_out_of_memory(phase: str) -> Iterator[None]:
 
 
 def is_short_of_memory(error: Exception) -> bool:
-    """Return whether an error says that memory has run out. torch.OutOfMemoryError is a RuntimeError."""
+    """Return whether an error says that memory has run out. torch.OutOfMemoryError is itself a RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in FULL)
 
 
 def silent(count: int) -> None:
-    """Progress that is not shown."""
+    """Ignore progress."""

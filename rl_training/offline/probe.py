@@ -1,7 +1,8 @@
 """One checkpoint analysis: sample E and U, predict, measure, compare. The results are one flat dictionary.
 
-What each is called: docs/reference/run_folder.md. `…_se` is one standard error. That of deltaH1 includes the noise
-of E and U, the others only E's: they are for this step. What is not available is nan, with the reason in `reasons`.
+Their names are explained in docs/reference/run_folder.md. `…_se` is one standard error. The error of deltaH1 includes
+the noise of both E and U. All others include E's only: they hold for this particular step. A result that is not
+available is nan, with the reason in `reasons`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rl_training.offline.update import Update, make_update
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE
 from rl_training.statistics.jackknife import Replicates
 
-Numbers = tuple[dict[str, float], str]  # and why those are nan that are
+Numbers = tuple[dict[str, float], str]  # numbers by name, and the reason for those that are nan
 UNITS = (("", TOKEN), ("_sequence", SEQUENCE))
 MEASURED = ("H_orig", "H_upd", "deltaH_true", "deltaH_snis", "deltaH_odd", "second_order", "paired_error")
 NOT_PREDICTED = "not asked for: first_order.enabled=true predicts"
@@ -36,10 +37,10 @@ OVERFLOW = "a weight is beyond what float64 holds"
 
 @dataclass(frozen=True)
 class Analysis:
-    """The results of a checkpoint analysis: the numbers to write, and the tensors that they follow from."""
+    """The results of a checkpoint analysis: the numbers to write, and the data that they were computed from."""
 
     results: dict[str, float]
-    reasons: dict[str, str]  # by key of a result that is nan
+    reasons: dict[str, str]  # for every key of `results` whose value is nan
     tables: dict[str, list[dict[str, Any]]]  # "eta", "conditioning"
     seconds: dict[str, float]
     evaluation: SampledBuffer
@@ -50,7 +51,7 @@ class Analysis:
 
 
 def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
-    """Analyse how the next step from a checkpoint changes entropy. The trainer is left unchanged."""
+    """Analyse how the next step from a checkpoint changes entropy. The trainer is left unchanged. Collective."""
     phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
     memory = settings.memory
     total = settings.evaluation.num_sequences
@@ -92,7 +93,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
 
 
 def _with_reasons(groups: Sequence[Numbers]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return all numbers, with nan for those that are not finite, and the reasons of the nan ones."""
+    """Return all numbers, with nan in place of infinities, and the reason for each nan."""
     results = dict[str, float]()
     reasons = dict[str, str]()
     for numbers, reason in groups:
@@ -161,7 +162,7 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
         "w_min": at.ahead.weights.smallest,
     }
     if first_order is not None:
-        predicted = replace(truth.first_order, value=first_order.value[0])  # the backward's; errors are of E alone
+        predicted = replace(truth.first_order, value=first_order.value[0])  # from the backward; errors of E only
         numbers |= at.errors_of(predicted)
         off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
         further["slope_check"] = float(off.max())
@@ -175,7 +176,7 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbe
 
 
 def in_both_units(numbers: Mapping[str, Replicates | None]) -> dict[str, float]:
-    """Return (2,) numbers with their standard errors, per token and per sequence; nan where there is none."""
+    """Flatten (2,) numbers to one value and one standard error per unit; nan for a number that is None."""
     columns = {}
     for key, replicates in numbers.items():
         for suffix, column in UNITS:

@@ -1,15 +1,15 @@
-"""A trainer restored at a checkpoint: weights, optimizer and scheduler as the step after it would find them.
+"""A trainer restored at a checkpoint: weights, optimizer and scheduler as the next step would find them.
 
-Weights and optimizer are loaded by transformers' own code, which knows in which order an optimizer numbers its
-parameters (those that decay first, then biases and norms: not the order of the model). What can still go wrong is
-checked before anything is sampled, in this order, each with an error of one line:
+transformers' own code loads weights and optimizer, because it knows the order in which an optimizer numbers its
+parameters: those with weight decay first, then biases and norms, unlike the model. Everything that can still go wrong
+is checked before anything is sampled, in this order, and each failure is a one-line error:
 
-    G1  the trainable parameters are the tensors of the checkpoint, by name and shape
-    G2  a forward of four tokens, through the very function that will score, has a gradient
-    G3  it reaches every trainable parameter
+    G1  the trainable parameters match the checkpoint's tensors by name and shape
+    G2  scoring four tokens, with the function that the analysis uses, gives a gradient
+    G3  the gradient reaches every trainable parameter
 
-Then: the optimizer has a state of the right shape for each of them, and a learning rate that is not 0. Without these
-checks most mistakes show after minutes of sampling ("element 0 of tensors does not require grad"), or never.
+Finally, the optimizer must have a state of the right shape for each parameter, and a nonzero learning rate. Without
+these checks most mistakes show only after minutes of sampling ("element 0 of tensors does not require grad"), or never.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rl_training.records.checkpoints import state_folder, steps_taken, what_is_w
 from rl_training.records.files.pickles import UnpicklingError, load_tensors
 
 T = TypeVar("T")
-# Losses that are sums over sequences, beside Dr-GRPO's: means over the tokens of each, or over all tokens of U.
+# Loss types that, like Dr-GRPO's, are sums over sequences: divided by each sequence's tokens, or by all tokens of U.
 BY_TOKENS_OR_SEQUENCES = ("grpo", "dapo")
-# Of a loss that needs more than scores and advantages (update.py): the tokens of all of U, a reference, a state.
+# Settings of losses that need more than update.py has (scores and advantages): all tokens of U, a reference, a state.
 NOT_READ = {"loss_type", "beta", "use_adaptive_entropy"}
 
 
@@ -46,9 +46,9 @@ class RestoredTrainer:
 
     trainer: GRPOTrainer
     checkpoint: Path
-    step: int  # optimizer steps behind it
-    parameters: Mapping[str, nn.Parameter]  # trainable only
-    optimizer: OptimizerView  # before the next step
+    step: int  # optimizer steps taken at the checkpoint
+    parameters: Mapping[str, nn.Parameter]  # trainable parameters by name
+    optimizer: OptimizerView  # as it is before the next step
     policy: TrainerPolicy
 
     @property
@@ -65,16 +65,16 @@ class RestoredTrainer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step; nan where parameter groups have different ones."""
+        """The learning rate of the next step; nan if parameter groups have different ones."""
         rates = {state.lr for state in (self.optimizer.states or {}).values()}
         return rates.pop() if len(rates) == 1 else float("nan")
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over the ranks. A collective."""
+        """Sum a tensor over the ranks. Collective."""
         return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
 
     def gather(self, values: Sequence[T]) -> list[T]:
-        """Concatenate the ranks' values, and return them on every rank. A collective."""
+        """Concatenate the ranks' values, and return them on every rank. Collective."""
         parts = [values] * self.num_ranks
         if self.num_ranks > 1:
             torch.distributed.all_gather_object(parts, values)
@@ -82,13 +82,14 @@ class RestoredTrainer:
 
 
 def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
-    """Return the trainer, restored at the checkpoint.
+    """Restore a trainer at a checkpoint.
 
     Args:
-        trainer: of the same model, adapter and optimizer; it must not have trained.
-        learning_rate: of the step to be analysed, instead of what the checkpoint's scheduler says.
+        trainer: A trainer with the checkpoint's model, adapter and optimizer. It must not have trained.
+        learning_rate: Learning rate of the step to analyse. None takes it from the checkpoint's schedule.
 
-    Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
+    Raises:
+        UserError: Checkpoint and trainer do not fit: see the module docstring. The message says how to fix it.
     """
     _refuse_other_analyses(trainer)
     _refuse_damaged(checkpoint)
@@ -96,13 +97,13 @@ def restore(trainer: GRPOTrainer, checkpoint: Path, learning_rate: float | None 
     refuse_other_weights(model, checkpoint)  # G1
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    trainer.accelerator.prepare_model(model, evaluation_mode=True)  # its autocast; no DDP, whose reducer would be idle
-    if trainer.args.activation_checkpointing:  # as Trainer.train would switch it on
+    trainer.accelerator.prepare_model(model, evaluation_mode=True)  # adds autocast; DDP would have nothing to reduce
+    if trainer.args.activation_checkpointing:  # as Trainer.train switches it on
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs=trainer.args.activation_checkpointing_kwargs or None
         )
     trainer.create_optimizer_and_scheduler(max(trainer.args.max_steps, 1))
-    trainer.current_gradient_accumulation_steps = 1  # as Trainer.train would set it
+    trainer.current_gradient_accumulation_steps = 1  # an attribute that Trainer.train sets
     if (checkpoint / "latest").is_file():
         load_shards(trainer.optimizer, parameters, checkpoint)
     else:
@@ -168,11 +169,11 @@ def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:
     try:
         if (folder / "scheduler.pt").is_file():
             trainer._load_optimizer_and_scheduler(str(folder))
-        else:  # optimizer.pt holds the learning rate of the next step too
+        else:  # optimizer.pt also holds the learning rate of the next step
             trainer.optimizer.load_state_dict(_with_empty_groups(trainer.optimizer, folder / "optimizer.pt"))
     except UnpicklingError:
         for name in ("optimizer.pt", "scheduler.pt"):
-            load_tensors(folder / name, "meta")  # says which of them holds what
+            load_tensors(folder / name, "meta")  # its error names the file and what it holds
         raise
     except (ValueError, RuntimeError) as error:
         raise UserError(
@@ -182,7 +183,7 @@ def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:
 
 
 def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str, Any]:
-    """Return a saved state with as many parameter groups as this optimizer, whose additional groups are empty."""
+    """Return a saved state, adding the empty parameter groups that this optimizer has at its end."""
     saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     groups = optimizer.state_dict()["param_groups"][len(saved["param_groups"]) :]
     empty = [group for group in groups if not group["params"]]
@@ -195,7 +196,7 @@ def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str
 def refuse_without_gradients(
     policy: TrainerPolicy, parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> None:
-    """Raise a UserError when the scores give no gradient (G2), or none to some trainable parameter (G3)."""
+    """Raise a UserError if the scores have no gradient (G2), or none for some trainable parameter (G3)."""
     try:
         scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
         gradients = torch.autograd.grad(

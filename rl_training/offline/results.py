@@ -1,13 +1,13 @@
-"""What a checkpoint analysis leaves: result.json, a log, and a table in the terminal.
+"""The output of a checkpoint analysis: result.json, a log, and a table in the terminal.
 
-The log's files, DIRECTORY/YYYY-MM-DD/entropy_probe_HH-MM-SS_CHECKPOINT…, are there all or none:
+The log consists of files DIRECTORY/YYYY-MM-DD/entropy_probe_HH-MM-SS_CHECKPOINT…, written all or none:
 
-    .json.gz            everything that the level asks for
-    _config.yaml        the settings of the analysis and of the run
-    _summary.json       the core numbers; moved last: if it exists, all do
-    _tensors.safetensors    at level debug: δθ, the gradient of U, X̄, slopes of tokens
+    .json.gz              everything that the log level asks for
+    _config.yaml          the settings of the analysis and of the run
+    _summary.json         the core numbers; moved into place last: if it exists, all files do
+    _tensors.safetensors  at level debug: δθ, the gradient of U, X̄, slopes of tokens
 
-What levels have and keys mean: docs/reference/run_folder.md. records/frames.py reads all of it.
+docs/reference/run_folder.md explains levels and keys. records/frames.py reads all files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ CORE = (
 def write_result(
     path: Path, restored: RestoredTrainer, analysis: Analysis, settings: Mapping[str, Any], log: Path | None = None
 ) -> None:
-    """Write the results of an analysis as JSON, atomically: a kill leaves the old file or the complete new one."""
+    """Write the results of an analysis as JSON, atomically: a killed process leaves the old file or the whole new one.
+
+    Args:
+        settings: The settings to record, without secrets.
+        log: Path of the log, if there is one.
+    """
     content = {
         **_origin(restored),
         "results": analysis.results,
@@ -76,7 +81,7 @@ def write_result(
         "settings": settings,
     }
     text = json.dumps(to_json(content), indent=1, ensure_ascii=False)
-    write_atomically({path: text.encode(errors="backslashreplace")})  # half a character as JSON writes it
+    write_atomically({path: text.encode(errors="backslashreplace")})  # a lone surrogate as \udXXX
 
 
 def _origin(restored: RestoredTrainer) -> dict[str, Any]:
@@ -87,7 +92,7 @@ def _origin(restored: RestoredTrainer) -> dict[str, Any]:
 
 
 def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> None:
-    """Print the core numbers, in thousandths of a nat with their 95 % intervals."""
+    """Print the core numbers in thousandths of a nat, with 95 % intervals."""
     results = analysis.results
     table = Table(title=f"step {restored.step + 1}, from {restored.checkpoint}", title_justify="left")
     table.add_column("change of entropy, 1e-3 nats, ± 95 %")
@@ -97,7 +102,7 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     for key, label in rows.items():
         if not math.isnan(results.get(key, math.nan)):
             table.add_row(label, _with_error(results, key), _with_error(results, f"{key}_sequence"))
-    console = Console(soft_wrap=True, markup=False, emoji=False)  # a path stays as it was typed
+    console = Console(soft_wrap=True, markup=False, emoji=False)  # prints paths unchanged
     console.print(table)
     sizes = f"E {results['B_E']:.0f} sequences, U {results['B_U']:.0f} × {results['G']:.0f}"
     teaching = f"{100 * results['zero_advantage']:.0f} % of U has zero advantage"
@@ -126,14 +131,14 @@ def _with_error(results: Mapping[str, float], key: str) -> str:
 def write_log(
     folder: Path, restored: RestoredTrainer, analysis: Analysis, log: LogSettings, settings: Mapping[str, Any]
 ) -> Path | None:
-    """Return the path of the log that the main process wrote, the same on every process; None at level none.
+    """Write the log on the main process, and return its path on every process; None at level none. Collective.
 
     Args:
-        folder: of which a folder for the day is made.
+        folder: Where to write, in a subfolder for the day, unless log.directory names another folder.
     """
     if log.level == "none":
         return None
-    summary, content = _contents(restored, analysis, log)  # all processes: each has a part of the sequences
+    summary, content = _contents(restored, analysis, log)  # on all processes, as each has some of the sequences
     checkpoint = restored.checkpoint.resolve()
     ending = f".json{'.gz' * log.compress}"
     place = Path(log.directory or folder) / time.strftime("%Y-%m-%d")
@@ -153,7 +158,7 @@ def write_log(
 
 
 def _contents(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the core numbers, and with them everything of the log's level. A collective."""
+    """Return the summary with the core numbers, and everything that the log's level asks for. Collective."""
     core = {key: value for key, value in analysis.results.items() if key.split("_se")[0] in CORE}
     summary = {
         **_origin(restored),
@@ -211,7 +216,7 @@ def _texts(restored: RestoredTrainer, rollout: Rollout, wanted: bool) -> list[di
 
 
 def statistics_of(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any, Any]:
-    """Return mean, standard deviation and quantiles over the sequences of all processes."""
+    """Return mean, standard deviation and quantiles of each quantity over the sequences of all processes."""
     e = pd.DataFrame(evaluation)
     u = pd.DataFrame(update)
     columns = {
@@ -220,14 +225,14 @@ def statistics_of(evaluation: Sequence[Any], update: Sequence[Any]) -> dict[Any,
     }  # fmt: skip
     known = {name: rows[key] for name, (rows, key) in columns.items() if key in rows}
     for name, values in known.items():
-        if values.isna().any():  # which describe() would leave out
+        if values.isna().any():  # describe() would skip the nan
             known[name] = values * math.nan
     table = pd.DataFrame(known).describe()
     return table.drop("count").rename({"std": "sd", "25%": "q25", "50%": "median", "75%": "q75"}).to_dict()
 
 
 def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return the numbers of each token of E: a row per sequence, a list per quantity."""
+    """Return the numbers of each token of E: one row per sequence with a list per quantity."""
     scores = analysis.evaluation.scores
     tables = {"logp": scores.logps, "entropy": scores.entropies}
     if analysis.truth is not None:
@@ -252,6 +257,6 @@ def _tensors(analysis: Analysis) -> dict[str, Tensor]:
 
 
 def _not_taken(folder: Path, stem: str) -> str:
-    """Return the name, with a number appended if another analysis of the same second took it."""
+    """Return `stem`, with a number appended if another analysis in the same second has taken it."""
     names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
     return next(name for name in names if not (folder / f"{name}_summary.json").exists())

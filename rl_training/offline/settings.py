@@ -1,7 +1,6 @@
-"""The settings of a checkpoint analysis, as conf/offline.yaml has them, without importing torch.
+"""The settings of a checkpoint analysis, as in conf/offline.yaml. This module does not import torch.
 
-Kinds and ranges of single values are checked in job/configuration/checks.py; here is what several of them have to
-agree on.
+job/configuration/checks.py checks the type and range of each value. This module checks that settings fit together.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LEVELS = ("none", "minimal", "standard", "detailed", "debug")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """E: its prompts (drawn uniformly from `source`, or these rows of the training set), and responses to each."""
+    """E: its prompts, and the responses to each. `source` is a split to draw from, or rows of the training set."""
 
     prompts: int = 256
     responses: int = 1
@@ -32,10 +31,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """U: its prompts, with as many responses to each as in the run, filtered or not."""
+    """U: its prompts. The number of responses to each is the run's."""
 
     prompts: int = 32
-    filtered: bool = False
+    filtered: bool = False  # keep only prompts that training's filter accepts
     seed: int = 1
 
 
@@ -53,20 +52,20 @@ class TruthSettings:
 
 @dataclass(frozen=True)
 class Memory:
-    """Per process: sequences in a forward and backward, sequences generated at once, folds in host memory."""
+    """Memory limits of each process."""
 
-    microbatch_size: int = 32
-    generation_size: int = 128
-    offload: bool = False
+    microbatch_size: int = 32  # sequences in a forward and backward
+    generation_size: int = 128  # sequences generated at once
+    offload: bool = False  # keep the gradients of U's folds in host memory
 
 
 @dataclass(frozen=True)
 class KernelSettings:
     enabled: bool = False
-    memory_gb: float = 8.0  # for rows that are held and rows that stream by
-    dtype: str = "float32"  # of the held rows; bfloat16 halves them, and costs 2e-4 of the kernel's norm
-    microbatch_size: int = 32  # sequences in a forward; hooks keep as many fp32 gradients
-    source: str = "own"  # of the kernel's E: the analysis's own, or texts that stay over checkpoints
+    memory_gb: float = 8.0  # for the rows held in memory and the microbatch of rows multiplied with them
+    dtype: str = "float32"  # of the held rows; bfloat16 halves their memory, with an error of 2e-4 of the kernel's norm
+    microbatch_size: int = 32  # sequences in a forward; as many fp32 gradients are held
+    source: str = "own"  # texts of E: "own", the analysis's; "fixed", the same at every checkpoint
     store_gradients: bool = False
     sketch_buckets: int = 512
     sketch_repeats: int = 8
@@ -75,9 +74,9 @@ class KernelSettings:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What is varied; an empty list varies nothing."""
+    """The values to try of each setting; an empty list keeps the analysis's own."""
 
-    evaluation_sizes: Sequence[int] = ()  # sequences of E, at most all of them
+    evaluation_sizes: Sequence[int] = ()  # numbers of sequences of E, at most all of them
     update_seeds: Sequence[int] = ()
     update_prompts: Sequence[int] = ()
     update_filtered: Sequence[bool] = ()
@@ -89,14 +88,14 @@ class SweepSettings:
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What an analysis writes down beside its results."""
+    """The log that an analysis writes in addition to its results."""
 
     level: str = "standard"
-    sequences: bool = True  # texts, from detailed on
-    tokens: bool = True  # at debug
-    raw_tensors: bool = True  # at debug
+    sequences: bool = True  # texts, at levels detailed and debug
+    tokens: bool = True  # at level debug
+    raw_tensors: bool = True  # at level debug
     compress: bool = True
-    directory: str | None = None  # instead of the folder of the results
+    directory: str | None = None  # replaces the log folder of the analyses
 
     def reaches(self, level: str) -> bool:
         return LEVELS.index(self.level) >= LEVELS.index(level)
@@ -104,7 +103,11 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a checkpoint analysis is asked for. ValueError where two settings contradict each other."""
+    """All settings of a checkpoint analysis, with the defaults of `rl-training analyze`.
+
+    Raises:
+        UserError: Two settings contradict each other.
+    """
 
     evaluation: Evaluation = field(default_factory=Evaluation)
     update: UpdateConfig = field(default_factory=UpdateConfig)
@@ -130,7 +133,7 @@ class Settings:
             raise UserError("a sweep compares prediction with truth: set first_order.enabled and truth.enabled to true")
         responses = self.evaluation.responses
         total = self.evaluation.num_sequences
-        unit = responses if total > responses else 1  # of one prompt alone, responses are the units
+        unit = responses if total > responses else 1  # with a single prompt, responses are the units
         for size in sweep.evaluation_sizes:
             if size % unit or not 2 * unit <= size <= total:
                 raise UserError(

@@ -1,9 +1,9 @@
-"""How an analysis depends on its settings, with as few forwards as possible: each row is a prediction and its truth.
+"""How an analysis depends on its settings, with few extra forwards. Each table row is a prediction and its truth.
 
-    over_sizes     of E: its first n sequences, whole prompts, which are independent draws too. No forward
-    over_updates   other seeds of U, other numbers of its prompts, filtered or not, on the same E: a scoring of E each,
-                   and no backward through it
-    multiples η    are measured by truth.py itself
+    over_sizes     smaller E: its first n sequences, whole prompts, are an independent sample too. No forward.
+    over_updates   other U (seeds, numbers of prompts, filtered or not) with the same E. Each U scores E again, without
+                   another backward through E.
+    multiples η    of the step are measured by truth.py itself.
 
 Rows of one table share E, so their errors are correlated: differences between rows are known more precisely.
 """
@@ -29,7 +29,7 @@ from rl_training.statistics.jackknife import Replicates
 
 
 def sweep_tables(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> dict[str, list[dict[str, Any]]]:
-    """Return the tables "sizes" and "updates", as far as the settings ask for them."""
+    """Return those of the tables "sizes" and "updates" that the settings ask for. Collective."""
     tables = {}
     sweep = settings.sweep
     if sweep.evaluation_sizes:
@@ -41,7 +41,7 @@ def sweep_tables(restored: RestoredTrainer, analysis: Analysis, settings: Settin
 
 
 def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row for the first n sequences of E, for each n: prediction, truth, and the difference of both."""
+    """Return one row per size n: prediction, truth and their difference on the first n sequences of E."""
     rows = []
     for size in sizes:
         at = truth.whole_step.first(size)
@@ -52,7 +52,7 @@ def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> list[dict[str, Any]]:
-    """Return a row for each update: one number of prompts, filtered or not, and one seed."""
+    """Return one row per update: every combination of number of prompts, filtered or not, and seed. Collective."""
     assert analysis.first_order is not None
     base = settings.update
     memory = settings.memory
@@ -72,7 +72,7 @@ def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settin
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
         columns = _columns(predicted, at)
         columns |= in_both_units({"covariance": covariance_of(restored, buffer, update)})
-        for suffix, column in UNITS:  # of E alone so far
+        for suffix, column in UNITS:  # add U's error to E's
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({
             "update_prompts": variant.prompts, "update_filtered": bool(variant.filtered), "update_seed": variant.seed,

@@ -1,15 +1,15 @@
-"""The change of entropy that the step really makes, measured on E, and how far the prediction is from it.
+"""The entropy change that the step really makes, measured on E, and the prediction's difference from it.
 
-E is scored at θ + η δθ for each η asked for, and
+E is scored at θ + η δθ for each requested η:
 
-    deltaH_true  by per-decision importance sampling, or fresh responses (entropy/fresh_sample.py)
-    deltaH_snis  with the weights of whole sequences: the older estimate, noisier
-    deltaH_odd   ½ (ΔH(+δθ) − ΔH(−δθ)): without the second order. No training takes the step −δθ: it validates
-                 the first order only
-    floor        what rounding alone would measure
+    deltaH_true  by per-decision importance sampling, or from fresh responses (entropy/fresh_sample.py)
+    deltaH_snis  with importance weights of whole sequences: the older and noisier estimate
+    deltaH_odd   ½ (ΔH(+δθ) − ΔH(−δθ)), which has no second-order term. Training never takes the step −δθ: this only
+                 validates the first-order prediction
+    floor        the change that rounding alone would measure
 
-The error of a difference needs the prediction without each prompt, baseline included. It comes from the slopes of
-all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings), and not from the backward.
+The error of prediction minus measurement needs the prediction without each prompt, baseline included. That comes from
+every token's slopes along δθ (central differences over ±SLOPE_STEP·δθ, two scorings), not from the backward.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ SLOPE_STEP = 0.125
 
 @dataclass(frozen=True)
 class AtStep:
-    """The measurements at θ + η δθ. Replicates are (2,), per token and per sequence, over E's prompts."""
+    """The measurements at θ + η δθ. Replicates are (2,), per token and per sequence, in nats, over E's prompts."""
 
     eta: float
     ahead: MeasuredChange
-    behind: MeasuredChange | None  # at θ − η δθ, where odd is asked for
+    behind: MeasuredChange | None  # at θ − η δθ; None unless `odd` is set
 
     @property
     def odd(self) -> Replicates | None:
         return None if self.behind is None else (self.ahead.true - self.behind.true) * 0.5
 
     def changes(self) -> dict[str, Replicates | None]:
-        """Return the measured changes by the names that they have in results."""
+        """Return the measured changes by their names in the results."""
         return {"deltaH_true": self.ahead.true, "deltaH_snis": self.ahead.snis, "deltaH_odd": self.odd}
 
     def errors_of(self, predicted: Replicates) -> dict[str, Replicates | None]:
-        """Return the difference of a prediction from the same prompts and the measurement."""
+        """Return prediction minus measurement, for a prediction from the same prompts."""
         odd = None if self.odd is None else predicted - self.odd
         return {"paired_error": predicted - self.ahead.true, "paired_error_odd": odd}
 
     def first(self, size: int) -> AtStep:
-        """Return the measurements of the first sequences of E, which must be whole prompts."""
+        """Return the measurements on the first `size` sequences of E, which must be whole prompts."""
         return AtStep(self.eta, _first(self.ahead, size), None if self.behind is None else _first(self.behind, size))
 
 
@@ -68,12 +68,12 @@ def _first(change: MeasuredChange, size: int) -> MeasuredChange:
 
 @dataclass(frozen=True)
 class Truth:
-    """The measured change of entropy at each η, in the order of the settings."""
+    """The measured entropy change at each η."""
 
-    at: tuple[AtStep, ...]
+    at: tuple[AtStep, ...]  # in the order of the requested η
     before: Replicates  # H at the checkpoint
     floor: Replicates
-    first_order: Replicates  # δH₁ of the full step from the slopes, without each prompt
+    first_order: Replicates  # δH₁ of the full step, from the slopes
     slopes: tuple[Tensor, Tensor]  # (N, L) each: ∂log π·δθ, ∂h·δθ
 
     @property
@@ -89,7 +89,12 @@ def measure(
     odd: bool,
     progress: Progress = silent,
 ) -> Truth:
-    """Measure the change of entropy along delta, (P,). The parameters are restored bitwise."""
+    """Measure the entropy change along δθ = `delta`, (P,). The parameters are restored bitwise. Collective.
+
+    Args:
+        etas: Multiples η of the step to measure.
+        odd: Whether to measure at −η too.
+    """
     before = evaluation.scores
     units = evaluation.units
 
@@ -124,11 +129,12 @@ def measure(
 
 
 def num_scorings(etas: Sequence[float], odd: bool) -> int:
-    """Return the number of times that `measure` scores all of E."""
+    """Return how many times `measure` scores all of E."""
     return 3 + len(etas) * (1 + odd)
 
 
 def by_name(restored: RestoredTrainer, flat: Tensor) -> dict[str, Tensor]:
+    """Split a vector over the trainable parameters, (P,), into tensors by parameter name."""
     sizes = [param.numel() for param in restored.parameters.values()]
     pieces = zip(restored.parameters.items(), flat.split(sizes), strict=True)
     return {name: piece.view(param.shape).to(param.dtype) for (name, param), piece in pieces}

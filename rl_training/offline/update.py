@@ -1,15 +1,15 @@
-"""The step that the optimizer would make from the checkpoint with U, in parts, and without each fold of U.
+"""The step that the optimizer would make on U from the checkpoint: its parts, and the step without each fold of U.
 
-The loss is training's at its first step on fresh responses, where every ratio is 1: Dr-GRPO's gradient is the mean of
+The loss is training's on fresh responses, where every policy ratio is 1. Dr-GRPO's gradient is the mean of
 
     −(A_i / L) ∂S_i        A_i the advantage, S_i the log-probability of sequence i, L the longest completion allowed
 
-over all sequences of U. Those with A_i = 0 count in the mean and need no backward. The weights of log-probabilities and
-entropies are the derivatives of TRL's own loss, entropy bonus and quantile included.
+over all sequences of U. Sequences with A_i = 0 count in the mean but need no backward. The weights of log-probabilities
+and entropies are the derivatives of TRL's own loss, including entropy bonus and quantile.
 
-Folds are consecutive prompts, at most MOST_FOLDS of them for any U and any number of processes: a fold's prompts do not
-depend on where they were generated. So a fold may be spread over several processes; each keeps the gradients of some of
-the folds.
+A fold is a run of consecutive prompts. There are at most MOST_FOLDS, and neither their number nor their prompts depend
+on the number of processes. So a fold's prompts may be on several processes; each process keeps the gradients of some
+of the folds.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import identity
 
-MOST_FOLDS = 16  # a vector over the trainable parameters each
-OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # what TRL's loss reads
+MOST_FOLDS = 16  # each takes a vector over the trainable parameters
+OF_THE_LOSS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")  # inputs of TRL's loss
 
 
 @dataclass(frozen=True)
 class Update:
     """δθ and its parts: flat vectors over the trainable parameters, the same on every process."""
 
-    gradient: Tensor  # (P,), mean over U, not clipped
-    clip: float  # by how much it is shortened
-    parts: UpdateParts  # of (P,): momentum, gradient, decay
-    delta: Tensor  # (P,), their sum
+    gradient: Tensor  # (P,), mean over U, before clipping
+    clip: float  # clipping factor of the gradient
+    parts: UpdateParts  # (P,) each: momentum, gradient, decay
+    delta: Tensor  # (P,), their sum δθ
     pieces: OptimizerPieces
-    without: LeaveOneOutUpdates  # for the folds that this process keeps
-    fold_number: tuple[int, ...]  # which of all folds these are
-    fold_prompts: Tensor  # (num_folds,), how many prompts each of all folds has
+    without: LeaveOneOutUpdates  # the steps without each fold that this process keeps
+    fold_number: tuple[int, ...]  # the numbers of these folds
+    fold_prompts: Tensor  # (num_folds,), number of prompts in every fold, of all processes
     scores: Scores  # of this process's part of U, at the checkpoint
 
     @property
     def num_folds(self) -> int:
-        """Of all processes."""
+        """The number of folds over all processes."""
         return len(self.fold_prompts)
 
     def in_pieces(self) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
-        """Yield each piece and the parts of the step in it, (n,)."""
+        """Yield each piece with its entries of the step's parts, (n,) each."""
         for piece in self.pieces:
             yield piece, UpdateParts(*(part[piece.flat] for part in self.parts))
 
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
-    """Calculate the optimizer's step with U."""
+    """Compute the optimizer's step on U. Collective."""
     rollout = update.rollout
     group = update.responses_per_prompt
     scores = restored.policy.score_rollout(rollout)
@@ -115,22 +115,22 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
 
 
 def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -> LossWeights:
-    """Return the weights that training's own loss gives this process's part of U, microbatch by microbatch.
+    """Return the derivatives of training's own loss by the scores of this process's part of U, by microbatch.
 
-    Their sum over U, divided by the number of its sequences, is the gradient of the loss.
+    Summed over U and divided by U's number of sequences, they give the gradient of the loss. Collective.
     """
     trainer = restored.trainer
     tables = []
     size = math.gcd(rollout.num_sequences, trainer.args.per_device_train_batch_size)
     lengths = rollout.completion_mask.sum(dim=1).double()
     num_tokens, num_sequences = restored.reduce(torch.stack([lengths.sum(), torch.ones_like(lengths).sum()])).tolist()
-    # As many tokens as a generation would have whose sequences are all as long as those of U in the mean: where a loss
-    # is divided by them, each microbatch is divided by its share.
+    # The tokens of one generation whose sequences have U's mean length. A loss that TRL divides by the number of tokens
+    # in a generation is then divided by each microbatch's share of them.
     tokens = size * num_tokens / num_sequences * restored.num_ranks * trainer.args.steps_per_generation
     for rows in torch.arange(rollout.num_sequences, device=restored.device).split(size):
         leaves = [values[rows].requires_grad_() for values in (scores.logps, scores.entropies)]
         inputs = {name: getattr(rollout, name)[rows] for name in OF_THE_LOSS}
-        inputs["importance_sampling_ratio"] = torch.ones_like(leaves[0])  # read where vLLM samples; U is this policy's
+        inputs["importance_sampling_ratio"] = torch.ones_like(leaves[0])  # read with vLLM; U is from this policy
         inputs["num_items_in_batch"] = scores.logps.new_tensor(tokens)
         loss = _loss_of(trainer, inputs, leaves)
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
@@ -139,7 +139,7 @@ def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -
 
 
 def _loss_of(trainer: GRPOTrainer, inputs: dict[str, Tensor], scores: Sequence[Tensor]) -> Tensor:
-    """Return TRL's loss of a microbatch from given scores: log-probabilities and entropies, (B, T) each."""
+    """Return TRL's loss of a microbatch with given scores: log-probabilities and entropies, (B, T) each."""
     with contextlib.ExitStack() as undo:
         wrap(trainer, FORWARD_PASS, lambda *args, **kwargs: (*scores, scores[0].new_zeros(())), undo)
         loss: Tensor = trainer.compute_loss(trainer.model, inputs)
