@@ -1,4 +1,4 @@
-"""The probes: one file each, with its formula's source, the pure function and the class that feeds it."""
+"""The probes, one file each: the formula with its source, the pure functions and the class that calls them."""
 
 from rl_training.engine.probe import Probe
 from rl_training.probes.covariance import CovariancePredictorProbe as CovariancePredictorProbe

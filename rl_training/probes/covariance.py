@@ -1,7 +1,7 @@
 """The covariance probe: −Cov(log π, A) over the batch of each step, the entropy predictor of Cui et al.
 
-Its scale is unknown (see entropy/advantage_covariance.py), so it is compared with measured changes by correlation.
-Errors are delete-one-fold jackknife over folds of whole prompts. Source: Cui et al. 2025, arXiv 2505.22617.
+Its scale is unknown (see entropy/advantage_covariance.py), so compare it with measured changes by correlation. Errors
+are from the delete-one-fold jackknife over folds of whole prompts. Source: Cui et al. 2025, arXiv 2505.22617.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rl_training.statistics.jackknife import estimates_over_units
 class CovariancePredictorProbe(Probe):
     """Measures −Cov(log π, A) per token and per sequence. See the module's docstring.
 
-    every  measure each `every`-th step
+    Args:
+        every: Measure each `every`-th step.
     """
 
     name = "covariance"

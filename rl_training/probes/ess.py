@@ -1,16 +1,16 @@
 """The effective sample size probe: how many of the batch's sequences this optimizer step effectively learns from.
 
-Kish's size (kish.py) of n weights is n when all are equal, 1 when one sequence has all the weight. The weights are
-those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
+Kish's size (statistics/kish.py) of n weights is n if all are equal, and 1 if one sequence has all the weight. The
+weights are those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
 
-    advantage        |A_i|          A_i the advantage of sequence i
-    token_weight     |A_i|·T_i      T_i its sampled tokens: a long sequence has that many terms
-                                    (where tokens have advantages of their own, |A_i| is the mean over their sizes)
-    importance       π(i) / μ(i), μ the sampler; 1 for every sequence of an on-policy step
+    advantage        |A_i|          A_i, the advantage of sequence i
+                                    (the mean of |A| over its tokens, if their advantages differ)
+    token_weight     |A_i|·T_i      T_i, its number of sampled tokens: a long sequence has more terms
+    importance       π(i) / μ(i)    μ, the sampler; 1 for every sequence of an on-policy step
 
-A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here. The responses of
-a prompt that are all right, or all wrong, have zero advantage: `zero_advantage` is the share of such sequences,
-`zero_advantage_prompts` of such prompts. These are properties of the batch at hand: they have no error bar.
+A truncated response that the loss leaves out (mask_truncated_completions) has A_i = 0 here, so it has no weight. If all
+responses to a prompt are right, or all are wrong, their advantages are zero. `zero_advantage` is the share of such
+sequences, `zero_advantage_prompts` that of such prompts. All of these describe this batch, so they have no error bar.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ NOT_FINITE = Limit("not_finite", "an advantage of the step is not a finite numbe
 class EffectiveSampleSizeProbe(Probe):
     """Measures how many sequences carry each optimizer step. See the module's docstring.
 
-    every  measure each `every`-th step
+    Args:
+        every: Measure each `every`-th step.
     """
 
     name = "ess"
@@ -44,13 +45,13 @@ class EffectiveSampleSizeProbe(Probe):
     def measure(self, ctx: StepContext, state: Any) -> Reading:
         step = ctx.step
         batch, split = step.batch, ctx.limits.split_prompts
-        order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
+        order = batch.rollout.prompt_index.argsort()  # puts each prompt's responses next to each other
         lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), batch.log_ratios()
         advantages, of_tokens = batch.rollout.advantages[order], batch.rollout.token_advantages
         if of_tokens is not None:
             advantages = of_tokens[order].abs().sum(dim=1) / lengths.clamp(min=1)
         num_prompts, num_zero_prompts = 0, advantages.new_zeros(())
-        if not split:  # else zero is exactly 0: rounding cannot be told from a small advantage
+        if not split:  # otherwise only exact 0 counts: rounding looks like a small advantage
             by_prompt = advantages.view(-1, batch.responses_per_prompt)
             by_prompt = without_rounding(by_prompt) if of_tokens is None else by_prompt
             num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()

@@ -1,16 +1,17 @@
-"""The gradient noise scale, in the loop: how large a batch still pays, from square norms that stream by.
+"""The gradient noise scale during training: how large a batch still pays off, from square norms of the gradients.
 
 B_simple = tr Σ / |G|² is the batch size at which noise and signal are equal. Both are estimated from the mean gradients
 of blocks (folds of whole prompts) and of the whole batch, see statistics/noise_scale.py. The unit is the PROMPT
 with its responses, whose advantages sum to zero and are not independent.
 
-One step is too noisy, so tr Σ and |G|² are averaged over steps with weights decay^age, apart, and divided last, both
-ways: |G|² / tr Σ always has a value; its inverse, the noise scale, has none where the averaged |G|² is not above 0, and
-an interval (Fieller's) that has no upper end where |G|² may be 0. Errors are a delete-one-step jackknife's. In Adam's
-metric |x|² is Σ P x² with P of the step before, where v > 0, once v is warm.
+One step is too noisy. So tr Σ and |G|² are averaged separately over steps, with weights decay^age, and only the
+averages are divided. |G|² / tr Σ always has a value. Its inverse, the noise scale, has none unless the averaged |G|² is
+above 0, and its interval (Fieller's) has no upper end if |G|² may be 0. Errors are from the delete-one-step jackknife.
+In Adam's metric, |x|² is Σ P x² over the entries with v > 0. P is that of the step before, once v is warm.
 
-Measured before clipping. On request (`split_prompts`) tr Σ is split into the noise that more responses per prompt would
-average away and that which only more prompts do, from two backwards over halves of a prompt's responses.
+Gradients are measured before clipping. With `split_prompts`, tr Σ is split into the noise that more responses per
+prompt would average away and the noise that only more prompts would. This takes two backwards, over halves of a
+prompt's responses.
 
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
@@ -35,8 +36,8 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.noise_scale import BOUNDS
 from rl_training.step.needs import Need
 
-SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
-CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
+SMALLEST_WEIGHT = 1e-4  # a step is dropped once its weight decay^age is below this
+CHANNELS = ("all", "adam", *KINDS, "split")  # pairs: (tr Σ, |G|²); for "split", tr Σ (between, within)
 NOT_FINITE = Limit("not_finite", "the step's gradient is not a finite number")
 NOT_SPLIT = "the trace can be split only for Dr-GRPO's loss"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
@@ -56,13 +57,13 @@ def _no_moments() -> Tensor:
 
 @dataclass(frozen=True)
 class NoiseHistory:
-    """What the last steps have said of the noise."""
+    """The moments of the noise at the last steps."""
 
-    moments: Tensor = field(default_factory=_no_moments)  # (steps, channels, 2), tr Σ and |G|²
+    moments: Tensor = field(default_factory=_no_moments)  # (steps, channels, 2), see CHANNELS
     steps: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # (steps,), their numbers
 
     def add(self, moments: Tensor, step: int, decay: float) -> NoiseHistory:
-        """Return the history with the moments of a step, (channels, 2), and without steps that hardly count."""
+        """Return the history with a step's moments, (channels, 2), and without steps whose weight is negligible."""
         is_remembered = decay ** (step - self.steps).double() >= SMALLEST_WEIGHT
         is_remembered &= self.steps < step  # a step that is taken again counts once
         return NoiseHistory(
@@ -72,13 +73,14 @@ class NoiseHistory:
 
 
 class GradientNoiseScaleProbe(Probe):
-    """Measures the gradient noise scale, in prompts and in sequences, from the norms of the microbatch gradients.
+    """Measures the gradient noise scale, in prompts and in sequences, from square norms of the folds' gradients.
 
-    decay          weight of an optimizer step relative to the next, measured or not, in the running average; .95
-                   remembers about 40 steps
-    split_prompts  prompts of each step and process from which the noise is split into between and within prompts; each
-                   costs a forward pass and two backwards over its responses, and briefly two gradients
-    every          measure each `every`-th step
+    Args:
+        decay: Weight of an optimizer step, measured or not, relative to the next one in the running average. .95
+            averages about 40 steps.
+        split_prompts: Prompts per step and rank that are used to split the noise into between and within prompts; 0
+            for no split. Each costs a forward pass, two backwards over its responses, and briefly two gradients.
+        every: Measure each `every`-th step.
     """
 
     name = "gns"
@@ -144,9 +146,9 @@ class GradientNoiseScaleProbe(Probe):
 
 
 def _split_limit(ctx: StepContext) -> Limit | None:
-    """Return the limit of a step whose noise cannot be split into that of prompts and of responses, or None.
+    """Return the limit if the noise cannot be split between prompts and responses, else None. Collective.
 
-    The split takes a gradient of rewards less their groups' means, and nothing beside it. A collective.
+    The split is only valid for a gradient of rewards minus their groups' means, without other terms.
     """
     if ctx.limits.sampling_mismatch:
         return ctx.limits.sampling_mismatch
@@ -155,7 +157,7 @@ def _split_limit(ctx: StepContext) -> Limit | None:
 
 
 def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
-    """Return the square norms by channel, from (parameters, 2): all, all in Adam's metric, and by kind of module."""
+    """Return the square norms of CHANNELS, (channels,), from those of parameters, (parameters, 2); "split" is nan."""
     parts = [sq_norms[[k == kind for k in kinds], 0] for kind in KINDS]
     none = torch.tensor(torch.nan, dtype=sq_norms.dtype)
     by_kind = [part.sum() if len(part) else none for part in parts]
@@ -163,7 +165,7 @@ def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
 
 
 def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
-    """Return the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
+    """Return the mean of r_i·r_j over pairs of responses to a prompt, one from each half. Collective."""
     step = ctx.step
     index, weights = step.batch.rollout.prompt_index, step.batch.loss_weights
     prompts = index.unique()[:num_prompts]
@@ -176,6 +178,6 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     parts = [(index == prompt).nonzero().squeeze(1) for prompt in prompts]
     for first, other in ctx.gradients_by_process(parts, halves, shares):
         total += dot(first, other).sum()
-        del first, other  # before the next are made
+        del first, other  # before the next two are computed
     total, num_products = ctx.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

@@ -1,13 +1,14 @@
 """The ground truth probe: the entropy change across a real optimizer step, on sequences that training never sees.
 
-The training batch is no ground truth: it shares its noise with the update that it made. So, around a step from θ to θ',
+The training batch cannot be the ground truth, because it shares its noise with the update it made. So, around a step
+from θ to θ',
 
-    before    an evaluation buffer E of N fresh responses to random prompts is sampled and scored at θ, and the first
-              order predicted from E itself, X_E · δθ, where δθ has a formula
-    after     E is scored at θ', and ΔH measured
+    before    an evaluation buffer E of N fresh responses to random prompts is sampled and scored at θ. If δθ has a
+              formula, E itself gives a first-order prediction, X_E · δθ
+    after     E is scored at θ', and ΔH is measured
 
-How: fresh_sample.py. `delta_h/evaluation_error` is the difference of prediction and truth of one E: the curvature
-of the step. `delta_h/true_resampled` says whether E had to be drawn afresh at θ'.
+entropy/fresh_sample.py has the formulas. `delta_h/evaluation_error` is prediction minus truth on the same E: the
+curvature of the step. `delta_h/true_resampled` says whether E had to be sampled again at θ'.
 """
 
 from __future__ import annotations
@@ -57,19 +58,20 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Drawn(Reading):
-    """What is known before the step: the evaluation buffer, and what it predicts."""
+    """The reading before the step, with the evaluation buffer and its prediction."""
 
     buffer: EvaluationBuffer | None = None
-    floor: float = math.nan  # what rounding alone would measure
-    prediction: tuple[Replicates, JackknifeUnits] | None = None  # and its blocks
+    floor: float = math.nan  # what rounding alone would measure, nats per token
+    prediction: tuple[Replicates, JackknifeUnits] | None = None  # with the blocks of its jackknife
 
 
 class GroundTruthProbe(Probe):
     """Measures the true change of entropy over each `every`-th optimizer step. See the module's docstring.
 
-    every      measure each `every`-th step, the first one included
-    sequences  fresh responses, over all processes; the error falls as one over their root
-    seed       seed of the fresh responses. Each step of a run has its own, whether the run was resumed or not
+    Args:
+        every: Measure each `every`-th step, starting with the first.
+        sequences: Fresh responses, over all ranks. The error falls as 1/√sequences.
+        seed: Seed of the fresh responses. Each step draws its own, the same ones if the run is resumed.
     """
 
     name = "ground_truth"
@@ -108,12 +110,12 @@ class GroundTruthProbe(Probe):
         return self._measured(ctx, reading, reading.buffer)
 
     def _sample(self, ctx: StepContext) -> tuple[Rollout, JackknifeUnits]:
-        """Return N responses at the present parameters, the same random numbers at each call, each a unit."""
+        """Return N responses at the current parameters, each a jackknife unit. A step's calls share random numbers."""
         rollout = ctx.policy.sample(self.sequences, (self.seed << 32) + ctx.step.number)
         return rollout, JackknifeUnits(rollout.prompt_index, self.sequences, ctx.ranks.reduce)
 
     def _draw(self, ctx: StepContext) -> tuple[EvaluationBuffer, float]:
-        """Return the evaluation buffer, sampled and scored at the present parameters, and its floor."""
+        """Return the evaluation buffer, sampled and scored at the current parameters, and its rounding floor."""
         rollout, sequences = self._sample(ctx)
         scores = ctx.policy.score_rollout(rollout)
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
@@ -123,7 +125,7 @@ class GroundTruthProbe(Probe):
         return buffer, float(per_decision_change(buffer.scores, again, sequences).value[0])
 
     def _measured(self, ctx: StepContext, drawn: Drawn, buffer: EvaluationBuffer) -> Reading:
-        """Return the change of entropy since the buffer was drawn, and how it is known."""
+        """Return the reading after the step: the change of entropy since the buffer was drawn, and its diagnostics."""
 
         def draw_afresh() -> Tensor:
             drawn, sequences = self._sample(ctx)
@@ -147,7 +149,7 @@ class GroundTruthProbe(Probe):
 
 
 def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
-    """Return the prediction from E, per token and as far as asked for per sequence, and how far it is off."""
+    """Return the prediction from E and its error: per token and, if predicted, per sequence."""
     error = predicted - Replicates(true.value[: len(predicted.value)], true.without[:, : len(predicted.value)])
     count = len(predicted.without)
     enough = count >= MIN_UNITS_OFFLINE
@@ -166,7 +168,7 @@ def _estimate(value: float, stderr: float, count: int, no_bar: str = NO_ERROR_BA
 
 
 def _widened(scores: Scores, width: int) -> Scores:
-    """Return the scores in tables of so many columns."""
+    """Return the scores padded to `width` columns."""
     logps, entropies, mask = (
         pad_and_concat([v], at_least=width) for v in (scores.logps, scores.entropies, scores.mask)
     )
@@ -176,9 +178,13 @@ def _widened(scores: Scores, width: int) -> Scores:
 def predicted_change(
     ctx: StepContext, buffer: EvaluationBuffer, blocks: JackknifeUnits, num_targets: int
 ) -> Replicates:
-    """Return X_E · δθ, (targets,) nats, and without each block, (blocks, targets). A collective.
+    """Return X_E · δθ, (targets,) nats, and its values without each block, (blocks, targets). Collective.
 
-    num_targets  1: per token; 2: per sequence too
+    Args:
+        ctx: The step.
+        buffer: E.
+        blocks: The units of the jackknife.
+        num_targets: 1 for nats per token, 2 to add nats per sequence.
     """
     update, mask = ctx.prediction.update, buffer.scores.mask
     assert update is not None

@@ -1,21 +1,22 @@
-"""The interventions probe: what other losses or optimizer settings would do to entropy and to reward at this step.
+"""The interventions probe: what other losses or optimizer settings would do to entropy and reward at this step.
 
-    ΔH        Σ_k n_k X_k · [δθ_(−k)(w) − δθ_(−k)] / Σ T    nats per token, beside what the step itself does
-    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: length_and_reward
+    ΔH        Σ_k n_k X_k · [δθ_(−k)(w) − δθ_(−k)] / Σ T    nats per token, relative to the plain step
+    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: length_and_reward.py
     price     −Δreward / ΔH                                 reward given up per nat kept
     kept      ΔH once all of the momentum includes the change: × (1 − β1^t) / (1 − β1) at step t of Adam
-    halves    the strength that would leave half of the mean step's ΔH when it is kept, on a straight line
+    halves    the strength whose kept ΔH would cancel half of the mean plain step's, by linear extrapolation
 
-leave-fold-out over whole-prompt folds, as `simple` has it, with AdamW and clipping calculated anew for the weights w.
-The error is the jackknife's of the DIFFERENCE to the plain step, in which the noise of X is shared. ΔH's takes this
-batch's two steps as given. Δreward's leaves each fold out of the steps too, because J and the step are one gradient
-with one noise. It costs a forward pass and a backward over the sequences whose weights change, once for all
-interventions that are multiples of one another.
+As in `simple`, each fold of whole prompts is multiplied with the step of the other folds; AdamW and clipping are
+recalculated for the changed weights w. The error is the jackknife's for the DIFFERENCE to the plain step, which shares
+the noise of X. For ΔH, this batch's two steps are taken as given. For Δreward, each fold is left out of the steps too,
+because J and the step are the same gradient with the same noise. The cost is a forward pass and a backward over the
+sequences whose weights change; interventions that are multiples of one another share them.
 
-One step is not many. `…/delta_h` is this step; a warm Adam step has 1 − β1 of its gradient in it, and `…_kept` is what
-a step does when the intervention has long been there. Adam undoes a mere scaling of the gradient within 1/(1 − β2)
-steps. One batch gives sizes only to a factor of two: compare the means over steps, `…/mean_…`, in which the weight of a
-step falls with each optimizer step after it, measured or not. Δreward is on the prompts that training draws.
+A single step does not show the long-run effect. `…/delta_h` is the effect on this step, and a warm Adam step has only
+1 − β1 of its own gradient in it. `…_kept` is what a step does once the intervention has long been in effect. Adam
+undoes a mere scaling of the gradient within 1/(1 − β2) steps. One batch gives sizes only to a factor of two: compare
+the means over steps, `…/mean_…`. There, the weight of a step decays with each later optimizer step, measured or not.
+Δreward refers to the prompts that training draws.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ QUANTITIES = (
 PLAIN_METRICS = tuple(
     f"intervention/{PLAIN}_{quantity}" for quantity in ("delta_h", "delta_reward", "mean_delta_h", "mean_delta_reward")
 )
-KEPT = "/kept"  # after a name, of the running mean of what it does when it is kept
-SMALLEST = 1e-4  # nats: predictions below it were not confirmed
+KEPT = "/kept"  # suffix: the running mean of an intervention's kept effect
+SMALLEST = 1e-4  # nats: measurements did not confirm smaller predictions
 OFF_POLICY = Limit(
     "off_policy",
     "off-policy: predictions of what ratios change came out 1.6 times too large",
@@ -67,10 +68,12 @@ NEVER_HALF = Limit("never_half", "no strength halves the fall: the rest of it co
 class InterventionsProbe(Probe):
     """Predicts what interventions would do at this step. See the module's docstring.
 
-    which      interventions by name, see interventions/named.py: bonus, bonus:0.02, my.py:softer, …
-    every      measure each `every`-th step
-    num_folds  folds of whole prompts, over all processes; None: as many as the other probes use
-    decay      weight of an optimizer step relative to the next in the means: 0.9 is about ten steps, measured or not
+    Args:
+        which: Interventions by name, see interventions/named.py: bonus, bonus:0.02, my.py:softer, …
+        every: Measure each `every`-th step.
+        num_folds: Folds of whole prompts, over all ranks. None: as many as the other probes use.
+        decay: Weight of an optimizer step, measured or not, relative to the next one in the means. 0.9 averages over
+            about ten steps.
     """
 
     name = "interventions"
@@ -89,7 +92,7 @@ class InterventionsProbe(Probe):
         self.decay = decay
 
     def init(self) -> dict[str, RunningPair]:
-        """Return the mean over steps of each intervention, also KEPT, and of the step as it is."""
+        """Return empty means over steps: of the plain step, and of each intervention's effect, immediate and kept."""
         ends = ("", KEPT)
         names = [PLAIN, *(intervention.name + end for intervention in self.which for end in ends)]
         return {name: RunningPair() for name in names}
@@ -120,7 +123,7 @@ class InterventionsProbe(Probe):
             if unavailable[name]:
                 answers += [Estimate.missing(unavailable[name])] * len(QUANTITIES)
                 continue
-            # Learning rates act at once.
+            # A learning rate has its full effect at once.
             factor = 1.0 if intervention.lr_factor != 1.0 else step.optimizer.steady_state_factor
             for key, pair in ((name, pairs[name]), (name + KEPT, pairs[name].times(factor))):
                 means[key] = means[key].add(pair, step.number, self.decay)
@@ -128,7 +131,7 @@ class InterventionsProbe(Probe):
         return Reading(dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True)), state=means)
 
     def num_vectors(self, num_folds: int) -> int:
-        """One basis of changes by fold, and over all folds the basis and the gradient of the reward."""
+        """Return num_folds + 2: a basis of changes for each fold and over all, and the gradient of the reward."""
         return num_folds + 2
 
     def _metrics(self) -> list[str]:
@@ -148,10 +151,10 @@ class InterventionsProbe(Probe):
         """Return the QUANTITIES of an intervention at this step.
 
         Args:
-            pair: ΔH per token and Δreward per response, less those of the step as it is.
-            factor: on ΔH once the intervention has long been there; nan where that is not known.
-            means: over steps, this one included.
-            no_reward: why every Δreward is nan.
+            pair: ΔH per token and Δreward per response, relative to the plain step.
+            factor: Factor on ΔH once the intervention has long been in effect; nan if unknown.
+            means: Means over steps, this one included.
+            no_reward: The reason why every Δreward is nan; None if there is none.
         """
         is_small = abs(float(pair.values[0])) < SMALLEST
         remarks = [intervention.remark, BY_SIGN * ctx.step.optimizer.goes_by_sign, TOO_SMALL * is_small]
@@ -176,9 +179,14 @@ class InterventionsProbe(Probe):
 
 
 def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Estimate:
-    """Return the strength that halves the mean fall once it is long in effect, on a straight line through one step's.
+    """Return the strength that would halve the mean fall of entropy once it has long been in effect.
 
-    mean_kept, plain  over steps: what it does when it is kept, and the step as it is
+    It extrapolates linearly from the effect at the current strength.
+
+    Args:
+        intervention: The intervention, with its current strength.
+        mean_kept: Its kept effect relative to the plain step, averaged over steps.
+        plain: The plain step, averaged over steps.
     """
     low, high = mean_kept.estimate(0).bounds()
     if not intervention.is_linear or intervention.neutral_strength is None:

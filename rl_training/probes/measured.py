@@ -1,20 +1,21 @@
-"""What the last optimizer step did, measured: to entropy, length and reward, whatever the optimizer is.
+"""What the last optimizer step did to entropy, length and reward: measured, with any optimizer.
 
-This step's responses were sampled after the last one. Scored once more with the weights of before it, importance
-weights say what the policy was there: entropy/previous_policy.py has the formulas. No formula of the optimizer, no
-folds and no second backward are needed, and a step of any size is measured, clipped or edited as it may be. It takes
-one forward pass over the chosen responses, and one vector of this process's entries.
+This step's responses were sampled after the last step. The probe scores them once more with the weights from before
+that step. Importance weights then give entropy, length and reward under the earlier policy (formulas:
+entropy/previous_policy.py). This needs no formula of the optimizer, no folds and no second backward. It measures steps
+of any size, even if they were clipped or edited. It costs one forward pass over the chosen responses and the memory of
+one vector of this rank's entries.
 
-Where steps share a rollout, all of them are measured together, when the next rollout is there; and so are the steps
-since the last measured one with `every` above 1.
+Steps that share a rollout are measured together, once the next rollout has been sampled. If `every` is above 1, all
+steps since the last measured one are measured together too.
 
-In half precision the rounding of two passes is as large as a small step. So where training's forward pass is rounded,
-the scores of before the step come from weights S = SPAN steps to either side:
+In half precision, the rounding of two passes is as large as the effect of a small step. If training's forward pass is
+rounded, the scores before the step δθ are therefore extrapolated from weights S = SPAN steps to either side,
 
-    log π' ≈ log π − (log π(θ + S δθ) − log π(θ − S δθ)) / 2S,      and so h'
+    log π' ≈ log π − (log π(θ + S δθ) − log π(θ − S δθ)) / 2S,
 
-to first order in δθ, the step. The error is the delete-one-prompt jackknife's, its variance averaged over about three
-steps (running_variance.py).
+and h' likewise: to first order in δθ. Errors are from the delete-one-prompt jackknife, with the variance averaged over
+about three steps (statistics/running_variance.py).
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from rl_training.step.score_check import ScoreCheck
 CHANGES = tuple(f"measured/{name}" for name in ("delta_h", "delta_h_sequence", "delta_length", "delta_reward"))
 KL, ESS, STEPS = "measured/kl", "measured/ess", "measured/steps"
 NAMES = (*CHANGES, KL, ESS, STEPS)
-SPAN = 3  # steps to either side, where numbers are rounded
-SAME = 1e-5  # nats: mean difference of log-probabilities that come from the same weights in fp32
-MIN_ESS = 0.5  # share of the responses below which importance weights are worthless
+SPAN = 3  # steps to either side, if training's forward pass is rounded
+SAME = 1e-5  # nats: largest mean difference between log-probabilities of the same weights in fp32
+MIN_ESS = 0.5  # share of the responses; with a smaller effective sample size, importance weights are worthless
 FIRST = Limit("first_step", "the weights before the last step are not known yet")
 OLD_ROLLOUT = Limit(
     "old_rollout",
@@ -66,20 +67,21 @@ REWARDED = -1  # the column of sums that counts responses with a reward
 
 @dataclass(frozen=True)
 class WeightsBefore:
-    """What a step is measured from when the next one is there."""
+    """The weights that the next measurement compares with, and the running variances of its errors."""
 
-    weights: ShardedVector = field(default_factory=ShardedVector)  # that the last measured step started from
-    step: int = 0  # its number; 0: none has been measured
+    weights: ShardedVector = field(default_factory=ShardedVector)  # before the last measured step
+    step: int = 0  # that step's number; 0: none has been measured
     errors: RunningVariance = field(default_factory=RunningVariance)  # of CHANGES, at the last steps
 
 
 class MeasuredStepProbe(Probe):
     """Measures the change of entropy, length and reward by the last step. See the module's docstring.
 
-    responses_per_prompt  responses to every prompt that are scored again, the first ones; baselines use all
-    error_decay           weight of an optimizer step relative to the next, measured or not, in the average of the
-                          variances of single steps; None: a half for each measured step, which averages about three
-    every                 measure each `every`-th step: the change by all steps since the last measured one
+    Args:
+        responses_per_prompt: The first responses to each prompt, which are scored again. Baselines use all responses.
+        error_decay: Weight of an optimizer step, measured or not, relative to the next one in the average of single
+            steps' variances. None: a half per measured step, which averages about three.
+        every: Measure each `every`-th step: the change by all steps since the last measured one.
     """
 
     name = "measured"
@@ -112,18 +114,18 @@ class MeasuredStepProbe(Probe):
         return Reading(measured=answers, state=WeightsBefore(ShardedVector.of(shard, now), ctx.step.number, errors))
 
     def num_vectors(self, num_folds: int) -> int:
-        """The weights before the step, those after it, and where numbers are rounded those in between."""
+        """Return 3: the weights before and after the step, and the extrapolated ones if training is rounded."""
         return 3
 
     def _rows(self, ctx: StepContext) -> Tensor:
-        """Return which responses are scored again."""
+        """Return the indices of the responses to score again."""
         number = response_index(ctx.step.batch.rollout.prompt_index)
         return (number < self.responses_per_prompt).nonzero().squeeze(1)
 
     def _scores_limit(self, ctx: StepContext) -> Limit | None:
-        """Return the limit of a step whose scored policy is not the one that is trained, or None. A collective."""
+        """Return the limit if the policy that probes score is not the trained one, else None. Collective."""
         if ctx.has_entropy_gradient:
-            return None  # its entropy gradient has been held against training's scores
+            return None  # making the entropy gradient has already compared the scores with training's
         check = ScoreCheck(ctx.step.batch, ctx.policy)
         check.look(self._rows(ctx))
         return check.limit(ctx.ranks.reduce)
@@ -131,10 +133,10 @@ class MeasuredStepProbe(Probe):
     def _changes(
         self, ctx: StepContext, before: Mapping[str, Tensor], state: WeightsBefore
     ) -> tuple[dict[str, Estimate], RunningVariance]:
-        """Return the estimates of the change by the steps since these weights, and errors with theirs. A collective.
+        """Return the estimates of the change since `before`, and the running variances with theirs. Collective.
 
         Args:
-            before: this process's entries of the state's weights, by name.
+            before: This rank's entries of the state's weights, by name.
         """
         batch, rounding = ctx.step.batch, ctx.policy.scorer.training_rounding
         rollout, logs = batch.rollout, batch.log_ratios()
@@ -166,9 +168,10 @@ class MeasuredStepProbe(Probe):
 
 
 def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
-    """Return the scores of all responses now, and of some with the weights of before. A collective.
+    """Return all responses' scores with the current weights, and those of `rows` with earlier weights. Collective.
 
-    Training's own are taken for now, where they are those of a measurement: one row is scored once more to see it.
+    Training's own scores serve as the current ones if a measurement would give the same. One row is scored again to
+    find out; if it differs, all `rows` are scored again.
     """
     policy, rollout, now = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
     first = policy.score_rollout(take_rows(rollout, torch.zeros_like(rows[:1])))
@@ -183,7 +186,7 @@ def scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) 
 
 
 def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, Tensor]) -> tuple[Scores, Scores]:
-    """The same, extrapolated from SPAN steps to either side: see the module's docstring. A collective."""
+    """Return the same as `scores_before`, the earlier ones extrapolated (see the module's docstring). Collective."""
     policy, rollout, now = ctx.policy, take_rows(ctx.step.batch.rollout, rows), ctx.step.batch.scores
     assert policy.shard is not None
     held = policy.shard.copy_local_weights()
@@ -199,11 +202,14 @@ def rounded_scores_before(ctx: StepContext, rows: Tensor, before: Mapping[str, T
 def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tensor, is_rewarded: Tensor) -> Tensor:
     """Return what each response adds to the sums of `statistic`, (B, 12).
 
-    rows, terms  of the responses that were scored again
-    is_rewarded  (B,), whether a response and another one to its prompt have a reward
+    Args:
+        rows: Indices of the responses that were scored again, (B',).
+        terms: Their terms from `differences_before`, (B', 5).
+        logs: log π − log μ of each token, (B, T).
+        is_rewarded: Whether the response and another one to its prompt have a reward, (B,).
     """
     exact = ctx.step.batch.scores.exact()
-    weights = exact.mask * sums_before(logs).exp()  # of tokens: 1 where the policy sampled itself
+    weights = exact.mask * sums_before(logs).exp()  # of tokens; 1 if the policy itself sampled
     entropies = (weights * exact.entropies).sum(dim=1)
     lengths, again = weights.sum(dim=1), terms[:, 4].exp()
     of_terms = terms[:, :4].unbind(dim=1)
@@ -214,7 +220,7 @@ def sums_of_responses(ctx: StepContext, rows: Tensor, terms: Tensor, logs: Tenso
 
 
 def statistic(sums: Tensor) -> Tensor:
-    """Return (…, 6): CHANGES, the KL divergence per token and the share of the responses that weights leave."""
+    """Return (…, 6): CHANGES, the KL divergence per token, and the effective sample size as a share of responses."""
     all_of_them, scored = sums[..., :3], sums[..., 3:] / sums[..., 3:4]
     entropy, length = (all_of_them[..., 1:] / all_of_them[..., :1]).unbind(-1)
     _, more_entropy, longer, more_reward, kl, tokens, weight, square, rewarded = scored.unbind(-1)
@@ -226,7 +232,7 @@ def statistic(sums: Tensor) -> Tensor:
 def _with_averaged_errors(
     estimates: Mapping[str, Estimate], variances: Tensor, batches: Tensor, remark: str
 ) -> dict[str, Estimate]:
-    """Return CHANGES with errors that are averaged over a few steps, and this remark."""
+    """Return CHANGES with errors averaged over a few steps, and with `remark` if they have no other reason."""
     averaged = {}
     for name, variance, count in zip(CHANGES, variances.tolist(), batches.tolist(), strict=True):
         estimate = estimates[name]

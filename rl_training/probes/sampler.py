@@ -1,18 +1,18 @@
-"""The sampler probe: how far the policy that generated is from the one that is trained, and what that costs.
+"""The sampler probe: how far the policy that generates is from the policy that is trained, and what that costs.
 
-An engine in another precision, other kernels or older weights samples from μ; the step trains π. d = log π − log μ of
-each sampled token, ρ = exp Σ d of a response, all RAW, before the loss truncates or masks anything:
+An engine with another precision, other kernels or older weights samples from μ, while the step trains π. With
+d = log π − log μ of each sampled token and ρ = exp Σ d of a response, all RAW, before the loss truncates or masks them:
 
-    kl             E_μ[e^d − 1 − d], per token: KL(μ‖π), each term ≥ 0 (Schulman 2020)
-    ratio_outside  share of the tokens with e^d outside of [.9, 1.1]
-    ess            (Σ ρ)² / (N Σ ρ²), about exp(−2 KL T): importance weights hold for responses of up to .35 / KL tokens
-    mean_ratio     Σ ρ / N. It is 1 in expectation, unless μ never samples what π may: below 1 the sampler cuts its
-                   distribution (top-p, top-k), or its log-probabilities are not those that it samples with
-    reward_gap     Σ ρ r / Σ ρ − Σ r / N: the reward of π itself less the logged one, which is that of μ
-    corrected_share  share of the tokens whose ratio the loss's truncation or mask changes
+    kl             E_μ[e^d − 1 − d] per token: KL(μ‖π), each term ≥ 0 (Schulman 2020)
+    ratio_outside  share of the tokens with e^d outside [.9, 1.1]
+    ess            (Σ ρ)² / (N Σ ρ²), about exp(−2 KL T): importance weights work for responses of up to .35 / KL tokens
+    mean_ratio     Σ ρ / N. It is 1 in expectation unless μ never samples some tokens that π does. Below 1, the sampler
+                   truncates its distribution (top-p, top-k), or it reports log-probabilities other than it samples with
+    reward_gap     Σ ρ r / Σ ρ − Σ r / N: the reward of π minus the logged reward, which is μ's
+    corrected_share  share of the tokens whose ratio the loss truncates or masks
 
-Error bars are jackknives over prompts with all their responses. On-policy without another sampler every ratio is 1.
-With `numerics` some rows are scored again one by one: what that changes is the numerics of the trainer alone.
+Error bars are from the jackknife over prompts, each with all its responses. If the policy itself sampled, every ratio
+is 1. With `numerics`, some rows are scored again one by one: any difference comes from the trainer's numerics alone.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rl_training.step.limits import NO_REWARDS, NO_SAMPLING_LOGPS
 
 METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
 NUMERICS = ("numerics_kl", "numerics_outside")
-LOW, HIGH = 0.9, 1.1  # of a token's ratio
-ROWS = 8  # that are scored again, on each process: of a prompt each
-MIN_ESS, CERTAINTY, LEAST_CUT = 0.9, 0.9999, 1e-3  # when a mean ratio below 1 is a cut: sure, and more than rounding
+LOW, HIGH = 0.9, 1.1  # bounds of a token's ratio for `ratio_outside`
+ROWS = 8  # rows to score again on each rank, one per prompt
+MIN_ESS, CERTAINTY, LEAST_CUT = 0.9, 0.9999, 1e-3  # CUT needs such an ESS, certainty and gap
 SAME = "no error bar: the responses are sampled from this policy, so every ratio is 1"
 CUT = (
     "below 1: the sampler never draws what this policy may (top-p, top-k, min-p), or its log-probabilities are not "
@@ -49,8 +49,9 @@ NO_LOSS = Limit("unknown_loss", "how this loss treats the ratios to the sampler 
 class SamplerProbe(Probe):
     """Measures how far the sampler is from the policy that is trained. See the module's docstring.
 
-    every     measure each `every`-th step
-    numerics  also score some rows one by one, to tell numerics from staleness: a forward pass for each of them
+    Args:
+        every: Measure each `every`-th step.
+        numerics: Also score some rows one by one, to tell numerics from staleness. Each row costs a forward pass.
     """
 
     name = "sampler"
@@ -66,11 +67,11 @@ class SamplerProbe(Probe):
         names = tuple(f"sampler/{name}" for name in METRICS)
         correction = None if batch.loss_settings is None else batch.loss_settings.correction
         unknown = ctx.limits.sampling_mismatch if batch.rollout.sampling_logps is None else None
-        if logs is None or unknown:  # else the ratios to whoever sampled would be called 1
+        if logs is None or unknown:  # without this, an unknown sampler's ratios would be 1
             answers = dict.fromkeys(names, Estimate.missing(unknown or NO_SAMPLING_LOGPS))
         else:
             changed, old = torch.zeros_like(logs), batch.rollout.old_logps
-            if correction is not None:  # of the policy of before the rollout's first step, as the loss has it
+            if correction is not None:  # the loss corrects π_old/μ, π_old before the rollout's first step
                 weighed = logs if old is None else logs + (old - batch.scores.logps).masked_fill(mask == 0, 0.0)
                 changed = (correction.factors(weighed) != correction.ratios(weighed)).to(logs) * mask
             ratios = logs.sum(dim=1).exp()
@@ -89,16 +90,16 @@ class SamplerProbe(Probe):
             is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
             if not is_known and batch.rollout.sampling_logps is not None:
                 answers["sampler/corrected_share"] = Estimate.missing(NO_LOSS)
-            if batch.rollout.on_policy:  # a policy that has learned from these very responses has a mean of its own
+            if batch.rollout.on_policy:  # after learning from these responses the mean need not be 1
                 answers["sampler/mean_ratio"] = _with_remark_on_a_cut(answers)
         if self.numerics:
             answers |= self._by_numerics(ctx)
         return Reading(measured=answers)
 
     def _by_numerics(self, ctx: StepContext) -> dict[str, Estimate]:
-        """Return KL and share outside between training's scores and those of rows scored one by one. A collective.
+        """Return NUMERICS, between training's scores and those of rows scored one by one. Collective.
 
-        The rows answer different prompts, so each is independent of the others.
+        The rows answer different prompts, so they are independent.
         """
         batch, policy = ctx.step.batch, ctx.policy
         rows = (response_index(batch.rollout.prompt_index) == 0).nonzero().squeeze(1)[:ROWS]
@@ -112,21 +113,21 @@ class SamplerProbe(Probe):
 
 
 def _with_remark_on_a_cut(answers: Mapping[str, Estimate]) -> Estimate:
-    """Return the mean ratio, with a remark where it is below 1 for sure."""
+    """Return the mean ratio, with the remark CUT if it is below 1 for certain."""
     mean, ess = answers["sampler/mean_ratio"], answers["sampler/ess"]
     is_cut = ess.value >= MIN_ESS and mean.value + mean.half_width(CERTAINTY) < 1.0 - LEAST_CUT
     return dataclasses.replace(mean, reason=CUT) if is_cut else mean
 
 
 def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:
-    """Return tokens, Σ e^d − 1 − d, and how many ratios are outside, of each sequence."""
+    """Return for each sequence, (B,) each: its tokens, Σ (e^d − 1 − d), and its ratios outside [LOW, HIGH]."""
     ratios = logs.exp()
     outside = ((ratios < LOW) | (ratios > HIGH)).to(logs)
     return [mask.sum(dim=1).to(logs), (torch.expm1(logs) - logs).sum(dim=1), outside.sum(dim=1)]
 
 
 def _statistic(sums: Tensor) -> Tensor:
-    """Return METRICS of sums over sequences."""
+    """Return METRICS, (…, 6), from sums over sequences."""
     tokens, divergence, outside, changed, number, ratio, square, *of_rewards = sums.unbind(-1)
     rewarded, reward, ratio_of_rewarded, weighed = of_rewards
     gap = weighed / ratio_of_rewarded - reward / rewarded

@@ -1,20 +1,21 @@
-"""The simple δH probe: how this optimizer step changes the policy's entropy, to first order, why, and how sure that is.
+"""The simple δH probe: how this optimizer step changes the policy's entropy to first order, why, and how sure that is.
 
-    δH = X · δθ        X = ∂H, the entropy gradient (entropy.py);  δθ, the change the real optimizer makes (adamw.py)
+    δH = X · δθ        X = ∂H, the entropy gradient (entropy/weights.py); δθ, the optimizer's own update (optim/)
 
-X and δθ from one batch share their noise, and their plain product always claims that entropy falls. Hence `forward`,
-the change on NEW prompts; `backward`, from the next step's fresh rollouts, independent by construction; and `reuse`,
-the biased product, a diagnostic only: entropy/prediction.py.
-Added to them is
+An X and a δθ from the same batch share their noise, so that their plain product always claims that entropy falls. The
+probe therefore reports (formulas: entropy/prediction.py)
 
-    trapezoid    ½ (forward + backward)        exact to second order: compare this with the measured change
+    forward      the change on NEW prompts: X of each fold times the update of the other folds
+    backward     X from the next step's fresh rollouts times this update: independent by construction
+    reuse        the plain product, which is biased: a diagnostic only
+    trapezoid    ½ (forward + backward), exact to second order: compare this with the measured change
 
-in nats per token and, if asked for, in nats per sequence, and then with the first-order changes of length and reward
-(entropy/length_and_reward.py). forward is split by cause (momentum, this step's gradient,
-weight decay), by layer and by kind of module, and set beside what it would be without gradient clipping.
+All of them are in nats per token. With `per_sequence` they are also in nats per sequence, and the first-order changes
+of length and reward are added (entropy/length_and_reward.py). `forward` is split by cause (momentum, this step's
+gradient, weight decay), by layer and by kind of module. It is also given without gradient clipping.
 
-The variances of single steps are averaged over about three (running_variance.py). Sums use each batch's own, but for
-the end of their last step.
+Error bars average the variances of single steps over about three (statistics/running_variance.py). Sums over steps use
+each batch's own variance, except for the last batch's part in the last step.
 """
 
 from __future__ import annotations
@@ -36,26 +37,27 @@ from rl_training.step.needs import Need
 from rl_training.step.quantities import LENGTH_AND_REWARD, PRODUCTS
 
 REWARD, TRUNCATED = "delta_reward/forward", "delta_length/truncated"
-MEASURED = ("entropy", "backward")  # quantities for which it does not matter what the step is
-UNITS = ("token", "sequence")  # that each sum is kept in
+MEASURED = ("entropy", "backward")  # quantities that hold whatever the optimizer does
+UNITS = ("token", "sequence")  # of each running sum
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
 
 
 class SimpleEntropyProbe(Probe):
     """Measures the first-order change of the policy's entropy at each optimizer step. See the module's docstring.
 
-    responses_per_prompt  responses to every prompt from which the entropy gradient is computed; more cost more, with
-                          less noise
-    num_folds             folds of whole prompts, over all processes; None: 8 to 15 where that takes no further pass.
-                          More folds than microbatches cost another forward and backward pass
-    per_sequence          also predict nats per sequence (`…_sequence`), length and reward, for a second backward; error
-                          bars per token then include the noise of the entropy level
-    offload               keep the gradients of the folds in host memory
-    rows_dtype            dtype of the folds' gradients: "float32", or "bfloat16" in half the memory
-    error_decay           weight of an optimizer step relative to the next, measured or not, in the average of the
-                          variances of single steps; None: a half for each measured step, which averages about three;
-                          0: the error bar of the batch alone, which probes.jsonl always has as `stderr_of_batch`
-    every                 measure each `every`-th step; backward, trapezoid and the sums need every=1
+    Args:
+        responses_per_prompt: Responses to each prompt that the entropy gradient uses. More reduce the noise and cost
+            more time.
+        num_folds: Folds of whole prompts, over all ranks. None: 8 to 15 if that needs no extra pass. More folds than
+            microbatches cost another forward and backward pass.
+        per_sequence: Also predict nats per sequence (`…_sequence`), length and reward, for a second backward. Error
+            bars per token then include the noise of the entropy level.
+        offload: Keep the folds' gradients in host memory.
+        rows_dtype: Dtype of the folds' gradients: "float32", or "bfloat16" for half the memory.
+        error_decay: Weight of an optimizer step, measured or not, relative to the next one in the average of single
+            steps' variances. None: a half per measured step, which averages about three.
+            0: the error bar of this batch alone, which probes.jsonl always has as `stderr_of_batch`.
+        every: Measure each `every`-th step. backward, trapezoid and the sums need every=1.
     """
 
     name = "simple"
@@ -124,7 +126,7 @@ class SimpleEntropyProbe(Probe):
         return Reading(predicted, measured, state)
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
-        """Return the metric names of a quantity, per token and per sequence: those that were asked for."""
+        """Return the names of a quantity's metrics: per token and, if reported, per sequence."""
         if quantity == "entropy":
             return "entropy/token", "entropy/sequence"
         if quantity == LENGTH_AND_REWARD:
@@ -134,14 +136,14 @@ class SimpleEntropyProbe(Probe):
 
 
 def visited_entropy(ctx: StepContext) -> dict[str, Estimate]:
-    """Return Σ h / Σ T, nats per token, and Σ h / N, nats per sequence, of the visited prefixes. A collective.
+    """Return Σ h / Σ T, nats per token, and Σ h / N, nats per sequence, over the visited prefixes. Collective.
 
-    For sequences that are no samples of the scored policy: h is exact at every prefix, but which ones are visited, and
-    how often, the cut or penalised policy decides. So this is no H_tok or H_seq of either policy.
+    This is for sequences that are not samples of the scored policy. Its h is exact at every prefix, but the truncated
+    or penalised policy decides which prefixes are visited how often. So this is neither policy's H_tok or H_seq.
     """
     return estimates_over_units(
         VISITED,
-        lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
+        lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # columns: number of sequences, Σ h, Σ T
         ctx.levels(),
         no_bar=ctx.limits.split_prompts,
         few=FEW_FOLDS,

@@ -1,17 +1,19 @@
-"""The probe of token classes: which of the step's tokens move entropy.
+"""The token classes probe: which of the step's tokens move entropy.
 
-The part of a step that comes from its fresh gradient is linear in it, and the gradient is a sum over tokens. So is
+The part of a step that comes from its fresh gradient is linear in that gradient, and the gradient is a sum over tokens.
+So this part of δH is a sum over classes of tokens:
 
     δH of a class c   Σ_k n_k X_k · a_(−k) ∘ g_(−k)^c / Σ T,      g^c = Σ_{t in c} c_t ∂log π_t + d_t ∂h_t
 
-leave-fold-out over whole-prompt folds, as `simple` has it: c_t and d_t are the loss's weights of a token, a_(−k) is the
-factor that the optimizer puts on the gradient in the step without fold k (AdamW's −lr P (1−β1)/(1−β1^t), clipping
-included). Classes of one kind hold each token once: they add up to `delta_h/part/gradient`. The error is the
-delete-one-fold jackknife's, which takes the step as given: that other batches would make other steps is not in it.
+As in `simple`, each fold of whole prompts is multiplied with the step of the other folds. c_t and d_t are the loss's
+weights of a token. a_(−k) is the optimizer's factor on the gradient in the step without fold k: AdamW's
+−lr P (1−β1)/(1−β1^t), clipping included. The classes of one kind hold each token once, so they add up to
+`delta_h/part/gradient`. The error is the delete-one-fold jackknife's. It takes the step as given, so it does not
+include that other batches would make other steps.
 
-It is a share of this step's own gradient, not what training without these tokens would come to: a warm Adam step
-consists of momentum to β1, and P holds all tokens. It costs a forward pass over the sequences whose loss has any
-weight, and a backward for each class but one of a kind.
+The result is a class's share of this step's own gradient. It is not the effect of training without these tokens: a
+warm Adam step is momentum to a share of β1, and P depends on all tokens. The cost is a forward pass over the sequences
+with any weight in the loss, and for each kind a backward per class, less one.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ from rl_training.statistics.running_pairs import Pair, RunningPair
 from rl_training.step.limits import NO_TOKENS
 from rl_training.step.needs import Need
 
-CLASSES = {  # of each kind, in the order of their numbers
+CLASSES = {  # of each kind; the index of a class is its number
     "entropy": ("lower_half", "middle", "top_fifth"),
     "position": ("first_quarter", "second_quarter", "third_quarter", "last_quarter"),
     "advantage": ("positive", "negative", "zero"),
     "text": ("end", "tag", "number", "word", "sign", "space"),
 }
-QUANTILES = (0.5, 0.8)  # of entropy, between its classes
-DECAY = 0.9  # weight of an optimizer step relative to the next, measured or not, in the means
+QUANTILES = (0.5, 0.8)  # of entropy, the boundaries of its classes
+DECAY = 0.9  # weight of an optimizer step, measured or not, relative to the next one in the means
 TAG = re.compile(r"<[^<>\s]+>")
 BY_SIGN = Limit("goes_by_sign", "the step goes by signs (Adam's first, Lion's always): no class has a share in it")
 OFF_POLICY = Limit(
@@ -55,8 +57,9 @@ NO_TEXT = Limit(
 class TokenClassesProbe(Probe):
     """Splits the fresh gradient's part of δH among classes of tokens. See the module's docstring.
 
-    every      measure each `every`-th step
-    num_folds  folds of whole prompts, over all processes; None: as many as the other probes use
+    Args:
+        every: Measure each `every`-th step.
+        num_folds: Folds of whole prompts, over all ranks. None: as many as the other probes use.
     """
 
     name = "token_classes"
@@ -68,7 +71,7 @@ class TokenClassesProbe(Probe):
         self.num_folds = num_folds
 
     def init(self) -> dict[str, RunningPair]:
-        """Return the mean over steps of each class."""
+        """Return an empty mean over steps for each class."""
         return {f"{kind}/{name}": RunningPair() for kind, names in CLASSES.items() for name in names}
 
     def measure(self, ctx: StepContext, state: dict[str, RunningPair]) -> Reading:
@@ -97,7 +100,7 @@ class TokenClassesProbe(Probe):
         return Reading(predicted, shares, means)
 
     def kinds(self, ctx: StepContext) -> dict[str, Tensor]:
-        """Return the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""
+        """Return by kind the number of each token's class, (B, T); −1 off the mask. Collective."""
         batch, reduce = ctx.step.batch, ctx.ranks.reduce
         mask = batch.scores.mask != 0
         advantages = batch.rollout.advantages_of_tokens.expand_as(mask)
@@ -115,16 +118,16 @@ class TokenClassesProbe(Probe):
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
 
     def num_vectors(self, num_folds: int) -> int:
-        """The gradient of one class, by fold and over all folds."""
+        """Return num_folds + 1: the gradient of one class, for each fold and over all."""
         return num_folds + 1
 
 
 def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return how many of the QUANTILES, of all ranks' tokens together, each entropy is above. A collective.
+    """Return for each entropy, (B, T), how many QUANTILES of all ranks' tokens it exceeds. Collective.
 
-    A quantile is the smallest number that at least this share of the tokens does not exceed. It is found exactly, for
-    entropies in fp32, by two histograms: numbers that are not negative are in the order of their bits, so the first
-    counts the upper 16 bits, and the second the lower 16 of those in the quantile's bin.
+    A quantile is the smallest value that at least this share of the tokens does not exceed. Two histograms find it
+    exactly for entropies in fp32. Floats that are not negative sort like their bits, so the first histogram counts the
+    upper 16 bits, and the second the lower 16 bits of the entropies in the quantile's bin.
 
     >>> entropies = torch.tensor([[0.1, 0.9, 0.4, 0.2], [0.3, 0.0, 0.8, 9.9]])
     >>> entropy_classes(entropies, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]).bool(), lambda x: x).tolist()
@@ -133,7 +136,7 @@ def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], 
     entropies = entropies.float()
     bits = entropies[mask].clamp(min=0.0).view(torch.int32).long() % 2**31
     upper, lower = bits // 2**16, bits % 2**16
-    up_to = reduce(torch.bincount(upper, minlength=2**15)).cumsum(dim=0)  # tokens in each bin and those below it
+    up_to = reduce(torch.bincount(upper, minlength=2**15)).cumsum(dim=0)  # tokens in this bin or below
     ranks = (up_to.new_tensor(QUANTILES, dtype=torch.float64) * up_to[-1]).ceil().long()
     bins = torch.searchsorted(up_to, ranks)
     within = reduce(torch.stack([torch.bincount(lower[upper == number], minlength=2**16) for number in bins]))
@@ -144,7 +147,7 @@ def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], 
 
 
 def text_class(text: str) -> int:
-    """Return the number of a token's class by its text: "" is the end, which special tokens are decoded to.
+    """Return the number of a token's class by its text. Special tokens decode to "", which is the class `end`.
 
     >>> [CLASSES["text"][text_class(text)] for text in ("", "</think>", " 12", "x2", "+", "\\n")]
     ['end', 'tag', 'number', 'word', 'sign', 'space']
@@ -160,9 +163,9 @@ def text_class(text: str) -> int:
 
 
 def _pairs(ctx: StepContext, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[tuple[str, int], Pair]:
-    """Return ΔH of each class of each kind. A collective.
+    """Return ΔH of each class of each kind. Collective.
 
-    The class with the most weight gets what the others leave of the whole: one backward less for each kind.
+    The class with the most weight is the whole minus the others, which saves one backward per kind.
     """
     most = {kind: int(table[1].argmax()) for kind, table in sums.items()}
     weighed = [
@@ -183,7 +186,7 @@ def _pairs(ctx: StepContext, kinds: Mapping[str, Tensor], sums: Mapping[str, Ten
 
 
 def _sums(ctx: StepContext, kind: str, classes: Tensor) -> Tensor:
-    """Return (2, number of classes), over all ranks: the tokens of each, and the absolute sum of their weights."""
+    """Return each class's tokens and the sum of their absolute weights, (2, classes), over all ranks. Collective."""
     parts = [part.double().abs() for part in vars(ctx.step.batch.loss_weights).values() if part is not None]
     is_token, count = classes >= 0, len(CLASSES[kind])
     sizes = torch.stack(parts).sum(dim=0)[is_token]
