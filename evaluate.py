@@ -1,4 +1,4 @@
-"""Evaluates the checkpoints of a run.
+"""Evaluate the checkpoints of a run.
 
 python evaluate.py run=RUN
 python evaluate.py --help

@@ -1,4 +1,4 @@
-"""What a checkpoint's next step does to entropy, predicted and measured.
+"""Predict and measure what a checkpoint's next step does to entropy.
 
 accelerate launch offline.py checkpoint=RUN
 python offline.py --help

@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: conf/, launch/ and probe_configs/ lie outside of the package, and in a wheel inside."""
+"""Put conf/, launch/ and probe_configs/, which lie outside the package, inside the wheel. setup.cfg cannot say this."""
 
 from setuptools import find_packages, setup
 

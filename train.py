@@ -1,4 +1,4 @@
-"""The main job: Dr-GRPO training with probes.
+"""Train with Dr-GRPO and probes.
 
 accelerate launch train.py probe=simple
 python train.py --help

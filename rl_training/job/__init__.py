@@ -2,11 +2,11 @@
 
 Read in this order:
 
-    commands.py      each command on a page: its configuration, the objects that it makes, its run
-    configuration/   what was typed, conf/ and the settings of a stored run become one checked configuration
-    objects/         what a configuration describes is made: trainer, model, task, probes, dashboards
-    run/             what is made runs: a training, an analysis of checkpoints, an evaluation
-    errors.py        how a command ends
+    commands.py      each command: compose the configuration, make the objects, run them
+    configuration/   turns the command line, conf/ and a stored run's settings into one checked configuration
+    objects/         makes what a configuration describes: trainer, model, task, probes, dashboards
+    run/             runs these objects: a training, an analysis of checkpoints, an evaluation
+    errors.py        exit codes, and the one-line errors that users see
 
-Imports go from the bottom of configuration/ up: errors < configuration < objects < run < commands.
+Each layer imports only from those to its left: errors < configuration < objects < run < commands.
 """

@@ -1,4 +1,4 @@
-"""train, analyze and evaluate: each composes its configuration, checks it, makes what it describes and runs that."""
+"""The commands train, analyze and evaluate: compose and check the configuration, then make and run its objects."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rl_training.records.files.masking import mask_words
 
 def train() -> None:
     """Train with GRPO and probes, and write the report."""
-    of_a_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # it has the settings of its run
+    of_a_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # a branch takes its settings from its run
     run_composed("train", _train, lambda word: not of_a_branch and key_of(word) != "trainer")
 
 
 def _train(cfg: DictConfig, overrides: list[str]) -> None:
     cfg = with_all_loggers(branched(cfg, overrides), overrides)
-    check_run(cfg)  # checked again in build_run; here before slow imports
+    check_run(cfg)  # build_run checks again; checking here reports errors before slow imports
     with importing():
         from rl_training.job.run.training import build_run
 
@@ -40,7 +40,7 @@ def _train(cfg: DictConfig, overrides: list[str]) -> None:
 
 
 def analyze() -> None:
-    """Analyze checkpoints: what the next step of each does to entropy, predicted and measured."""
+    """Analyze checkpoints: predict and measure what the next step of each does to entropy."""
     run_composed("offline", _analyze, lambda word: not overrides_of_the_run([word]))
 
 
@@ -52,8 +52,8 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
         typed = [word for word in sys.argv[1:] if key_of(word)]
         swept = {word.key_or_group for word in parsed(typed) if word.is_sweep_override()} - {"checkpoint"}
         apart = [word.lstrip("+") for word in overrides if word.lstrip("+").partition("=")[0] in swept]
-        cfg.name = ",".join([cfg.name, *mask_words(apart)])  # else all jobs would write into one folder
-    check_analysis(cfg)  # again by its plan; here it waits for no import
+        cfg.name = ",".join([cfg.name, *mask_words(apart)])  # otherwise all jobs would write into one folder
+    check_analysis(cfg)  # the analysis checks again; checking here reports errors before slow imports
     with importing():
         from rl_training.job.run.analysis import analyse_checkpoints
 
@@ -62,12 +62,12 @@ def _analyze(cfg: DictConfig, overrides: list[str]) -> None:
 
 def evaluate() -> None:
     """Evaluate the checkpoints of a run."""
-    # Settings of the run's own configuration, and names of metrics, which conf/evaluate.yaml cannot list.
+    # conf/evaluate.yaml cannot list the run's own settings, nor the names of metrics.
     run_composed("evaluate", _evaluate, lambda word: key_of(word) not in ("data", "model", "adapter", "metrics"))
 
 
 def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:
-    check_evaluation(cfg)  # again by its plan; here it waits for no import
+    check_evaluation(cfg)  # the evaluation checks again; checking here reports errors before slow imports
     with importing():
         from rl_training.job.run.evaluation import evaluate
 
@@ -76,9 +76,9 @@ def _evaluate(cfg: DictConfig, overrides: list[str]) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Run slow imports, which --help does not wait for, with garbage collection off: a fifth less time.
+    """Run slow imports, kept out of --help, with garbage collection off, which saves a fifth of their time.
 
-    transformers, which would print that W&B is offline, used or not, is not told so meanwhile.
+    WANDB_MODE is unset meanwhile: otherwise transformers would print that W&B is offline, even where it is not used.
     """
     gc.disable()
     mode = os.environ.pop("WANDB_MODE", None)

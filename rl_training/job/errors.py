@@ -1,13 +1,13 @@
-"""How a command ends: well, or with one line that says what was wrong and what to do about it.
+"""How a command ends: successfully, or with one line that says what is wrong and how to fix it.
 
     exit code 2          a UserError: one line
     exit code 1          any other error: its traceback, then one line
     exit code 130, 143   ended by SIGINT (Ctrl-C) or SIGTERM
 
---debug, or RL_TRAINING_DEBUG=1, shows the traceback of a UserError too. Each process that torchrun or
-accelerate launch has started hands its line to the launcher, which prints that of the first to fail; beside it the main
-process prints its own. Secrets that were typed or lie in the environment are masked. The module imports nothing slow
-and no library of an extra, not even Hydra, so that --help is immediate.
+--debug, or RL_TRAINING_DEBUG=1, shows the traceback of a UserError too. Under torchrun or accelerate launch, each
+process hands its line to the launcher, which prints the line of the first process that failed; the main process also
+prints its own. Secrets from the command line and the environment are masked. To keep --help immediate, this module
+imports nothing slow and no library of an extra, not even Hydra.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rl_training.records.files.printable import printable
 
 PACKAGE = Path(__file__).parents[1]
 DEBUG_VARIABLE = "RL_TRAINING_DEBUG"
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # where a launcher looks for the error of a process that it started
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # names the file from which the launcher reads this process's error
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Kinds of errors that come of mistakes in code. With others, libraries refuse a value, a file or a machine.
+# Error types that indicate a bug. With other types, a library refuses a value, a file or the machine.
 CODE_MISTAKES = (TypeError, AttributeError, NameError, LookupError, AssertionError, ArithmeticError)
 
 
@@ -48,9 +48,9 @@ class Interrupted(BaseException):
 
 
 def run_command(main: Callable[[], object]) -> None:
-    """Run `main`, a command whose arguments are sys.argv, and end the process as the module's head says.
+    """Run `main`, a command that reads its arguments from sys.argv; on an error, exit as the module docstring says.
 
-    SIGINT and SIGTERM raise Interrupted wherever `main` is; it may install other handlers for a while.
+    SIGINT and SIGTERM raise Interrupted at any point in `main`, which may install other handlers temporarily.
     """
     debug = "--debug" in sys.argv[1:] or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
@@ -60,7 +60,7 @@ def run_command(main: Callable[[], object]) -> None:
     try:
         with require_extra():
             main()
-    except (Interrupted, KeyboardInterrupt) as error:  # the latter of a library's own handler
+    except (Interrupted, KeyboardInterrupt) as error:  # KeyboardInterrupt comes from libraries' own handlers
         stop = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         _end(secrets, 128 + stop.signum, "" if _rank() else str(stop))
     except UserError as error:
@@ -72,14 +72,14 @@ def run_command(main: Callable[[], object]) -> None:
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error's message and notes without line breaks; for any but a UserError with its type in front."""
+    """Return an error's message and notes on one line, preceded by its type unless it is a UserError."""
     message = "; ".join(" ".join(part.split()) for part in (str(error), *getattr(error, "__notes__", ())))
     is_plain = isinstance(error, UserError) and message
     return message if is_plain else f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether an error says that a library refuses what it was given, and is no mistake in anybody's code."""
+    """Return whether a library raised this error to refuse its input, rather than because of a bug."""
     frames = traceback.extract_tb(error.__traceback__)
     is_raised_here = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
     return not is_raised_here and not isinstance(error, CODE_MISTAKES)
@@ -87,13 +87,14 @@ def is_refusal(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def as_user_errors(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Turn a library's refusal into a UserError, before the first step, where only the settings can be at fault.
+    """Turn a library's refusal into a UserError. Use it before the first step, while only settings can be the cause.
 
     Args:
-        unless: asked when an error comes; true when it is too late for the settings to be at fault.
+        unless: Called when an error occurs; True means that settings can no longer be the cause, so the error is
+            raised unchanged.
 
     Raises:
-        UserError: for what `is_refusal`. Any other error stays as it is.
+        UserError: For an error that `is_refusal` accepts. Any other error is raised unchanged.
     """
     try:
         with require_extra():
@@ -111,17 +112,17 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _end(secrets: Sequence[str], code: int, line: str, shown: str = "") -> NoReturn:
-    """End the process with a line, below what else is shown; `secrets` are masked in both."""
+    """Print `shown` and then `line`, both with `secrets` masked, and exit with `code`."""
     line, shown = (printable(mask_line(text, secrets)) for text in (line, shown))
     for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
+        signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if line and path:
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     sys.stdout.flush()
     print(shown, end="", file=sys.stderr, flush=True)
-    if line and not (path and _rank()):  # else the launcher prints it
+    if line and not (path and _rank()):  # otherwise the launcher prints it
         print(line, file=sys.stderr, flush=True)
     sys.exit(code)
 

@@ -1,6 +1,7 @@
-"""Imported before the libraries that it silences: hides messages that the user cannot act on.
+"""Hides messages of libraries that the user cannot act on. Import it before those libraries.
 
-The first import of every command and of every process that one starts; pyproject.toml has it sorted there.
+It is the first import of every command and of every process that a command starts; pyproject.toml makes ruff sort it
+first.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ import logging
 import warnings
 
 SILENCED = {
-    # Where it is installed, bitsandbytes misses a kernel on some CPUs, also where no weights are 4-bit.
+    # If installed, bitsandbytes reports a missing kernel on some CPUs, even when no weights are 4-bit.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU",
-    # Where it is installed, DeepSpeed says on a machine without a GPU that it has found none, used or not.
+    # If installed, DeepSpeed reports on machines without a GPU that it found none, even when it is not used.
     "DeepSpeed": "Setting accelerator to CPU",
-    # A head that is tied to the embedding is not saved, and is missed whenever a run goes on.
+    # A head tied to the embedding is not saved, so transformers reports it missing on every resume.
     "transformers.trainer": "missing keys in the checkpoint model loaded: ['lm_head.weight']",
 }
 
 for name in SILENCED:
     logging.getLogger(name).addFilter(lambda record: SILENCED[record.name] not in record.getMessage())
-# TRL still uses names that transformers has deprecated.
+# TRL still uses deprecated names of transformers.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

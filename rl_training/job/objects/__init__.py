@@ -1,7 +1,7 @@
-"""From a checked configuration to the objects that it describes.
+"""Makes the objects that a checked configuration describes.
 
-make.py             one node of the configuration becomes an object; nothing else calls Hydra's instantiate
-trainer.py          the trainer, with model, task, adapter, buffer, probes and interventions
-trainer_checks.py   what only a built trainer shows
+make.py             makes the object of one node of the configuration; nothing else here calls Hydra's instantiate
+trainer.py          makes the trainer, with model, task, adapter, buffer, probes and interventions
+trainer_checks.py   checks that need TRL, the launcher or the built trainer
 dashboards.py       W&B, TensorBoard and trackio
 """

@@ -1,8 +1,9 @@
-"""Dashboards: every number of metrics.jsonl, under the same name, in W&B, TensorBoard and trackio.
+"""Dashboards: send the numbers of metrics.jsonl, under the same names, to W&B, TensorBoard and trackio.
 
-transformers' own callbacks put `train/` in front of every name. Dashboards make a section of each name's first segment,
-so everything would lie in one. These three replace them one for one; W&B and TensorBoard get the report's pictures too.
-A resumed training goes on in the same run of each. Only the main process logs. The x-axis is the optimizer step.
+transformers' callbacks prefix every name with `train/`. Dashboards group metrics by the first segment of the name, so
+everything would end up in one section. These three loggers each replace the callback of the same dashboard. W&B and
+TensorBoard also get the report's pictures. A resumed training continues the same run of each dashboard. Only the main
+process logs. The x-axis is the optimizer step.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from rl_training.records.folder import LOGS_FOLDER, refuse_a_file
 
 logger = logging.get_logger(__name__)
 
-WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training goes on writing to
+WANDB_RUN_ID = "wandb_run_id"  # file in logs/ with the id of the W&B run, which a resumed training continues
 
 
 class MetricsLogger(TrainerCallback):
-    """What the three have in common: `start` before training, `log` at each step, `finish` after the report.
+    """Base class of the three dashboards: `start` before training, `log` at each step, `finish` after the report.
 
-    config   of the whole run, resolved; its secrets are masked here
-    metrics  that are shown; None: all. The records have all of them, whatever is shown
+    Args:
+        run_dir: Run folder.
+        config: Resolved configuration of the whole run. Its secrets are masked here.
+        metrics: Names of the metrics to send; None sends all. The records always contain all of them.
     """
 
-    replaces: type[TrainerCallback]  # what transformers makes for the same entry of `report_to`
+    replaces: type[TrainerCallback]  # the transformers callback for the same entry of `report_to`
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None = None) -> None:
         self.run_dir, self.config, self.metrics = run_dir, without_secrets(config), metrics
@@ -65,7 +68,7 @@ class MetricsLogger(TrainerCallback):
 
 
 class WandbLogger(MetricsLogger):
-    """Weights & Biases; offline where there is no account, to be uploaded later by `wandb sync`."""
+    """Weights & Biases. Without an account the run stays offline; `wandb sync` uploads it later."""
 
     replaces = WandbCallback
 
@@ -83,7 +86,7 @@ class WandbLogger(MetricsLogger):
             dir=self.run_dir / LOGS_FOLDER,
             config=self.config,
             allow_val_change=True,  # a resumed run may have a larger trainer.max_steps
-            # Without an account wandb would ask for one, or end here. WANDB_MODE, when set, says what is wanted.
+            # Without an account wandb would ask for one, or exit. WANDB_MODE, if set, takes precedence.
             mode=None if "WANDB_MODE" in os.environ or wandb.login(prompt=False) else "offline",
         )
         run_id.write_text(self._run.id, encoding="utf-8")
@@ -91,7 +94,7 @@ class WandbLogger(MetricsLogger):
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # Not as log(step=): TRL logs timings of its own to the same run, and each counts W&B's own step on.
+        # The step is not passed as log(step=): TRL logs its timings to the same run, and each call advances W&B's step.
         self._run.log({"step": step, **metrics})
 
     def finish(self, pictures: Sequence[Path]) -> None:
@@ -102,10 +105,10 @@ class WandbLogger(MetricsLogger):
 
 
 def _known_id(file: Path) -> str | None:
-    """Read which run of W&B a file names; None without a file.
+    """Return the W&B run id stored in a file, or None if the file does not exist.
 
     Raises:
-        UserError: naming the file, where it holds no name of such a run.
+        UserError: If the content is not a W&B run id.
     """
     if not file.exists():
         return None
@@ -119,12 +122,12 @@ class TensorBoardLogger(MetricsLogger):
     """TensorBoard, in logs/tensorboard."""
 
     replaces = TensorBoardCallback
-    _step: int  # of what was logged last
+    _step: int  # the last step that was logged
 
     def start(self, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # The steps that a killed run logged after its checkpoint are taken again: not shown twice.
+        # A killed run repeats the steps after its checkpoint; purging them avoids showing them twice.
         folder = self.run_dir / LOGS_FOLDER / "tensorboard"
         refuse_a_file(folder)
         self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
@@ -139,7 +142,7 @@ class TensorBoardLogger(MetricsLogger):
 
     def finish(self, pictures: Sequence[Path]) -> None:
         import numpy as np
-        from PIL import Image  # TensorBoard has it
+        from PIL import Image  # a dependency of TensorBoard
 
         for picture in pictures:
             self._writer.add_image(
@@ -149,7 +152,7 @@ class TensorBoardLogger(MetricsLogger):
 
 
 class TrackioLogger(MetricsLogger):
-    """trackio, in its folder: TRACKIO_DIR, or one in the Hugging Face cache. `trackio show` displays it."""
+    """trackio, which writes to TRACKIO_DIR or to its folder in the Hugging Face cache. `trackio show` displays it."""
 
     replaces = TrackioCallback
 
@@ -170,7 +173,7 @@ LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, Trac
 
 
 def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
-    """Return the dashboards of a run that has ended, to add to, and warn of one that is not installed here."""
+    """Return the dashboards of a finished run, to add to them; warn about those that are not installed here."""
     chosen = config.get("trainer", {}).get("report_to") or []
     libraries = {kind: kind.__name__.removesuffix("Logger").lower() for kind in LOGGERS}
     for library in (name for name in libraries.values() if name in chosen and find_spec(name) is None):
@@ -181,9 +184,9 @@ def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
 def put_loggers(
     trainer: DrGRPOTrainer, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None
 ) -> list[MetricsLogger]:
-    """Return this package's loggers, in place of the transformers callbacks that `report_to` selects.
+    """Replace the transformers callbacks that `report_to` selects by this package's loggers, and return these.
 
-    None on other processes than the main one.
+    The list is empty on processes other than the main one.
     """
     kinds = [kind for kind in LOGGERS if trainer.pop_callback(kind.replaces)]
     loggers = [kind(run_dir, config, metrics) for kind in kinds] if trainer.accelerator.is_main_process else []

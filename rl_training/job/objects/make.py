@@ -1,4 +1,4 @@
-"""Makes the object that a node of the configuration describes. Nothing else calls Hydra's instantiate."""
+"""Makes the object that a node of the configuration describes. Nothing else in job/ calls Hydra's instantiate."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
     """Make the object that a node of the configuration describes.
 
     Args:
-        key: of the node in the configuration, for messages.
-        node: `_target_`, and arguments for it.
-        values: further arguments.
+        key: Key of the node in the configuration, for messages.
+        node: `_target_` and its arguments.
+        values: Further arguments.
 
     Raises:
-        UserError: naming the key, when the node describes nothing, or a library refuses it. Any other error that comes
-            while the object is made stays as it is, with a note that names the key.
+        UserError: Names the key, if the node describes no object or a library refuses it. Any other error is raised
+            unchanged, with a note that names the key.
     """
     refuse_marked({key: node}, key)
     try:
@@ -46,7 +46,7 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
 
 
 def _instantiate(node: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """Call Hydra's instantiate, and raise what the called function raises as it is."""
+    """Call Hydra's instantiate, but raise errors of the called function itself, without Hydra's wrapper."""
     try:
         return instantiate(node, _convert_="all", **values)
     except InstantiationException as error:
@@ -55,6 +55,6 @@ def _instantiate(node: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 
 
 def _is_misfit(error: Exception) -> bool:
-    """Return whether a call could not begin, as one with an argument that the function does not have."""
+    """Return whether Hydra's call of the target itself failed, for example because of an unknown argument."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, TypeError) and Path(frames[-1].filename).is_relative_to(Path(hydra.__file__).parent)

@@ -1,4 +1,4 @@
-"""Makes the trainer that a configuration describes: for a training, or standing still at a checkpoint."""
+"""Makes the trainer that a configuration describes, for a training or restored at a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ logger = logging.get_logger(__name__)
 
 
 def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
-    """Return a trainer of this run's configuration, restored at one of its checkpoints; it writes nothing.
+    """Return a trainer with this run's configuration, restored at one of its checkpoints. It writes nothing.
 
     Raises:
-        UserError: saying what to do, where the checkpoint is not of this configuration: see restored.py.
+        UserError: If the checkpoint does not match the configuration; the message names the fix. See restored.py.
     """
     with as_user_errors(), explain_out_of_memory("load"), tempfile.TemporaryDirectory() as scratch:
-        # One microbatch: how training would split U does not change its mean gradient.
+        # A single microbatch suffices: how training would split U does not change its mean gradient.
         cfg = cfg.copy()
         cfg.run_dir, output = scratch, f"{scratch}/{TRAINING_STATE}"
         silent = {
@@ -60,9 +60,9 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
 def make_trainer(
     cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
 ) -> DrGRPOTrainer:
-    """Return the trainer, with the evaluation split of its task if asked for."""
+    """Return the trainer. `with_evaluation` also gives it the evaluation split of its task."""
     interventions = cfg.intervention or []
-    set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
+    set_seed(cfg.seed)  # before the model is made: an adapter's weights are random
     task = as_task(make("data", cfg.data))
     model, tokenizer = make("model", cfg.model)
     adapter, buffer = make("adapter", cfg.adapter), make("buffer", cfg.buffer)
@@ -83,6 +83,6 @@ def make_trainer(
     warn_of_rounding(trainer)
     check_longest_prompt(trainer)
     warn_of_plain_prompts(trainer)
-    for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
+    for callback in (ProgressCallback, PrinterCallback):  # these print every log line in full
         trainer.remove_callback(callback)
     return trainer

@@ -1,4 +1,4 @@
-"""What only TRL, the launcher and the built trainer show of a configuration."""
+"""Checks of a configuration that need TRL, the launcher's environment or the built trainer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.get_logger(__name__)
 
 
 def check_fields(trainer: DictConfig) -> None:
-    """Raise UserError for a setting that DrGRPOConfig lacks, and for one that is no number where it needs one."""
+    """Raise UserError for a setting that DrGRPOConfig does not have, or whose value is not the number it needs."""
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name, value in zip(map(str, trainer), trainer.values(), strict=True):
         if name in fields:
             annotation = fields[name].type
             names = set(re.findall(r"\w+", getattr(annotation, "__name__", str(annotation))))
             kinds = [kind for kind in (float, int, bool) if kind.__name__ in names]
-            # Text, lists and what has a maker of its own are for their reader to check.
+            # Text, lists and fields of other types are checked by the code that reads them.
             if names <= {"float", "int", "bool", "None"} and (value is not None or "None" not in names):
                 check_kind(f"trainer.{name}", value, kinds[0](), ", or null" * ("None" in names))
         elif name != "_target_":
@@ -34,10 +34,11 @@ def check_fields(trainer: DictConfig) -> None:
 
 
 def check_number_of_processes(num_processes: int) -> None:
-    """Raise UserError when several processes were asked for and this one is alone: it would train on, silently.
+    """Raise UserError if the launcher was asked for several processes but started one, which would train alone.
 
-    accelerate launch silently starts a single process where it does not see several GPUs (--cpu, MULTI_CPU, or no
-    configuration at all). It does not pass on the number, but the rendezvous address that it sets reveals it.
+    accelerate launch silently starts a single process if it does not see several GPUs (--cpu, MULTI_CPU, or no
+    configuration at all). It does not pass on the requested number, but the rendezvous address that it sets reveals
+    that several were requested.
     """
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if expected != num_processes:
@@ -55,7 +56,7 @@ def check_number_of_processes(num_processes: int) -> None:
 
 
 def check_sharding(trainer: DrGRPOTrainer) -> None:
-    """Raise UserError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
+    """Raise UserError if accelerate silently uses DDP instead of DeepSpeed or FSDP, or if FSDP shards checkpoints."""
     for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
         if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
             raise UserError(
@@ -70,9 +71,9 @@ def check_sharding(trainer: DrGRPOTrainer) -> None:
 
 
 def check_longest_prompt(trainer: DrGRPOTrainer) -> None:
-    """Raise UserError when a prompt and its response do not fit into the model's positions: it would train on."""
+    """Raise UserError if a prompt with its response can exceed the model's positions; training would go on silently."""
     positions = getattr(trainer.model.config, "max_position_embeddings", None)
-    prompts = [row for row in trainer.train_dataset["prompt"] if isinstance(row, str)]  # a chat needs its template
+    prompts = [row for row in trainer.train_dataset["prompt"] if isinstance(row, str)]  # chats would need the template
     if positions is None or not prompts:
         return
     length = len(trainer.processing_class(max(prompts, key=len)).input_ids) + trainer.args.max_completion_length
@@ -84,7 +85,7 @@ def check_longest_prompt(trainer: DrGRPOTrainer) -> None:
 
 
 def warn_of_rounding(trainer: DrGRPOTrainer) -> None:
-    """Warn where the trained weights are kept in 16 bits; DeepSpeed keeps an fp32 copy beside them."""
+    """Warn if trained weights are stored in 16 bits, except under DeepSpeed, which keeps an fp32 copy."""
     rounded = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4}
     if rounded and not trainer.is_deepspeed_enabled:
         logger.warning(
@@ -95,7 +96,7 @@ def warn_of_rounding(trainer: DrGRPOTrainer) -> None:
 
 
 def warn_of_plain_prompts(trainer: DrGRPOTrainer) -> None:
-    """Warn where prompts are plain text and the model has a chat template, which TRL then leaves out, silently."""
+    """Warn if prompts are plain text although the model has a chat template, which TRL then silently skips."""
     template = getattr(trainer.processing_class, "chat_template", None)
     if template and isinstance(trainer.train_dataset[0]["prompt"], str):
         logger.warning(
