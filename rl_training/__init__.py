@@ -53,4 +53,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with require_extra():
-        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        module = importlib.import_module(f"{__name__}.{home}")
+    if not hasattr(module, name):  # ends with Probe, and is none of the built-in ones
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(module, name)

@@ -55,6 +55,7 @@ class BoundedDriver(StepDriver):
 
     def fail_step(self) -> None:
         self.bound.restore()
+        self._found = {}
         super().fail_step()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:

@@ -185,7 +185,6 @@ class KLBound:
                 )
         rate = max(self._rates) * self._info.factor
         self.restore()
-        self._weights = {}
         return as_estimates(self._info, rate)
 
     def _search(self, kl_of: Callable[[float], float]) -> float:
@@ -207,7 +206,7 @@ class KLBound:
         """Reset the optimizer's learning rates to the schedule's, once it has stepped."""
         for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
-        self._rates = []
+        self._rates, self._weights = [], {}
 
     def _scores_before(self, rollout: Rollout, scores: Scores, rows: Tensor) -> Scores:
         """Return the scores of some rows with the weights before the step, computed as a measurement.

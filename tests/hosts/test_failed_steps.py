@@ -41,12 +41,17 @@ class Breakable(Probe):
     """Fails in its measurement if told so."""
 
     name = "breakable"
-    fails = False
+    fails = fails_after = False
 
     def measure(self, ctx: Any, state: Any) -> Reading:
         if self.fails:
             raise Failed
         return Reading(measured={"breakable/step": Estimate(ctx.step.number)})
+
+    def after_step(self, ctx: Any, reading: Reading) -> Reading:
+        if self.fails_after:
+            raise Failed
+        return reading
 
 
 class Training:
@@ -195,6 +200,22 @@ def test_a_bounded_step_that_failed_leaves_the_schedules_rate() -> None:
         with pytest.raises(Failed):
             training.step(1)
     assert training.optimizer.param_groups[0]["lr"] == LEARNING_RATE
+
+
+def test_what_bounded_a_step_that_failed_is_not_said_of_the_next_one() -> None:
+    training = Training()
+    training.loop = training.new_loop(target_kl_share=1e-6)
+    with training.loop:
+        training.breakable.fails_after = True
+        with pytest.raises(Failed):
+            training.step(1)
+        with training.loop.step(1):
+            for part in microbatches(1)[:COUNT]:
+                logps, entropies = scores_of(training.model, part)
+                training.loop.microbatch(part, logps, entropies.detach())
+                loss_of(logps, part, COUNT).backward()
+            training.loop.skip_step()
+    assert not [name for name in training.loop.latest if name.startswith("bound/")]
 
 
 def test_a_step_that_was_made_is_not_asked_for_again_where_its_line_could_not_be_written(tmp_path: Path) -> None:

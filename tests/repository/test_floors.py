@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from imports import imported_with
 
+import rl_training
 from rl_training.hosts.trl.compatibility import METHODS, TRAINER_ATTRIBUTES
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +128,11 @@ def test_a_job_goes_from_its_configuration_over_objects_to_its_run() -> None:
         imported = {name for file in files for name in imports_of(file) if name.startswith("rl_training.job.")}
         allowed = order[: order.index(path.stem) + path.is_dir()]
         assert {name.split(".")[2] for name in imported} <= {*allowed}, path
+
+
+def test_a_name_that_is_missing_is_said_to_be_missing_from_the_package() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'rl_training' has no attribute 'MissingProbe'$"):
+        _ = rl_training.MissingProbe
 
 
 def test_probes_do_not_import_one_another() -> None:

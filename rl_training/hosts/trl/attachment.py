@@ -247,6 +247,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _begin(self, resumed: Resumed | None, settings: Mapping[str, Any]) -> None:
         """Begin the run, if there is one, and start measuring. Both tell the user."""
+        self._has_report = False
         if self.run is not None:
             self.run.begin(resumed.run_name or None if resumed else None)  # a checkpoint without a run starts a new one
             self._checkpoints.run_name = self.run.folder.name

@@ -114,7 +114,9 @@ def whole_prompts_fix(trainer: GRPOTrainer) -> str:
     fix = "attach(trainer, ..., whole_prompts=True)"
     if settings:
         fix += f" and {', '.join(settings)} in GRPOConfig"
-    if count % args.steps_per_generation:
+    # Unless it is set, steps_per_generation follows gradient_accumulation_steps.
+    follows = args.steps_per_generation == args.gradient_accumulation_steps
+    if count % args.steps_per_generation and not follows:
         fix += ", which changes which responses of a generation each step learns from"
     return fix
 

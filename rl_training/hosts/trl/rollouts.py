@@ -48,8 +48,8 @@ UNEVEN = Limit(
 )
 PLACEHOLDERS = Limit(
     "placeholder_logps",
-    "the log-probabilities that the rollout_func returns are all 0, as if every token had been certain",
-    fix="return logprobs=None where the policy itself samples, and otherwise the sampler's own",
+    "the sampler's log-probabilities (sampling_per_token_logps) are all 0, as if every token had been certain",
+    fix="from a rollout_func, return logprobs=None if the policy itself samples, and otherwise the sampler's own",
 )
 
 

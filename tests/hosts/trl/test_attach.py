@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 from rl_training import DrGRPOTrainer, Estimate, Reading, attach
-from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS
+from rl_training.hosts.trl.batches import EXTRA_BATCH_KEYS, whole_prompts_fix
 from rl_training.policy.policy import Policy
 from rl_training.probes import (
     CovariancePredictorProbe,
@@ -169,6 +169,17 @@ def test_what_this_training_will_not_measure_is_said_when_it_begins(
                 whole_prompts=trainer_class is DrGRPOTrainer) as attachment:  # fmt: skip
         attachment._trainer.train()
     assert any(re.match(said, line) for line in caplog.messages)
+
+
+@pytest.mark.parametrize(("steps_per_generation", "is_other"), [(None, False), (4, False), (5, True)])
+def test_more_microbatches_a_step_are_said_to_change_its_responses_only_where_a_generation_is_no_part_of_it(
+    make_trainer, steps_per_generation: int | None, is_other: bool
+) -> None:
+    shape = {"gradient_accumulation_steps": 3, "steps_per_generation": steps_per_generation}
+    trainer = make_trainer(GRPOTrainer, per_device_train_batch_size=4, num_generations=4, **shape)
+    fix = whole_prompts_fix(trainer)
+    assert "gradient_accumulation_steps=8 in GRPOConfig" in fix
+    assert fix.endswith("which responses of a generation each step learns from") == is_other
 
 
 def test_whole_prompt_order_trains_on_the_same_sequences_and_draws_the_same_numbers(make_trainer) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ FILES = {"config.yaml", "logs/metrics.jsonl", "logs/probes.jsonl", "report/repor
 
 def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
+
+
+class Calling(TrainerCallback):
+    """Calls something at the end of each step."""
+
+    def __init__(self, what: Callable[[], Any]) -> None:
+        self.what = what
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.what()
 
 
 class Raising(TrainerCallback):
@@ -296,10 +307,15 @@ def test_a_training_that_resumes_goes_on_in_its_own_folder(make_trainer, tmp_pat
         with attach(trainer, tmp_path / "run", "ess"):
             trainer.train()
     trainer = make_trainer(**saving, max_steps=3)
+    shown: list[str] = []
+    trainer.add_callback(Calling(lambda: shown.append(attached._repr_html_())))
     with attach(trainer, tmp_path / "run", "ess") as attached:
-        trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / "checkpoint-2"))
+        for step in (2, 3):
+            trainer.args.max_steps = step + 1
+            trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / f"checkpoint-{step}"))
     assert attached.folder == tmp_path / "run-2"
-    assert [row["step"] for row in read_metrics(tmp_path / "run-2" / "logs")] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(tmp_path / "run-2" / "logs")] == [1, 2, 3, 4]
+    assert all("its report is written when training ends" in text for text in shown)  # and not that of before
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
 
 
