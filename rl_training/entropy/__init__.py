@@ -1,11 +1,23 @@
-"""The entropy gradient, and what a step does to entropy, length and reward.
+"""The entropy gradient, and how a step changes entropy, length and reward.
 
-weights.py                                the entropy gradient as weights on log-probabilities and entropies
-prediction.py                             forward, backward and reuse of a step, and what makes each of them nan
-fold_gradients.py, products.py            which it is made of; fold_sums.py: all that is reported, as sums over folds
-previous_update.py, averaged_errors.py    what is kept from step to step; trapezoid.py: the sum over steps
-length_and_reward.py, attribution.py      the same for length and reward; by cause, layer and kind
-changed_steps.py, paired_effects.py       what another loss, learning rate or clipping would do
-fresh_sample.py, importance.py, per_decision.py, previous_policy.py     what a step has done, measured
-advantage_covariance.py                   a predictor from the literature
+Predicted to first order:
+
+weights.py                the entropy gradient as weights on log-probabilities and entropies
+prediction.py             forward, backward and reuse of a step, and what makes each of them nan
+fold_gradients.py         the entropy gradient X of each fold
+products.py               products of X with updates
+fold_sums.py              everything that is reported, as a function of sums over folds
+length_and_reward.py      the same predictions for length and reward
+attribution.py            splits by cause, layer and kind of module
+previous_update.py        δθ of the previous step; averaged_errors.py: error bars averaged over steps
+trapezoid.py              the running sum over steps
+changed_steps.py          what another loss, learning rate or clipping would do; paired_effects.py: with errors
+advantage_covariance.py   a predictor from the literature
+
+Measured:
+
+fresh_sample.py           the effect of a step on responses that it was not trained on
+importance.py             the change of entropy by weights of whole sequences
+per_decision.py           the change of entropy by weights of prefixes, which has less noise
+previous_policy.py        the previous policy compared with this one, on this step's responses
 """

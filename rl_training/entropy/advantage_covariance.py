@@ -1,18 +1,18 @@
 """The covariance of log-probability and advantage, a predictor of how entropy changes. Pure functions.
 
-For a softmax policy over single actions whose logits each move by η A(a) (natural policy gradient),
+For a softmax policy over single actions, if every logit moves by η A(a) (natural policy gradient),
 
     dH/dη = −Cov_{a~π}(log π(a), A(a))                 exact at η = 0
 
-The entropy falls where likely actions are rewarded. In language models the same covariance is taken over the tokens of
-a batch, each with its response's advantage. That is a heuristic: weights are shared between tokens, the optimizer is
-not the natural gradient, it ignores momentum and step size, and its scale is unknown. It is in nats per unit of η;
-only its correlation with measured changes means something.
+So entropy falls if likely actions are rewarded. For language models the same covariance is taken over the tokens of a
+batch, each with its response's advantage. That is a heuristic: tokens share weights, the optimizer is not the natural
+gradient, momentum and step size are ignored, and the scale is unknown. The unit is nats per unit of η, so only the
+correlation with measured changes is meaningful.
 
-    per token       −Cov over all tokens of the batch of log π(t_ik) and A_i
-    per sequence    −Cov over its sequences of S_i = Σ_k log π(t_ik) and A_i
+    per token       −Cov of log π(t_ik) and A_i, over all tokens of the batch
+    per sequence    −Cov of S_i = Σ_k log π(t_ik) and A_i, over all sequences of the batch
 
-Both are centred by means over the WHOLE batch, all microbatches and processes. Centring within microbatches would drop
+Both are centred by means over the WHOLE batch, across microbatches and ranks. Centring within microbatches would drop
 the differences between them, and the result would depend on their size.
 
 Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
@@ -31,12 +31,12 @@ def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
     """Return each sequence's terms of the covariance: count, Σx, Σy and Σxy with x = log π, y = A.
 
     Args:
-        scores: of the sequences.
-        advantages: (B,), or (B, T) for each token; a sequence's advantage is then their mean.
+        scores: Scores of the sequences.
+        advantages: Per sequence, (B,), or per token, (B, T). A sequence's advantage is then the mean over its tokens.
 
     Returns:
-        (B, 2, 4) fp64: row 0 over the sequence's tokens, row 1 over the sequence as one value. Sums over sequences are
-        the input of `minus_covariance`.
+        (B, 2, 4) fp64: row 0 sums over the sequence's tokens, row 1 takes the sequence as one value. Sum over sequences
+        to get the input of `minus_covariance`.
     """
     exact = scores.exact()
     of_tokens = advantages.double().view(len(advantages), -1)
@@ -53,7 +53,7 @@ def minus_covariance(sums: Tensor) -> Tensor:
     """Return −Cov(log π, A) = Σx Σy/n² − Σxy/n, per token and per sequence. Positive: entropy is predicted to rise.
 
     Args:
-        sums: (..., 2, 4), sums of `covariance_terms` over sequences.
+        sums: Sums of `covariance_terms` over sequences, (..., 2, 4).
 
     Returns:
         (..., 2), in nats per unit of η.

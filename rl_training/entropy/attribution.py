@@ -1,7 +1,7 @@
 """Splits of a sum over parameters: by cause of the update, by layer and by kind of module.
 
-Each of the three splits adds up to the whole. Kinds and layers are read from the parameter names of Hugging Face
-models. A LoRA parameter counts towards the module that it adapts.
+The parts of each split add up to the whole. Layers and kinds are read from the parameter names of Hugging Face models.
+A LoRA parameter counts towards the module that it adapts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_training.optim.updates import CAUSES
 
 KINDS = ("attention", "mlp", "embedding", "norm", "other")
 _WORDS = (
-    ("norm", ("norm", "ln_", "layernorm")),  # first: input_layernorm lies in no attention, q_norm is a norm
+    ("norm", ("norm", "ln_", "layernorm")),  # must be first: q_norm and layernorms inside of attention are norms
     ("embedding", ("embed", "wte", "wpe", "lm_head")),
     ("attention", ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj")),
     ("mlp", ("mlp", "feed_forward", "ffn", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")),
@@ -24,10 +24,13 @@ _WORDS = (
 
 
 class Attribution:
-    """The splits of numbers by parameter.
+    """Splits of products into causes, layers and kinds.
 
     `labels` names the parts: part/momentum, part/gradient, part/decay, layer/0, …, layer/<kind> for parameters outside
-    of layers, kind/attention, ….
+    the layers, kind/attention, ….
+
+    Args:
+        names: Names of the parameters, in the order of the products.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -40,12 +43,12 @@ class Attribution:
         self._member = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
 
     def sum(self, products: Tensor) -> Tensor:
-        """Sum the result of `split_products`, (…, causes + parameters, q), by label. Return (…, labels, q)."""
+        """Sum the result of `split_products`, (…, causes + parameters, q), into (…, labels, q)."""
         return self._member.to(products.device) @ products
 
 
 def module_kind(name: str) -> str:
-    """Return the kind of a parameter's module, one of KINDS.
+    """Return the kind of module that a parameter belongs to, one of KINDS.
 
     >>> module_kind("model.layers.0.self_attn.q_proj.weight")
     'attention'
@@ -57,7 +60,7 @@ def module_kind(name: str) -> str:
 
 
 def layer(name: str) -> str:
-    """Return the number of a parameter's layer; for a parameter outside of layers, its kind of module.
+    """Return the number of a parameter's layer, or the kind of its module if it lies outside the layers.
 
     >>> layer("model.layers.11.mlp.up_proj.lora_A.default.weight"), layer("model.norm.weight")
     ('11', 'norm')

@@ -1,4 +1,4 @@
-"""Errors of a step's products, averaged over a few steps: one batch can miss rare responses and look too certain."""
+"""Averages the errors of a step's products over a few steps: one batch can miss rare responses and look too certain."""
 
 from __future__ import annotations
 
@@ -12,34 +12,32 @@ BACKWARD = PRODUCTS.index("backward")
 
 
 class AveragedErrors:
-    """The variances of the products at the last steps.
+    """Holds the variances of the products at the last steps.
 
-    Those of the step that is being measured are in its own averages at once, and in later ones as `commit` says, once
-    it is known whether the step was the optimizer's formula.
+    The step being measured counts in its own averages at once. Whether it counts in later ones is decided by `commit`,
+    when it is known whether the optimizer's step followed its formula.
+
+    Args:
+        kept: Variances of the last steps.
+        decay: Weight of an optimizer step relative to the next, measured or not.
     """
 
     def __init__(self, kept: RunningVariance, decay: float) -> None:
-        """Go on from the variances that are kept.
-
-        Args:
-            kept: of the last steps.
-            decay: weight of an optimizer step relative to the next, measured or not.
-        """
         self.kept = kept
         self._decay = decay
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step, of which nothing is known yet."""
+        """Begin a step that has no variances yet."""
         self._with_step = self.kept
-        self._with_backward = self.kept  # of the step that alone, which does not depend on what the step is
+        self._with_backward = self.kept  # with this step's `backward` only, which does not use the step's own δθ
 
     def average(self, variance: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return a step's variances averaged over the last steps, and over how many batches.
+        """Return the variances averaged over this and the last steps, and the number of batches behind each average.
 
         Args:
-            variance: (products, …) of the step.
-            step: its number.
+            variance: The step's own variances, (products, …).
+            step: The step's number.
         """
         self._with_step = self.kept.add(variance, step, self._decay)
         of_backward = torch.full_like(variance, torch.nan)
@@ -49,5 +47,5 @@ class AveragedErrors:
         return average.view_as(variance), batches.view_as(variance)
 
     def commit(self, is_formula: bool) -> None:
-        """Keep the variances of the step; where it was not the formula, that of `backward` alone."""
+        """Keep the step's variances for later averages, or only that of `backward` if the formula was not followed."""
         self.kept = self._with_step if is_formula else self._with_backward

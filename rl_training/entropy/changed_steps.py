@@ -1,9 +1,9 @@
-"""The effect of changing a step: products of each fold's directions with the difference of the two steps.
+"""The effect of changing a step: products of each fold's directions with the difference between the two updates.
 
     Δ_(−k) = δθ_(−k)(changed) − δθ_(−k)          both from the other folds alone, each with its own clipping
 
-A change gives the step another gradient, (1 + a) g + b D, another learning rate, or another clipping threshold. D is
-the gradient of further weights on the same scores, a basis; one basis serves all its multiples.
+A change gives the step another gradient, (1 + a) g + b D, another learning rate, or another clipping threshold. D, the
+basis, is the gradient of a loss with other weights on the same scores. Changes with multiples of D share one basis.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from rl_training.parallel.vectors import Vector, dots
 from rl_training.step.batch import Batch
 from rl_training.step.runtime import Runtime, rows_by_fold, shares_of_folds
 
-CHUNK_BYTES = 2**28  # bytes of bases' rows to hold at once
-SHARE_OF_GPU = 1 / 32  # the same on a GPU, as a share of its memory
-ROUNDING = 1e-11  # relative error of a sum of squares of fp32 weights within which they count as multiples
+CHUNK_BYTES = 2**28  # how many bytes of the bases' rows to hold at once
+SHARE_OF_GPU = 1 / 32  # on a GPU: this share of its memory instead, if that is more
+ROUNDING = 1e-11  # fp32 weights are multiples of others up to this share of their sum of squares
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the step; the defaults change nothing."""
+    """A change of the step. The defaults change nothing."""
 
-    gradient: float = 0.0  # a, of the step's own gradient
-    basis: float = 0.0  # b, of the basis D
-    lr_factor: float = 1.0  # of all learning rates
+    gradient: float = 0.0  # a: adds this multiple of the step's own gradient
+    basis: float = 0.0  # b: adds this multiple of the basis D
+    lr_factor: float = 1.0  # multiplies all learning rates
     max_grad_norm: float | None = None  # clipping threshold; None: the step's own
 
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction X of each fold, factor · rows, and of all folds, factor · mean."""
+    """A direction X: factor · rows for each fold, factor · mean over all folds."""
 
     rows: Vector  # (F, n) per bucket
-    mean: Entries | None = None  # Σ n_k rows_k / Σ n_k; None: leave-one-out corrections of the step are not needed
+    mean: Entries | None = None  # Σ n_k rows_k / Σ n_k; None: no leave-one-out corrections are needed
     factor: float = 1.0
 
 
 def changes_by_basis(
     further: Mapping[str, Tensor], plain: Tensor | None, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, Change], dict[str, dict[str, Change]]]:
-    """Find out which changed losses share a basis, from their weights. A collective, alike on all ranks.
+    """Find out from their weights which changed losses share a basis. Collective; the result is the same on all ranks.
 
-    A multiple of the loss needs no basis. Positive samples only and negative samples only share one basis; bonuses of
-    any strength share another.
+    A multiple of the loss needs no basis. "Positive samples only" and "negative samples only" share one basis; entropy
+    bonuses of any strength share another.
 
     Args:
-        further: what each changed loss adds to the `plain` weights, of the same shape, by name.
-        plain: weights whose gradient is the step's own; None where the step's loss has other terms too.
-        reduce: sums a tensor over the processes.
+        further: What each changed loss adds to the `plain` weights, by name, shaped like `plain`.
+        plain: Weights whose gradient is the step's own. None if the step's loss has other terms too.
+        reduce: Sums a tensor over ranks.
 
     Returns:
-        The changes that need no basis, by name; and for each basis, under the name of the loss that gives it, the
-        changes that are multiples of it, by name.
+        The changes that need no basis, by name. Then the changes that need one, by name, grouped by basis; a basis has
+        the name of the loss that provides it.
     """
     without_basis: dict[str, Change] = {}
     by_basis: dict[str, dict[str, Change]] = {}
@@ -84,13 +84,13 @@ def changes_by_basis(
 
 
 def multiples(products: Tensor, row: int, indices: Sequence[int], rounding: float = ROUNDING) -> list[float] | None:
-    """Return the factors of vector `row` as a linear combination of other vectors; None if it is none.
+    """Return the factors that make vector `row` a linear combination of other vectors, or None if it is not one.
 
     Args:
-        products: (n, n), the inner products of all vectors.
-        row: index of the vector.
-        indices: of the other vectors.
-        rounding: the largest squared distance from a combination, relative to the vector's square norm.
+        products: Inner products of all vectors, (n, n).
+        row: Index of the vector.
+        indices: Indices of the other vectors.
+        rounding: Largest squared distance from a combination, relative to the vector's squared norm.
 
     >>> vectors = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [3.0, -1.0, 6.0]], dtype=torch.float64)
     >>> [round(factor, 9) for factor in multiples(vectors @ vectors.T, 2, [0, 1])]
@@ -108,10 +108,10 @@ def multiples(products: Tensor, row: int, indices: Sequence[int], rounding: floa
 def iter_basis_gradients(
     batch: Batch, runtime: Runtime, weights: Sequence[LossWeights]
 ) -> Iterator[tuple[int, FoldMeans]]:
-    """Yield (index, per-fold gradient) for each weighting, in the same order on all ranks, index 0 first. A collective.
+    """Yield (index, per-fold gradient) for each weighting, in the same order on all ranks, index 0 first. Collective.
 
-    Each takes forward passes and backwards over the sequences with any weight. Weightings that cover at least half of
-    all such sequences share forward passes, as many as fit into memory.
+    Each weighting takes forward passes and backwards over the sequences with a nonzero weight. Weightings that cover at
+    least half of all such sequences share forward passes, as many at a time as fit into memory.
     """
     if not weights:
         return
@@ -133,7 +133,7 @@ def iter_basis_gradients(
         for number in numbers:
             rows = rows_of_weights.pop(0)
             yield number, fold_means([shares_of_means @ part for part in rows], rows, sizes)
-            del rows  # before the next are made
+            del rows  # free them before the next are made
 
 
 def _bytes_at_once(device: torch.device) -> int:
@@ -143,36 +143,34 @@ def _bytes_at_once(device: torch.device) -> int:
 
 
 class ChangedSteps:
-    """The steps without each fold, as they are and with changes that share a basis.
+    """The updates without each fold, unchanged and with changes that share a basis. Collective to construct.
 
-    Tables have a row for each fold that is left out, and a last row for the whole step.
+    Internal tables have a row for each fold that is left out, and a last row for the whole step.
+
+    Args:
+        plain: The updates as they are.
+        reduce: Sums a tensor over ranks.
+        basis: D. None: the changes need no basis.
     """
 
     def __init__(
         self, plain: LeaveOneOutUpdates, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
     ) -> None:
-        """Calculate the gradients' inner products. A collective, as is `products`.
-
-        Args:
-            plain: the steps as they are.
-            reduce: sums a tensor over the processes.
-            basis: D, the gradient of further weights.
-        """
         self._plain = plain
         self._reduce = reduce
         self._pieces = plain.pieces.halved()
         self._sizes = plain.gradient.sizes.to(plain.gradient.share_of_mean.device)
-        self._terms = [plain.gradient] if basis is None else [plain.gradient, basis]  # of a changed gradient
+        self._terms = [plain.gradient] if basis is None else [plain.gradient, basis]  # summands of a gradient
         self._squares = self._inner_products()
 
     def products(
         self, changes: Sequence[Change | None], directions: Sequence[Direction]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the products of each change with each direction X, by fold. A collective.
+        """Return the products of each change with each direction X, by fold. Collective.
 
         Args:
-            changes: None stands for the step itself, with δθ in place of Δ.
-            directions: X.
+            changes: The changes. None stands for the step itself, with δθ in place of Δ.
+            directions: The directions X.
 
         Returns:
             For each change, X_k · Δ_(−k) of each fold k, and the correction Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ)
@@ -196,16 +194,16 @@ class ChangedSteps:
                         corrections[c, :, number] += direction.factor * of_rest
                         del less
                 del moved
-            del gradients, plain  # before those of the next piece are made
+            del gradients, plain  # free them before the next piece's are made
         parts = self._reduce(torch.stack([of_fold, corrections])).cpu()
         return list(zip(*parts, strict=True))
 
     def _gradients(self, piece: OptimizerPiece) -> list[Tensor]:
-        """Return the gradients of the step and of the basis in a piece, before clipping, (F + 1, n) each."""
+        """Return a piece's gradients before clipping, (F + 1, n) each: the step's, and the basis if there is one."""
         return [torch.cat([term.without(EVERY_FOLD, piece), piece.of(term.mean)[None]]) for term in self._terms]
 
     def _inner_products(self) -> Tensor:
-        """Return the inner products g · g and, with a basis, g · D and D · D, (F + 1, s, s). A collective."""
+        """Return the inner products g · g and, with a basis, g · D and D · D, (F + 1, s, s). Collective."""
         count = len(self._terms)
         squares = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
         for piece in self._pieces:
@@ -216,10 +214,10 @@ class ChangedSteps:
         return self._reduce(squares)
 
     def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        """Return the optimizer's steps with the changed gradients in a piece, (F + 1, n)."""
+        """Return a piece's updates with the changed gradients, (F + 1, n)."""
         shares = [1.0 + change.gradient, change.basis][: len(gradients)]
         vector = self._squares.new_tensor(shares)
-        square = (self._squares @ vector @ vector).clamp(min=0.0)  # below 0 by rounding only
+        square = (self._squares @ vector @ vector).clamp(min=0.0)  # negative only by rounding
         clips = clipping(square, self._plain.max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)
         factors = torch.outer(clips, vector).to(gradients[0]).unsqueeze(2)
         gradient = factors[:, 0] * gradients[0]
@@ -230,12 +228,12 @@ class ChangedSteps:
 
 
 class GradientParts(ChangedSteps):
-    """The part of each step that comes from one summand of its gradient, the basis.
+    """The part of each update that comes from one summand of its gradient, the basis D.
 
-        a_(−k) D_(−k),      a the factor of the gradient in the step: for AdamW −lr P (1−β1)/(1−β1^t), with clipping
+        a_(−k) D_(−k),      a the gradient's factor in the update: for AdamW −lr P (1−β1)/(1−β1^t), times clipping
 
-    a is the plain step's, so the parts of bases that add up to g add up to the part of g, which is the part without a
-    basis. `products([None], …)` are products with these parts.
+    a is always the plain step's. So if several bases add up to g, their parts add up to the part of g. Without a basis
+    the part is that of g. `products([None], …)` returns products with these parts.
     """
 
     def _steps(self, piece: OptimizerPiece, gradients: Sequence[Tensor], change: Change) -> Tensor:

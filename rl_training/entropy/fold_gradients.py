@@ -1,7 +1,7 @@
 """The entropy gradient of each fold of a step, from a small forward and backward over some responses of every prompt.
 
-Where the responses come from another sampler μ, such as an engine with other numerics or older weights, each token is
-weighted by the ratio of its prefix, ρ_ik = exp Σ_{j<k} log π(t_ij) − log μ(t_ij), normalised at each position over all
+If another sampler μ generated the responses, such as an engine with other numerics or older weights, each token is
+weighted by its prefix ratio, ρ_ik = exp Σ_{j<k} (log π(t_ij) − log μ(t_ij)), normalised at each position over all
 sequences (entropy/weights.py). On-policy, ρ = 1.
 """
 
@@ -25,9 +25,9 @@ from rl_training.step.score_check import ScoreCheck
 
 
 def prefix_ratios(batch: Batch, ranks: Ranks) -> PrefixRatios | None:
-    """Return the prefix ratios to the sampler, normalised over all sequences; None where all are 1. A collective.
+    """Return the prefix ratios to the sampler, normalised over all sequences; None if all are 1. Collective.
 
-    Tables are as wide as the widest process's.
+    All ranks' tables are as wide as the widest.
     """
     logs = batch.log_ratios()
     mask = batch.scores.mask
@@ -39,10 +39,10 @@ def prefix_ratios(batch: Batch, ranks: Ranks) -> PrefixRatios | None:
 
 
 def levels_of_folds(batch: Batch, ranks: Ranks, ratios: PrefixRatios | None) -> Tensor:
-    """Return each fold's number of sequences, Σ ρh and Σ ρ over their tokens, (F, 3). A collective.
+    """Return each fold's number of sequences, and Σ ρh and Σ ρ over their tokens, (F, 3). Collective.
 
-    A sequence's effect on the normaliser of position k, (1 − ρ_ik) times the mean there, is in its fold's row, so that
-    the jackknife accounts for it. These effects add up to 0 over all sequences.
+    A fold's row includes its sequences' effect on the normaliser of each position k, (1 − ρ_ik) times the mean there,
+    so that the jackknife accounts for it. These effects add up to 0 over all sequences.
     """
     exact = batch.scores.exact()
     entropies = exact.entropies
@@ -67,26 +67,26 @@ def fold_gradients(
     settings: EntropySettings,
     check: ScoreCheck,
 ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
-    """Yield each group of folds with its entropy gradients X. A collective.
+    """Yield each group of folds with its entropy gradients X. Collective.
 
-    It takes a small forward pass, and a backward for each direction, over some responses of each prompt; baselines use
-    all responses of a prompt. `.grad` and the loop's own reduction are not touched.
+    It runs a small forward pass over some responses of each prompt, and one backward for each X. Baselines use all
+    responses of a prompt. `.grad` and the training loop's own reduction are not touched.
 
     Args:
-        batch: of the step.
-        runtime: what calculates.
-        ratios: prefix ratios to the sampler; None: all are 1.
-        level: H_tok of the whole step; with it, E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes one backward.
-        settings: how many responses of a prompt to use, and whether X per sequence is wanted.
-        check: receives all scores that X is made of.
+        batch: The batch of the step.
+        runtime: The policy, the ranks and the reduction that sums gradients by fold.
+        ratios: Prefix ratios to the sampler. None: all are 1.
+        level: H_tok of the whole step, with which E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] takes a single backward.
+        settings: How many responses of each prompt to use, and whether X per sequence is wanted.
+        check: Receives all scores that X is calculated from.
 
     Yields:
-        A group and its directions, (folds, n) per bucket: ∂H_seq − H_tok ∂E[T] and, per sequence, ∂H_seq, each a mean
-        over the fold's responses.
+        A group, and its X per token, ∂H_seq − H_tok ∂E[T], and, if wanted, per sequence, ∂H_seq. Each is the mean over
+        a fold's responses, (folds, n) per bucket.
     """
     scores = batch.scores
     index = batch.rollout.prompt_index
-    (sequence_weights, entropy_weights), (length_weights, _) = (  # the length has no ∂h term
+    (sequence_weights, entropy_weights), (length_weights, _) = (  # the length's gradient has no ∂h term
         surrogate_weights(scores.entropies, scores.mask, index, target, ratios=ratios)
         for target in ("sequence", "length")
     )

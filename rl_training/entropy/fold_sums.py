@@ -1,10 +1,10 @@
-"""What is reported of a step's entropy: one smooth function of sums over folds, with its errors by the jackknife.
+"""Everything that is reported about a step's entropy: a smooth function of sums over folds, with jackknife errors.
 
-Each fold k contributes a row: its levels (number of sequences, their entropies and lengths, weighted by prefix ratios
-where another sampler is used), and n_k X_k · δθ for every update δθ of interest, with X = E[T] ∂H_tok = ∂H_seq − H_tok
-∂E[T] and, per sequence, X = ∂H_seq. With predictions per sequence, the sums without a fold use the H_tok of the other
-folds. Otherwise H_tok is taken as given, and error bars per token are a few percent too small
-(docs/explanation/theory.md).
+Each fold k contributes a row. It starts with the fold's levels: the number of sequences, their entropies and their
+lengths, weighted by prefix ratios if another policy sampled them. Then comes n_k X_k · δθ for each update δθ, with
+X = E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] per token and X = ∂H_seq per sequence. With predictions per sequence, the sums
+without a fold use the H_tok of the other folds. Without them H_tok is treated as a constant, and error bars per token
+are a few percent too small (docs/explanation/theory.md).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))  # indices of product
 class FoldTable:
     """The rows of all folds."""
 
-    rows: Tensor  # (F, columns), in host memory: levels, then a pair for each product; the last pair is the reward's
+    rows: Tensor  # (F, columns), in host memory: levels, then two columns per product, the reward's last
     corrections: Tensor  # (F, products, 2), the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)
-    reward_limit: Limit | None  # the reward's products are nan
+    reward_limit: Limit | None  # why the reward's products are nan
 
 
 def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, products: FoldProducts) -> FoldTable:
-    """Return the rows of all folds. A collective."""
+    """Return the rows of all folds. Collective."""
     assert prediction.levels is not None
     multiplied, lost = products.over_processes(ranks.reduce)
     table = torch.cat([prediction.levels, multiplied.flatten(1), lost.flatten(1)], dim=1).cpu()
@@ -58,15 +58,15 @@ def fold_table(step: StepData, ranks: Ranks, prediction: EntropyPrediction, prod
 def with_quantities(
     prediction: EntropyPrediction, step: StepData, ranks: Ranks, memory: PreviousUpdate, products: FoldProducts
 ) -> EntropyPrediction:
-    """Add the quantities by name: entropy, each product and each split of `forward`. A collective.
+    """Add the quantities by name: entropy, each product and each split of `forward`. Collective.
 
-    A quantity that is not available is nan with a reason. Variances of products are averaged over a few steps, because
-    one batch can miss rare responses and look too certain.
+    An unavailable quantity is nan with a reason. The variances of products are averaged over a few steps, because one
+    batch can miss rare responses and look too certain.
     """
     per_sequence = prediction.settings.per_sequence
     table = fold_table(step, ranks, prediction, products)
     total = table.rows.sum(dim=0)
-    level = float(total[1] / total[2]) if per_sequence else 0.0  # without any entropy none to vary
+    level = float(total[1] / total[2]) if per_sequence else 0.0  # 0 if there is no entropy at all: nothing to vary
     without = sums_without(total, table.rows, table.corrections, level or None)
     values = statistic(total)
     stderrs = jackknife_stderr(statistic, total, without)
@@ -92,18 +92,18 @@ def with_quantities(
 
 
 def statistic(sums: Tensor) -> Tensor:
-    """Calculate everything that is reported from sums over folds.
+    """Calculate everything that is reported, from sums over folds.
 
     Args:
-        sums: (..., columns), the levels, then a pair for each product; the last pair is the reward's.
+        sums: The levels, then two columns per product, the reward's last, (..., columns).
 
     Returns:
         (..., 1 + products + 2, 2): the entropy and each product, per token and per sequence; the changes of length and
-        reward; and ½(forward + backward). The two share a batch's noise, and their sum is the batch's term of the
-        cumulative trapezoid, so its error is taken from the sum.
+        reward; and ½(forward + backward), the batch's term of the cumulative trapezoid. `forward` and `backward` share
+        the batch's noise, so the error of their sum must be calculated from the sum itself.
     """
     sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
-    number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens, of sequences
+    number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # numbers of tokens and of sequences
     levels = entropy[..., None, None].expand_as(number)
     products = sums[..., LEVELS:].unflatten(-1, (-1, 2))
     *values, reward = torch.cat([levels, products], dim=-2).div(number).unbind(-2)
@@ -117,15 +117,15 @@ def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | No
     """Return the sums without each fold, (F, columns).
 
     Args:
-        total: (columns,), over all folds.
-        by_fold: (F, columns), the terms of each fold.
-        lost: (F, products, 2), the leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of `forward`.
-        level: the H_tok in X, which row l replaces by the H_tok of the other folds; None: it is taken as given.
+        total: Sums over all folds, (columns,).
+        by_fold: The terms of each fold, (F, columns).
+        lost: The leave-one-out corrections Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), (F, products, 2).
+        level: The H_tok in X, which row l replaces by the H_tok of the other folds. None: H_tok is a constant.
     """
     without = total - by_fold
     pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
     pairs += lost
-    if level is not None:  # ∂E[T] is the difference of ∂H_seq and ∂H_seq − H_tok ∂E[T], divided by H_tok
+    if level is not None:  # ∂E[T] is the difference between ∂H_seq and ∂H_seq − H_tok ∂E[T], divided by H_tok
         token, sequence = pairs.unbind(-1)
         token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
     return without

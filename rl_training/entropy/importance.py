@@ -1,26 +1,26 @@
-"""The change of entropy between two parameters, from sequences that were sampled at the first. Pure functions.
+"""The change of entropy between two policies, from sequences that were sampled from the first. Pure functions.
 
-Sequences t_i ~ π, scored under π and under π'. With S the log-probability of a sequence, T its length and H = Σ_k h_k
-the sum of the exact next-token entropies along it (the Rao-Blackwell form: same expectation as −S, less noise),
-self-normalised importance sampling (SNIS) gives
+Sequences t_i ~ π are scored under π and under π'. Let S be the log-probability of a sequence, T its length and
+H = Σ_k h_k the sum of the exact next-token entropies along it (the Rao-Blackwell form: same expectation as −S, less
+noise). Self-normalised importance sampling (SNIS) gives
 
     w_i = exp(S'_i − S_i)
     ΔH_seq = Σ w H' / Σ w   − Σ H / N          nats per sequence
     ΔH_tok = Σ w H' / Σ w T − Σ H / Σ T        nats per token
-    ESS = (Σ w)² / Σ w²                        Kish: how many sequences of equal weight are as good
+    ESS = (Σ w)² / Σ w²                        Kish: the number of equally weighted sequences that are as good
 
-Weights are not clipped: that would be a hidden bias. (They are computed relative to the largest, which cancels:
-none overflows, and not all underflow.) Where the ESS is below MIN_ESS_SHARE of N, sample afresh under π' and take the
-difference of the two samples; common random numbers make it a difference of pairs, one pair per prompt. Where scores
-are known token by token, per_decision.py has less noise on the same sequences.
+Weights are not clipped, because clipping is a hidden bias. (They are computed relative to the largest, which cancels:
+none overflows, and not all underflow.) If the ESS is below MIN_ESS_SHARE of N, draw a second sample from π' and take
+the difference between the samples. Common random numbers pair their sequences, one pair per prompt. If scores are known
+token by token, per_decision.py has less noise on the same sequences.
 
-MIN_ESS_SHARE is near 1 because the ESS cannot see what was not drawn: sequences that π' makes frequent and π rare. A
-sample without them has even weights, and both its change and its error are too small. Pareto's k̂ of the weights
-(Vehtari et al. 2024) does not help: where π is peaked it is above 1 even for small steps (benchmarks/README.md). A
-difference of pairs costs a second sample; below about MIN_ESS_SHARE its error is no larger.
+MIN_ESS_SHARE is close to 1 because the ESS cannot see what was not drawn: sequences that are frequent under π' and rare
+under π. A sample without them has even weights, and both its change and its error bar are too small. The Pareto k̂ of
+the weights (Vehtari et al. 2024) does not help: if π is peaked, it exceeds 1 even for small steps
+(benchmarks/README.md). Paired differences cost a second sample, but below about MIN_ESS_SHARE their error is no larger.
 
-Standard errors are the delete-one jackknife, jackknife.py, over independent units: sequences (pairs) where each answers
-a prompt of its own, else prompts with all their responses.
+Standard errors are the delete-one jackknife (jackknife.py) over independent units: single sequences (or pairs) if each
+answers a different prompt, else prompts with all their responses.
 
 Source: Owen 2013, "Monte Carlo theory, methods and examples", ch. 9.2 (SNIS) and 8.6 (common random numbers).
 """
@@ -37,31 +37,31 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 from rl_training.statistics.kish import kish_size
 
-# columns of `sequence_totals`
+# Columns of `sequence_totals`.
 LOGP = 0
 ENTROPY = 1
 LENGTH = 2
-MIN_SEQUENCES = 2  # an error needs one sequence to leave out and one to stay
-MIN_ESS_SHARE = 0.95  # share of the sequences; fresh ones are drawn below it: see the module's docstring
+MIN_SEQUENCES = 2  # an error bar needs one sequence to leave out and one to keep
+MIN_ESS_SHARE = 0.95  # as a share of the sequences; below it draw a second sample: see the module's docstring
 
 
 @dataclass(frozen=True)
 class Weights:
     """Statistics of the weights w = π'(t)/π(t) of sequences t that were sampled from π."""
 
-    ess: float  # effective number of sequences, 1 … N; nan when a log-probability is not finite
-    largest: float  # the largest w; inf where float64 overflows
+    ess: float  # effective number of sequences, 1 … N; nan if a log-probability is not finite
+    largest: float  # the largest w; inf if float64 overflows
     smallest: float  # the smallest w
 
 
 def sequence_totals(scores: Scores) -> Tensor:
-    """Return S, H and T of each sequence, the sums over its tokens, as (B, 3) fp64."""
+    """Return each sequence's S, H and T, which are sums over its tokens, (B, 3) fp64."""
     exact = scores.exact()
     return torch.stack([exact.logps, exact.entropies, exact.mask], dim=1).sum(dim=2)
 
 
 def importance_weights(before: Tensor, after: Tensor) -> Weights:
-    """Return statistics of w = exp(S' − S) from (N, 3) `sequence_totals` of all sequences before and after."""
+    """Return statistics of w = exp(S' − S), given all sequences' `sequence_totals` before and after, (N, 3) each."""
     weights = _relative_weights(before, after)
     log_ratio = after[:, LOGP] - before[:, LOGP]
     return Weights(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
@@ -71,9 +71,9 @@ def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits |
     """Return the SNIS estimate of ΔH, (2,) nats per token and per sequence, with its values without each unit.
 
     Args:
-        before: (N, 3), `sequence_totals` under the policy that the sequences were sampled from.
-        after: (N, 3), of the same sequences under the other policy.
-        units: jackknife units; None: each sequence is one.
+        before: `sequence_totals` under the policy that sampled the sequences, (N, 3).
+        after: The same sequences' totals under the other policy, (N, 3).
+        units: Jackknife units. None: each sequence is one.
 
     Example: two sequences of one token with H = (1, 1), H' = (2, 4) and w = (3, 1) have ΔH = 10/4 − 2/2 = 1.5.
     """
@@ -87,16 +87,16 @@ def paired_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | Non
     Row i of both samples answers the same prompt with common random numbers.
 
     Args:
-        before: (N, 3), `sequence_totals` of sequences sampled and scored under the first policy.
-        after: (N, 3), of sequences sampled and scored under the second policy.
-        units: jackknife units; None: each pair is one.
+        before: `sequence_totals` of sequences sampled and scored under the first policy, (N, 3).
+        after: `sequence_totals` of sequences sampled and scored under the second policy, (N, 3).
+        units: Jackknife units. None: each pair is one.
     """
     units = units or JackknifeUnits.of_rows(before)
     return replicates_of_terms(units.gather(change_terms(before, after, torch.ones_like(before[:, 0]))))
 
 
 def change_terms(before: Tensor, after: Tensor, weights: Tensor) -> Tensor:
-    """Return each sequence's terms of `change_of_sums`, (N, 6): w, wH', wT', 1, H, T."""
+    """Return each sequence's terms, to be summed for `change_of_sums`, (N, 6): w, wH', wT', 1, H, T."""
     columns = [weights, weights * after[:, ENTROPY], weights * after[:, LENGTH]]
     return torch.stack([*columns, torch.ones_like(weights), before[:, ENTROPY], before[:, LENGTH]], dim=1)
 
@@ -109,7 +109,11 @@ def change_of_sums(sums: Tensor) -> Tensor:
 
 
 def replicates_of_terms(terms: Tensor) -> Replicates:
-    """Return ΔH, (2,), from the `change_terms` of independent units, (N, 6), with its values without each unit."""
+    """Return ΔH, (2,), and its values without each unit, given the units' `change_terms`, (N, 6).
+
+    Raises:
+        UserError: There are fewer than MIN_SEQUENCES units.
+    """
     if len(terms) < MIN_SEQUENCES:
         raise UserError(f"{len(terms)} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
     sums = terms.sum(dim=0)

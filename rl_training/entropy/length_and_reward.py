@@ -1,16 +1,16 @@
-"""The first-order change of length and reward by a step, leave-fold-out like `forward`, from entropy's own gradients.
+"""The first-order change of length and reward by a step, leave-fold-out like `forward`, without further backwards.
 
-length  Σ_k n_k ∂E[T]_k · δθ_(−k) / N     X per sequence less X per token is H_tok ∂E[T]: no further backward
-reward  Σ_k n_k J_k · δθ_(−k) / N         J_k is the gradient of the mean reward
+    length  Σ_k n_k ∂E[T]_k · δθ_(−k) / N     X per sequence minus X per token is H_tok ∂E[T]
+    reward  Σ_k n_k J_k · δθ_(−k) / N         J_k is fold k's gradient of the mean reward
 
     J = 1/S Σ_i (r_i − mean of the n responses to its prompt) n/(n−1) ρ_i Σ_k ∂log π(t_ik)
 
-over the S responses that have a reward. A prompt's only rewarded response has no baseline and contributes 0. n/(n−1)
-takes a response's own reward out of its group's mean, and ρ_i is its ratio to the sampler, 1 where the policy itself
-sampled.
+The sum runs over the S responses that have a reward. If a prompt has only one of these, it has no baseline and
+contributes 0. The factor n/(n−1) removes a response's own reward from its group's mean. ρ_i is the response's ratio to
+the sampler, 1 if the policy itself sampled it.
 
-Dr-GRPO's gradient is a multiple of J, so J then costs nothing. Whether a step's gradient is a multiple is decided from
-the weights of its loss alone: settings may say something else, and the loss may be a user's.
+Dr-GRPO's gradient is a multiple of J, so J then costs nothing. Whether the step's gradient is a multiple of J is
+decided from the loss's weights alone: settings can be misleading, and users can bring their own loss.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS, Limits
 
-ROUNDING = 1e-6  # relative error of a sum of squared weights within which the loss's are a multiple of the reward's
+ROUNDING = 1e-6  # the loss's weights count as a multiple of the reward's up to this share of the sum of squares
 
 
 @dataclass(frozen=True)
 class RewardGradient:
-    """J of a step, as a multiple of the step's own gradient where it is one."""
+    """J of a step, and whether it is a multiple of the step's own gradient."""
 
-    weights: LossWeights | None  # of a loss whose gradient is J; None where it is not known
-    limit: Limit | None  # J is not known
-    factor: float | None  # J as a multiple of the step's own gradient; None where it is none
-    factor_limit: Limit | None  # it is none
+    weights: LossWeights | None  # weights of a loss whose gradient is J; None if unknown
+    limit: Limit | None  # why J is unknown
+    factor: float | None  # J as a multiple of the step's own gradient; None if it is not one
+    factor_limit: Limit | None  # why it is not one
 
 
 def reward_gradient(batch: Batch, ranks: Ranks, limits: Limits) -> RewardGradient:
-    """Return J, the gradient of the mean reward of a response. A collective."""
+    """Return J, the gradient of the mean reward of a response. Collective."""
     by_response, limit = _above_the_others(batch, ranks)
     logs = batch.log_ratios()
     if not limit and float(ranks.reduce(by_response.new_tensor(float(logs is None)))):
@@ -56,18 +56,18 @@ def reward_gradient(batch: Batch, ranks: Ranks, limits: Limits) -> RewardGradien
 
 
 def reward_multiple_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:
-    """Return the limit of a gradient that is not of rewards less their groups' means, or None. A collective.
+    """Return the limit if the step's gradient is not that of rewards minus their groups' means, or None. Collective.
 
-    Whoever has sampled the responses: ratios to a sampler are not in it.
+    Ratios to a sampler are left out, so it does not matter which policy sampled the responses.
     """
     by_response, limit = _above_the_others(batch, ranks)
     return limit or _multiple_of_the_step(batch, ranks, limits, _on_tokens(batch, by_response))[1]
 
 
 def _above_the_others(batch: Batch, ranks: Ranks) -> tuple[Tensor, Limit | None]:
-    """Return (r_i − mean) n/(n−1) / S of each response, (B,), and why it is not known. A collective.
+    """Return (r_i − mean) n/(n−1) / S times the number of ranks, (B,), and the limit if it is unknown. Collective.
 
-    It is multiplied by the number of processes, like training's weights, whose sums are averaged over processes.
+    The factor is there because training's weights have it too: their gradients are averaged over ranks.
     """
     rollout = batch.rollout
     rewards = torch.full_like(rollout.prompt_index, torch.nan, dtype=torch.float64)
@@ -91,7 +91,7 @@ def _on_tokens(batch: Batch, by_response: Tensor) -> LossWeights:
 def _multiple_of_the_step(
     batch: Batch, ranks: Ranks, limits: Limits, weights: LossWeights
 ) -> tuple[float | None, Limit | None]:
-    """Return the factor that makes the step's gradient that of these weights, or None and the reason. A collective."""
+    """Return the factor that turns the step's gradient into that of `weights`, or None and the limit. Collective."""
     if limits.other_terms:
         return None, limits.other_terms
     of_loss, of_reward = (table.stacked().double().flatten() for table in (batch.loss_weights, weights))
@@ -99,7 +99,7 @@ def _multiple_of_the_step(
         torch.stack([of_loss @ of_loss, of_loss @ of_reward, of_reward @ of_reward])
     ).unbind()
     table = torch.stack([torch.stack([square, product]), torch.stack([product, others])])
-    rounding = ROUNDING + torch.finfo(batch.loss_weights.logps.dtype).eps ** 2  # bf16 rounds the loss's own
+    rounding = ROUNDING + torch.finfo(batch.loss_weights.logps.dtype).eps ** 2  # the loss's may be bf16
     factors = multiples(table, 1, [0], rounding)
     if factors is not None:
         return factors[0], None
@@ -107,9 +107,9 @@ def _multiple_of_the_step(
 
 
 def reward_products(fold_sizes: Tensor, ranks: Ranks, steps: LeaveOneOutUpdates | None, factor: float | None) -> Tensor:
-    """Return n_k J_k · δθ_(−k) and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) by fold, (F, 2) fp64. A collective.
+    """Return n_k J_k · δθ_(−k) and Σ_{j≠l} n_j J_j · (δθ_(−l) − δθ) by fold, (F, 2) fp64. Collective.
 
-    Both are nan where J is no multiple of the step's own gradient, and where there are no steps without a fold.
+    Both are nan if J is not a multiple of the step's own gradient, or if no fold can be left out of the step.
     """
     if factor is None or steps is None:
         return torch.full((len(fold_sizes), 2), torch.nan, dtype=torch.float64)

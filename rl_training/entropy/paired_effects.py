@@ -1,4 +1,4 @@
-"""ΔH and Δreward of changes of a step, with errors: products with the changes, summed over folds."""
+"""ΔH and Δreward of changing a step, with errors: products with the changes of the update, summed over folds."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from rl_training.step.runtime import Runtime
 
 
 def paired_effects_limit(step: StepData, prediction: EntropyPrediction, off_policy: Limit) -> Limit | None:
-    """Return the limit of a step without products by folds, with errors, or None.
+    """Return the limit if the step can have no paired effects with errors, or None.
 
     Args:
-        off_policy: The limit of an off-policy step.
+        step: The step.
+        prediction: Its predicted change of entropy.
+        off_policy: The limit to return for an off-policy step.
     """
     reused = step.limits.reused
     other_policy = None if step.batch.rollout.on_policy else off_policy
@@ -39,9 +41,9 @@ def paired_effects_limit(step: StepData, prediction: EntropyPrediction, off_poli
 
 
 class StepByFolds:
-    """The steps without each fold, X of each fold, and the counts that products are divided by.
+    """The updates without each fold, X of each fold, and the counts that products are divided by.
 
-    Only where `paired_effects_limit` is None.
+    Only valid if `paired_effects_limit` returns None.
     """
 
     def __init__(self, prediction: EntropyPrediction) -> None:
@@ -58,9 +60,9 @@ class StepByFolds:
         """Return ΔH per token and Δreward per response of one change.
 
         Args:
-            of_fold: (F, directions), the products by fold from `ChangedSteps.products`. The directions are X and,
-                where it is known, the gradient of the reward.
-            corrections: (F, directions), their leave-one-out corrections.
+            of_fold: Products by fold from `ChangedSteps.products`, (F, directions). The directions are X and, if
+                known, the gradient of the reward.
+            corrections: Their leave-one-out corrections, (F, directions).
         """
         by_fold = torch.cat([self._by_fold, self._by_fold[:, :1] * of_fold], dim=1)
         total = by_fold.sum(dim=0)
@@ -79,18 +81,18 @@ def paired_effects(
     weights: Mapping[str, Tensor],
     reward: float | LossWeights | None,
 ) -> dict[str, Pair]:
-    """Return ΔH per token and Δreward per response of each change, by name. A collective.
+    """Return ΔH per token and Δreward per response of each change, by name. Collective.
 
-    Only where `paired_effects_limit` is None.
+    Only valid if `paired_effects_limit` returns None.
 
     Args:
-        step: the step.
-        prediction: what it does to entropy.
-        runtime: what calculates.
-        changes: changes that need no gradient but the step's own; None stands for the step as it is.
-        weights: (2, B, T) of each changed loss.
-        reward: the reward's gradient, as a multiple of the step's own or by the weights of a loss; None: every Δreward
-            is nan.
+        step: The step.
+        prediction: Its predicted change of entropy.
+        runtime: The policy, the ranks and the reduction that sums gradients by fold.
+        changes: Changes that only need the step's own gradient. None stands for the step as it is.
+        weights: The weights of each changed loss, (2, B, T).
+        reward: The reward's gradient: a multiple of the step's own, or the weights of a loss that has it. None: every
+            Δreward is nan.
     """
     folds = StepByFolds(prediction)
     reduce = runtime.ranks.reduce
@@ -112,7 +114,7 @@ def paired_effects(
         pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
 
     measure({**changes, **without_basis})
-    for number, basis in bases:  # one at a time: they are large
+    for number, basis in bases:  # one at a time, because they are large
         measure(by_basis[names[number - len(first)]], basis)
         del basis
     return pairs
@@ -120,23 +122,23 @@ def paired_effects(
 
 @dataclass(frozen=True)
 class GradientShares:
-    """The part of ΔH that comes from the step's fresh gradient: products by fold, (F, 1) each."""
+    """The part of ΔH that comes from the step's fresh gradient, as products by fold, (F, 1) each."""
 
-    whole: Tensor
+    whole: Tensor  # of the whole gradient
     shares: Sequence[Tensor]  # of each weighting
     folds: StepByFolds
 
     def pair(self, products: Tensor) -> Pair:
-        """Return ΔH per token from products by fold, and nan."""
+        """Return ΔH per token from products by fold, with nan for Δreward."""
         return self.folds.pair(products, torch.zeros_like(products))
 
 
 def gradient_shares(
     batch: Batch, prediction: EntropyPrediction, runtime: Runtime, weights: Sequence[LossWeights]
 ) -> GradientShares:
-    """Return what of ΔH comes from the step's fresh gradient, and from these parts of its weights. A collective.
+    """Return how much of ΔH comes from the step's fresh gradient, and from each of these weightings. Collective.
 
-    Only where `paired_effects_limit` is None.
+    Only valid if `paired_effects_limit` returns None.
     """
     folds = StepByFolds(prediction)
 
@@ -148,7 +150,7 @@ def gradient_shares(
     by_number = {}
     for number, basis in iter_basis_gradients(batch, runtime, weights):
         by_number[number] = products(basis)
-        del basis  # before the next is made
+        del basis  # free it before the next is made
     return GradientShares(products(None), [by_number[number] for number in range(len(weights))], folds)
 
 
@@ -156,7 +158,8 @@ def _per_unit(sums: Tensor) -> Tensor:
     """Return ΔH per token and Δreward per response, (..., 2). Δreward is nan without the gradient of the reward.
 
     Args:
-        sums: (..., 2 + directions), responses, tokens, Σ n_k X_k · Δ_(−k) and perhaps Σ n_k J_k · Δ_(−k).
+        sums: Numbers of responses and of tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k),
+            (..., 2 + directions).
     """
     number = sums[..., 0:1]
     length = sums[..., 1:2]

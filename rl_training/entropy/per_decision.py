@@ -1,23 +1,23 @@
 """The change of entropy by per-decision importance sampling (PDIS), from the scores of every token. Pure functions.
 
-The entropy h_k at a token depends on the tokens before it and on nothing after. So it needs the ratio of its prefix
-only, where importance.py weights the whole sequence: for sequences t_i ~ π scored under π and π',
+The entropy h_k at a token depends only on the tokens before it. So it needs only the ratio of its prefix, while
+importance.py weights whole sequences. For sequences t_i ~ π, scored under π and π',
 
     ρ_ik   = exp Σ_{j<k} (log π'(t_ij) − log π(t_ij))             prefix ratio; after the last token, the full ratio
-    H'_seq = Σ_k  Σ_i ρ_ik m_ik h'_ik / Σ_i ρ_ik                  m_ik = 1 while sequence i lasts
+    H'_seq = Σ_k  Σ_i ρ_ik m_ik h'_ik / Σ_i ρ_ik                  m_ik = 1 until sequence i has ended
     T'     = Σ_k  Σ_i ρ_ik m_ik       / Σ_i ρ_ik
     ΔH_seq = H'_seq − mean H,   ΔH_tok = H'_seq / T' − Σ H / Σ T
 
-The normaliser of position k runs over ALL N sequences. A sequence that has ended counts with entropy 0 and with the
-ratio that it ended with. Leaving it out, or giving it weight 1, is wrong where the step makes responses longer or
-shorter.
+The normaliser at position k runs over ALL N sequences. A sequence that has ended counts with entropy 0 and with the
+ratio that it ended with. If it were left out, or had weight 1, the result would be wrong for steps that make responses
+longer or shorter.
 
-To first order in the step this is the estimator of entropy.py with the baseline of the buffer, in which ended sequences
-count as 0; SNIS corresponds to a noisier one. So PDIS and `first_order_change` on the same sequences share their noise,
-and their difference is the curvature of the step. That function works from the slopes of every token along the step.
+To first order in the step, this is the estimator of entropy/weights.py with the baseline "buffer", in which ended
+sequences count as 0; SNIS corresponds to a noisier one. So on the same sequences, PDIS and `first_order_change`, which
+uses the slopes of every token's scores along the step, share their noise. Their difference is the step's second order.
 
-Errors are delete-one jackknife over sequences, or over units of them that are independent, such as prompts with several
-responses: each left-out value is exact, baseline and normalisers included.
+Errors are delete-one jackknife over sequences, or over independent units of them, such as prompts with several
+responses. Each leave-one-out value is exact, including the baseline and the normalisers.
 
 Source: Precup, Sutton & Singh 2000, "Eligibility traces for off-policy policy evaluation" (per-decision weights).
 """
@@ -38,10 +38,10 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     """Return the PDIS estimate of ΔH, (2,) nats per token and per sequence, with its values without each unit.
 
     Args:
-        before: scores under the policy that the sequences were sampled from.
-        after: scores of the same tokens under the other policy.
-        units: jackknife units, perhaps spread over processes, which exchange a few sums per position; their tables must
-            have one width. None: each sequence is a unit.
+        before: Scores under the policy that sampled the sequences.
+        after: Scores of the same tokens under the other policy.
+        units: Jackknife units. None: each sequence is one. If they are spread over ranks, the function is collective
+            (a few sums per position), and the ranks' tables must have the same width.
 
     Example: a = "x." and b = ".", h = 1 everywhere before the step, h' = 2 at the first tokens and 4 after "x". The
     step makes "x" 1.5 times as likely and "." at the start half as likely, so that at k = 1 ρ_a = 1.5, and b has ended
@@ -51,7 +51,7 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     now = _exact(before, units)
     then = _exact(after, units)
     log_ratios = sums_before(then.logps - now.logps)
-    # Relative to the largest ratio of each position, which cancels: none overflows, and not all underflow.
+    # Ratios are relative to the largest at each position, which cancels: none overflows, and not all underflow.
     ratios = (log_ratios - units.max(log_ratios)).exp()
     terms = torch.stack([ratios * then.entropies, ratios * now.mask, ratios], dim=1)  # (B, 3, T)
     total = units.reduce(terms.sum(dim=0))
@@ -62,12 +62,12 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
 
     without = total.new_zeros(units.count, 2)
     without[local_units] = sum_of_positions(total - unit_sums)
-    changed = Replicates(sum_of_positions(total), units.reduce(without))  # a row is 0 on all processes but one
+    changed = Replicates(sum_of_positions(total), units.reduce(without))  # each row is 0 on all ranks but one
     return _per_token_and_sequence(changed) - mean_entropy(before, units)
 
 
 def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replicates:
-    """Return H, (2,) nats per token and per sequence, under the policy that the sequences were sampled from."""
+    """Return H of the policy that sampled the sequences, (2,) nats per token and per sequence."""
     units = units or JackknifeUnits.of_rows(scores.mask)
     exact = _exact(scores, units)
     sums = _sums(torch.stack([exact.entropies, exact.mask], dim=1).sum(dim=2), units)
@@ -79,14 +79,14 @@ def first_order_change(
 ) -> Replicates:
     """Return X·δθ, (2,) nats per token and per sequence, with its values without each unit.
 
-    It equals the product with the gradient of `surrogate_weights(baseline="buffer")`, without a backward. A unit is
-    also left out of the baseline, of the level H_tok and of the mean length.
+    The value equals the product of δθ with the gradient from `surrogate_weights(baseline="buffer")`, but needs no
+    backward. Leaving out a unit also removes it from the baseline, from H_tok and from the mean length.
 
     Args:
-        scores: of the sequences.
-        logp_slopes: (N, T), ∂log π(t_ik)·δθ, from `slopes`.
-        entropy_slopes: (N, T), ∂h_ik·δθ.
-        units: jackknife units; None: each sequence is one.
+        scores: Scores of the sequences.
+        logp_slopes: ∂log π(t_ik)·δθ, from `slopes`, (N, T).
+        entropy_slopes: ∂h_ik·δθ, from `slopes`, (N, T).
+        units: Jackknife units. None: each sequence is one.
     """
     units = units or JackknifeUnits.of_rows(scores.mask)
     exact = _exact(scores, units)
@@ -112,7 +112,7 @@ def first_order_change(
 
 
 def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
-    """Return (∂log π·δθ, ∂h·δθ), both (N, T), by central differences of the scores at θ ± size·δθ; error O(size²)."""
+    """Return (∂log π·δθ, ∂h·δθ), (N, T) each, by central differences between θ ± size·δθ. The error is O(size²)."""
     return (
         (ahead.logps.double() - behind.logps.double()) / (2.0 * size),
         (ahead.entropies.double() - behind.entropies.double()) / (2.0 * size),
@@ -126,7 +126,7 @@ def _exact(scores: Scores, units: JackknifeUnits) -> Scores:
 
 
 def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
-    """Return (H/T, H) of (H, T)."""
+    """Return (H/T, H), given (H, T)."""
 
     def ratio(values: Tensor) -> Tensor:
         return torch.stack([values[..., 0] / values[..., 1], values[..., 0]], dim=-1)
@@ -135,7 +135,7 @@ def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
 
 
 def _sums(values: Tensor, units: JackknifeUnits) -> Replicates:
-    """Sum (N, …) over all sequences, with the sums without each unit."""
+    """Return the sum of (N, …) values over all sequences, with the sums without each unit."""
     by_unit = units.gather(values)
     total = by_unit.sum(dim=0)
     return Replicates(total, total - by_unit)
@@ -148,8 +148,8 @@ def _ratio(sums: Replicates, counts: Replicates) -> Replicates:
 def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: JackknifeUnits) -> Replicates:
     """Return Σ_ik (v_ik − loo_k) d_ik, (1,), with its values without each unit.
 
-    loo_k is the mean of v over the other sequences alive at k. With n sequences alive, a position contributes
-    (n Σ v d − Σ v Σ d) / (n − 1), and v d where n = 1.
+    loo_k is the mean of v over the other sequences alive at k. A position with n live sequences contributes
+    (n Σ v d − Σ v Σ d) / (n − 1), or v d if n = 1.
     """
     values = values * alive
 

@@ -1,7 +1,9 @@
-"""The first-order change of entropy by a step: X by fold times the optimizer's step, summed over whole-prompt folds.
+"""The first-order change of entropy by a step: each fold's entropy gradient X times an update, summed over folds.
 
-    forward   Σ_k n_k X_k · δθ_(−k) / N     leave-fold-out: the step that the other folds alone would have made
-    backward  Σ_k n_k X_k · δθ_before / N   the step before, which is independent of this batch
+A fold holds whole prompts.
+
+    forward   Σ_k n_k X_k · δθ_(−k) / N     leave-fold-out: the update that the other folds alone would have made
+    backward  Σ_k n_k X_k · δθ_before / N   the previous step's update, which is independent of this batch
     reuse     Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
 
 Where each quantity is calculated, and which limits (step/limits.py) make it nan:
@@ -10,39 +12,40 @@ Where each quantity is calculated, and which limits (step/limits.py) make it nan
                                                                       sampling_mismatch, split_prompts, one_response,
                                                                       hooked, no_sampling_logps, sampler_too_far,
                                                                       no_tokens; from step/score_check.py: other_scores
-    entropy             levels_of_folds in fold_gradients.py          none beside
-    forward, its        FoldProducts._forward in products.py          `forward_limit`, from _forward_limit: no formula
-    splits, unclipped                                                 of the optimizer (optim/state.py), one_fold,
-                                                                      reused, `rows_limit` (engine/build_step.py)
+    entropy             levels_of_folds in fold_gradients.py          no others
+    forward, its        FoldProducts._forward in products.py          `forward_limit`, from _forward_limit: the
+    splits, unclipped                                                 optimizer has no formula (optim/state.py),
+                                                                      one_fold, reused, `rows_limit`
+                                                                      (engine/build_step.py)
     backward            FoldProducts._dots in products.py             `backward_limit`: first_step, step_not_measured,
-                                                                      step_taken_again, or what the step before was
+                                                                      step_taken_again, or the previous step's limit
                                                                       (previous_update.py); reused
-    reuse               FoldProducts._dots in products.py             no formula of the optimizer
+    reuse               FoldProducts._dots in products.py             the optimizer has no formula
     change of length    statistic in fold_sums.py                     `forward_limit`
     change of reward,   reward_products in length_and_reward.py       `forward_limit`, and `reward_limit`, from
     delta_reward/…                                                    reward_gradient: other_loss, other_terms,
                                                                       no_rewards, no_others, no_sampling_logps
     every error bar     with_quantities in fold_sums.py               fewer than MIN_FOLDS_STEP folds
 
-A KL term of the loss, say, makes `delta_reward/forward` nan (other_loss, from _multiple_of_the_step there: the step's
-gradient is no multiple of the reward's, but at the reference itself, where the term's is 0), and none of the others: it
-is part of the loss's weights on log-probabilities. Beside this table it makes nan what asks the same of a loss: the
-split of `gns` (_split_limit in probes/gns.py), and interventions that need Dr-GRPO's loss or its advantages
-(unavailable_reason in interventions/named.py).
-
-All of them are nan where engine/verifier.py finds, after the step, that it was not the optimizer's formula
+All of them are nan if engine/verifier.py finds, after the step, that the optimizer did not follow its formula
 (not_the_formula).
 
-Vectors are this process's entries, and a fold may have sequences on several processes: products are sums over entries,
-and are summed over the processes once, at the end.
+Example: a KL term in the loss is part of the loss's weights on log-probabilities, so in this table it affects only
+`delta_reward/forward`. That is nan (other_loss, from _multiple_of_the_step in length_and_reward.py), because the step's
+gradient is no longer a multiple of the reward's, except at the reference policy, where the term's gradient is 0. The
+same requirement makes two things outside this table nan: the split of `gns` (_split_limit in probes/gns.py), and
+interventions that need Dr-GRPO's loss or its advantages (unavailable_reason in interventions/named.py).
 
-Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ, and with S = Σ_k n_k X_k
+Vectors hold this rank's entries, and a fold may have sequences on several ranks. Products are sums over entries, so
+they are summed over ranks once, at the end.
+
+The jackknife leaves out fold l. Then the updates δθ_(−k) of the other folds lose fold l too:
+δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ. With S = Σ_k n_k X_k, this changes the sum by
 
     Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
 
-So only S and one entropy gradient at a time are held in memory: besides the K rows of the folds' gradients, a step
-holds δθ, the previous δθ, S and one X; and all X_k only where they are small, or for probes that multiply them with
-changes of the step.
+So S and one entropy gradient at a time are enough. A step holds the K rows of fold gradients, δθ, the previous δθ, S
+and one X. It holds all X_k only if they are small, or if a probe multiplies them with changes of the step.
 """
 
 from __future__ import annotations
@@ -72,21 +75,21 @@ from rl_training.step.needs import Need
 from rl_training.step.runtime import Runtime
 from rl_training.step.score_check import ScoreCheck
 
-MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
+MIN_ESS = 0.5  # as a share of the sequences; below it importance weights are worthless
 
 
 class Updates(NamedTuple):
-    """What the optimizer's formula says of a step; None for what is not available."""
+    """The updates of a step by the optimizer's formula. None if not available."""
 
     intended: Vector | None = None  # δθ
-    rounded: Vector | None = None  # what the rounding of the weights leaves of it; in fp32 the same vector
-    without: LeaveOneOutUpdates | None = None  # the steps without each fold
+    rounded: Vector | None = None  # δθ after the weights are rounded; the same vector for fp32 weights
+    without: LeaveOneOutUpdates | None = None  # the updates without each fold
 
 
 def predict_entropy(step: StepData, runtime: Runtime, memory: PreviousUpdate, needs: Need) -> EntropyPrediction:
-    """Return what the step does to entropy to first order, as far as `needs` asks for it. A collective.
+    """Predict the step's change of entropy to first order; `needs` selects the parts. Collective.
 
-    The memory keeps δθ for the step after.
+    Afterwards `memory` holds this step's δθ, for the next step's `backward`.
     """
     batch, ranks = step.batch, runtime.ranks
     settings, labels = memory.settings, memory.attribution.labels
@@ -114,7 +117,7 @@ def predict_entropy(step: StepData, runtime: Runtime, memory: PreviousUpdate, ne
     )
     memory.keep(step.number, None if step.optimizer.rounded else updates.rounded, step.gradients.weights)
     other_scores = check.limit(ranks.reduce)
-    if other_scores:  # the step itself is what it is
+    if other_scores:  # the updates remain valid: they do not depend on these scores
         return EntropyPrediction(
             settings, labels, other_scores, other_scores, intended=updates.intended, update=updates.rounded
         )
@@ -122,15 +125,16 @@ def predict_entropy(step: StepData, runtime: Runtime, memory: PreviousUpdate, ne
 
 
 def _without_entropy_gradient(step: StepData, memory: PreviousUpdate, limit: Limit) -> EntropyPrediction:
-    """Return the prediction of a step that has none, which the next one does not look back on."""
+    """Return the prediction of a step without X, and record in `memory` that its δθ is not kept."""
     memory.leave_out(step.number, limit)
     return EntropyPrediction(memory.settings, memory.attribution.labels, limit)
 
 
 def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit | None:
-    """Return the limit of a step without X, or None. With another sampler a collective.
+    """Return the limit if the step can have no X, or None. Collective if the rollout has sampling_logps.
 
-    X needs all responses to each prompt, sampled from the policy, or by a sampler with known log-probabilities.
+    X needs all responses to each prompt. They must be sampled from the policy, or from a sampler whose
+    log-probabilities are known.
     """
     logs = batch.log_ratios()
     limit = limits.sampling_mismatch or limits.no_baseline or limits.hooked
@@ -144,19 +148,19 @@ def _entropy_gradient_limit(batch: Batch, ranks: Ranks, limits: Limits) -> Limit
 
 
 def _forward_limit(step: StepData) -> Limit | None:
-    """Return the limit of a step of which no fold can be left out, or None."""
+    """Return the limit if no fold can be left out of the step, or None."""
     limits = step.limits
     return step.optimizer.limit or step.gradients.rows_limit or limits.one_fold or limits.reused
 
 
 def _updates(step: StepData, ranks: Ranks) -> Updates:
-    """Return what the optimizer's formula says of the step, and of the steps without each fold. A collective."""
+    """Return the update of the step and the updates without each fold, by the optimizer's formula. Collective."""
     gradients = step.gradients
     layout = gradients.layout
     max_grad_norm = step.optimizer.max_grad_norm
     if step.optimizer.states is None:
         return Updates()
-    mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined piece by piece
+    mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined by piece
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for part in (piece.of(mean) for piece in pieces):
@@ -183,17 +187,17 @@ def _multiply(
     level: float,
     check: ScoreCheck,
 ) -> tuple[FoldProducts | None, Vector | None]:
-    """Return the products of X with the updates, and X of each fold as rows, as far as `needs` asks. A collective.
+    """Return the products of X with the updates, and X of each fold as rows; None unless in `needs`. Collective.
 
     Args:
-        step: the step.
-        runtime: what calculates.
-        memory: has δθ of the step before.
-        needs: of the probes.
-        updates: of the step.
-        ratios: prefix ratios to the sampler; None: all are 1.
+        step: The step.
+        runtime: The policy, the ranks and the reduction that sums gradients by fold.
+        memory: Has δθ of the previous step.
+        needs: What the probes need.
+        updates: The updates of the step.
+        ratios: Prefix ratios to the sampler. None: all are 1.
         level: H_tok of the whole step.
-        check: receives all scores that X is made of.
+        check: Receives all scores that X is calculated from.
     """
     batch, layout, settings = step.batch, step.gradients.layout, memory.settings
     num_targets = 1 + settings.per_sequence
@@ -205,7 +209,7 @@ def _multiply(
         )
     rows = layout.zeros(batch.num_folds, device=memory.device) if Need.ENTROPY_ROWS in needs else None
     by_group: Iterable[tuple[FoldGroup, list[Vector]]] = fold_gradients(batch, runtime, ratios, level, settings, check)
-    if layout.is_small:  # then all come first: passes and products in turns would drive each other out of a CPU's cache
+    if layout.is_small:  # finish all backwards first: interleaving them with products thrashes the CPU cache
         by_group = list(by_group)
     folds_at_once = batch.num_folds if layout.is_small else len(batch.folds[0].folds)
     sums = products.sums if products is not None else []
@@ -216,5 +220,5 @@ def _multiply(
                 products.add(k, [[part[number] for part in x] for x in directions])
             if rows is not None:
                 add([part[k] for part in rows], [part[number] for part in directions[0]])
-        del directions  # before the next ones are made, beside weights that are gathered
+        del directions  # free them before the next group's, which are made while weights may be gathered
     return products, rows

@@ -1,22 +1,22 @@
-"""The policy before a step compared with the one after it, from responses that were sampled after. Pure functions.
+"""Compares the policy before a step with the one after it, on responses sampled after the step. Pure functions.
 
-Responses t ~ π, the policy after the step, scored under π and under π', the policy before. With the ratios of prefixes
+Responses t ~ π, the policy after the step, are scored under π and under π', the policy before it. With prefix ratios
 
     ρ_k = Π_{j<k} π'(t_j) / π(t_j),      Δ_k = ρ_{k+1} − ρ_k,      w = ρ after the last token
 
-and h' the exact entropies under π',
+and the exact entropies h' under π',
 
     H' − H = E[ Σ_k ρ_k h'_k − h_k − Δ_k b_k ]                nats per sequence
     T' − T = E[ Σ_k ρ_k − 1 − Δ_k b_k ]                       tokens
-    r' − r = E[ (w − 1)(r − b) ]                              of the reward r
-    KL(π|π') = E[ Σ_k (ratio_k − 1 − log ratio_k) ]           nats per sequence, never below 0
+    r' − r = E[ (w − 1)(r − b) ]                              reward per response
+    KL(π|π') = E[ Σ_k (ratio_k − 1 − log ratio_k) ]           nats per sequence, never negative
 
-exact for steps of any size. E[Δ_k | prefix] = 0 under π, so that any baseline b that does not depend on the token and
-what follows leaves them unbiased. It is the mean of the entropies (tokens) still to come over the OTHER responses of
-the prompt, as in entropy.py: to first order in the step H' − H is the product of that entropy gradient with it. Weights
-that are normalised by their own sum over the few responses of a prompt would shrink the change by a tenth.
+These are exact for steps of any size. E[Δ_k | prefix] = 0 under π, so any baseline b that does not depend on token k
+or later ones keeps the estimates unbiased. b_k is the mean entropy (number of tokens) still to come over the OTHER
+responses to the prompt, as in entropy/weights.py. So to first order in the step, H' − H is the product of that entropy
+gradient with the step. Self-normalised weights over the few responses to a prompt would shrink the change by a tenth.
 
-Where the responses come from another sampler μ, 1 and ρ_k become the ratios of prefixes under π and π' to μ.
+If another policy μ sampled the responses, 1 and ρ_k become the prefix ratios of π and of π' to μ.
 
 Sources: Precup, Sutton & Singh 2000 (per-decision weights); Schulman 2020, "Approximating KL divergence" (k3).
 """
@@ -34,21 +34,21 @@ from rl_training.policy.scores import Scores
 def differences_before(
     scores: Scores, before: Scores, rows: Tensor, prompt_index: Tensor, rewards: Tensor, log_ratios: Tensor
 ) -> Tensor:
-    """Return some responses' terms of H' − H, T' − T, r' − r and KL(π|π'), and log w.
+    """Return the terms of H' − H, T' − T, r' − r and KL(π|π'), and log w, of some responses.
 
     Args:
-        scores: of all responses, under the policy after the step.
-        before: of `rows`, under the policy before the step, in the same columns.
-        rows: (B',), indices of responses.
-        prompt_index: (B,), equal for responses to the same prompt, of which there are at least two.
-        rewards: (B,). The term of r' − r is 0 for a response whose reward is nan, or is its prompt's only one.
-        log_ratios: (B, T), log π − log μ of each token; 0 where the policy itself sampled.
+        scores: Scores of all responses under the policy after the step.
+        before: Scores of `rows` under the policy before the step, in the same columns.
+        rows: Indices of responses, (B',).
+        prompt_index: Equal for responses to the same prompt, (B,). Each prompt needs at least two responses.
+        rewards: (B,). A response's term of r' − r is 0 if its reward is nan, or the only one of its prompt.
+        log_ratios: log π − log μ of each token, (B, T); 0 if the policy itself sampled.
 
     Returns:
         (B', 5) fp64.
 
-    Example: of two responses to one prompt, each of one token with h = 1 and with rewards 1 and 0, the first has
-    h' = 3 and is twice as likely before: its terms are 2, 0, (2 − 1)(1 − 0) and 2 − 1 − log 2; log w = log 2.
+    Example: a prompt has two responses of one token each, with h = 1 and rewards 1 and 0. The first has h' = 3 and was
+    twice as likely before the step. Its terms are 2, 0, (2 − 1)(1 − 0) and 2 − 1 − log 2, and log w = log 2.
     """
     exact = scores.exact()
     exact_before = before.exact()
@@ -79,6 +79,6 @@ def differences_before(
 
 
 def _prefix_ratios(logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ρ before each token, (B, T), log ρ after the last one, (B,), and the change of ρ by each token, (B, T)."""
+    """Return ρ before each token, (B, T), log ρ after the last token, (B,), and each token's change of ρ, (B, T)."""
     before = sums_before(logs).exp()
     return before, logs.sum(dim=1), before * logs.expm1()

@@ -1,4 +1,4 @@
-"""The update of the step before, for `backward`."""
+"""The update of the previous step, for `backward`."""
 
 from __future__ import annotations
 
@@ -20,56 +20,61 @@ from rl_training.step.limits import FIRST_STEP, STEP_NOT_MEASURED, STEP_TAKEN_AG
 
 @dataclass(frozen=True)
 class UpdateState:
-    """What a checkpoint keeps of the steps so far."""
+    """What a checkpoint keeps of the previous steps."""
 
     update: ShardedVector = field(default_factory=ShardedVector)  # δθ of the last step
-    step: int = 0  # that it is of; 0: of none
-    errors: RunningVariance = field(default_factory=RunningVariance)  # of the products, at the last steps
+    step: int = 0  # the number of that step; 0: there is no δθ
+    errors: RunningVariance = field(default_factory=RunningVariance)  # variances of the products at the last steps
 
 
 class PreviousUpdate:
-    """δθ of the step before, beside what is the same for all steps and the errors of their products (`errors`).
+    """Holds δθ of the previous step, the running errors of the products (`errors`), and what is constant over steps.
 
-    Where a step has no formula, or weights are rounded, the weights before it are kept until it has been taken.
+    If a step's δθ cannot come from the formula, because there is none or weights are rounded, the weights before the
+    step are kept until it has been taken, and δθ is their difference.
+
+    Args:
+        shard: This rank's entries of the parameters.
+        settings: How the entropy gradient is estimated.
+        offload: Keep tensors by fold in host memory.
+        state: The state saved in a checkpoint. None starts from scratch.
+
+    Raises:
+        UserError: The state belongs to another model.
     """
 
     def __init__(
         self, shard: Shard, settings: EntropySettings, offload: bool = False, state: UpdateState | None = None
     ) -> None:
-        """Begin with what a checkpoint has kept, or without it with nothing.
-
-        Raises:
-            UserError: the state is of another model.
-        """
         state = state or UpdateState()
         self._shard, self._layout = shard, shard.layout
-        self.vector: Vector | None = None  # this process's entries
-        # Copies: sums over a part depend, in the last bits, on where in memory it begins.
-        if state.step:  # the same on every rank, some of which may have no entries
+        self.vector: Vector | None = None  # δθ of `step`, this rank's entries; None if unknown
+        # The parts are copied because the last bits of a sum depend on the memory address of its first entry.
+        if state.step:  # not state.update, which may be empty on some ranks
             self.vector = self._layout.vector(part.clone() for part in state.update.local(shard).values())
-        self.step: int | None = state.step or None  # that the vector is of
+        self.step: int | None = state.step or None  # the last step; None before the first
         self.errors = AveragedErrors(state.errors, settings.error_decay)
-        self._before: Mapping[str, Tensor] = {}  # the kept weights, (n,) each
-        self._limit: Limit | None = None  # why δθ of the kept step is not known
+        self._before: Mapping[str, Tensor] = {}  # the weights before `step` if they are kept, (n,) each
+        self._limit: Limit | None = None  # why δθ of `step` is unknown
         self.settings = settings
-        self.device = "cpu" if offload else None  # of tensors by fold; None: the parameters' device
-        self.most_bytes = 0  # of all vectors that the last step held at once
+        self.device = "cpu" if offload else None  # where tensors by fold are kept; None: on the parameters' device
+        self.most_bytes = 0  # bytes of all vectors that the last step held at once
         self.attribution = Attribution(shard.layout.names)
 
     @property
     def state(self) -> UpdateState:
-        """What a checkpoint keeps; of this process's entries, in host memory."""
+        """The state to save in a checkpoint: this rank's entries, in host memory."""
         if self.step is None or self.vector is None:
             return UpdateState(errors=self.errors.kept)
         entries = {name: part.cpu() for name, part in self._layout.by_name(self.vector).items()}
         return UpdateState(ShardedVector.of(self._shard, entries), self.step, self.errors.kept)
 
     def count_bytes(self, *vectors: Vector | None, more: int) -> None:
-        """Set `most_bytes` for a step that holds these vectors at once, beside the δθ or weights that are kept here.
+        """Set `most_bytes` for a step that holds these vectors at once, plus the δθ or weights that are kept here.
 
         Args:
-            vectors: None counts as nothing; a tensor that several share counts once.
-            more: the number of further vectors of the layout's size.
+            *vectors: The vectors. None counts 0, and a tensor in several vectors counts once.
+            more: The number of further vectors of the layout's size.
         """
         parts = {
             id(part): part for vector in (self.vector, *vectors) for part in vector or ()
@@ -77,11 +82,11 @@ class PreviousUpdate:
         self.most_bytes = num_bytes([*parts.values(), *self._before.values()]) + more * self._layout.num_bytes
 
     def before(self, step: int) -> Vector | None:
-        """Return δθ of step − 1; None where it is not known."""
+        """Return δθ of step − 1, or None if it is unknown."""
         return self.vector if self.step == step - 1 else None
 
     def limit(self, step: int) -> Limit | None:
-        """Return the limit of `backward` where δθ of step − 1 is not known, or None."""
+        """Return the limit of `backward` if δθ of step − 1 is unknown, or None."""
         if self.step is None:
             return FIRST_STEP
         if self.step >= step:
@@ -91,7 +96,7 @@ class PreviousUpdate:
         return self._limit
 
     def keep(self, step: int, update: Vector | None, weights: Mapping[str, Tensor]) -> None:
-        """Keep a step's δθ, or without one a copy of the weights that the step starts from."""
+        """Keep a step's δθ; if `update` is None, keep a copy of the weights before the step instead."""
         self.step = step
         self.errors.begin()
         self.vector = update
@@ -99,14 +104,14 @@ class PreviousUpdate:
         self._before = {} if update is not None else {name: part.clone() for name, part in weights.items()}
 
     def leave_out(self, step: int, limit: Limit) -> None:
-        """Keep nothing of a step, because of this limit."""
+        """Record a step without keeping its δθ, because of this limit."""
         self.step = step
         self.errors.begin()
         self._before = {}
         self.forget(limit)
 
     def finish(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Calculate δθ of a step whose weights are kept, from the weights after it."""
+        """Calculate δθ from the weights after a step, if the weights before it are kept."""
         if self._before and self.step == step:
             dtype = self._layout.dtype
             changes = (weights[name].to(dtype) - before.to(dtype) for name, before in self._before.items())
@@ -114,6 +119,6 @@ class PreviousUpdate:
             self._before = {}
 
     def forget(self, limit: Limit) -> None:
-        """Discard δθ of the kept step, because the optimizer took another one."""
+        """Discard δθ of the last step, and keep `limit` as the reason."""
         self.vector = None
         self._limit = limit.prefixed(f"step {self.step}")

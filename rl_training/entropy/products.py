@@ -1,7 +1,7 @@
-"""Products of each fold's entropy gradient with the steps that the optimizer would make with and without each fold.
+"""Products of each fold's entropy gradient with the updates that the optimizer would make with and without each fold.
 
-Each product is calculated per direction: X per token and, if wanted, per sequence. It is a sum over entries: a process
-calculates its part, and the parts are summed once, at the end.
+Each product is calculated for X per token and, on request, for X per sequence. It is a sum over entries: each rank
+sums its own entries, and the ranks' sums are added once, at the end.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def pad_units(values: Tensor) -> Tensor:
 
 @dataclass
 class FoldProducts:
-    """The products of a step, from one fold at a time. It holds one entropy gradient and their sum."""
+    """The products of a step, one fold at a time. Only S = Σ n_k X_k is kept of the entropy gradients."""
 
     layout: Layout
     sizes: Tensor  # (F,) fp64, n_k
     attribution: Attribution
-    update: Vector | None  # δθ of the step; None without a formula
-    previous: Vector | None  # δθ of the step before; None where it is not known
-    steps: LeaveOneOutUpdates | None  # None where no fold can be left out
-    num_targets: int  # 1 for per token, 2 for per sequence too
-    sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
-    _products: list[Tensor] = field(default_factory=list)  # by fold, (products and splits, targets)
+    update: Vector | None  # δθ of the step; None if the optimizer has no formula
+    previous: Vector | None  # δθ of the previous step; None if unknown
+    steps: LeaveOneOutUpdates | None  # None if no fold can be left out
+    num_targets: int  # 1: per token; 2: per token and per sequence
+    sums: list[Vector] = field(default_factory=list)  # S = Σ n_k X_k of each target
+    _products: list[Tensor] = field(default_factory=list)  # of each fold, (products and splits, targets)
 
     def __post_init__(self) -> None:
         self.sums = [self.layout.zeros() for _ in range(self.num_targets)]
@@ -52,12 +52,12 @@ class FoldProducts:
         self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
 
     def over_processes(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Sum the products over processes. A collective.
+        """Sum the products over ranks. Collective.
 
         Returns:
-            n_k X_k · δθ of PRODUCTS and of forward's splits, and the leave-one-out corrections
+            n_k X_k · δθ for each of PRODUCTS and each split of `forward`, and the leave-one-out corrections
             Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) of each fold l. Both are (F, products, 2) fp64, per token and per sequence.
-            Corrections are 0 but for forward, with and without clipping, and its parts by cause.
+            Corrections are 0 except for `forward`, `forward_unclipped` and the parts of `forward` by cause.
         """
         by_fold = torch.stack(self._products)
         products = by_fold[:, : len(PRODUCTS)]
@@ -75,11 +75,11 @@ class FoldProducts:
         """Return the leave-one-out corrections of `forward`, (F, targets), and of its parts, (F, causes, targets).
 
         A correction is S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ). Momentum and decay depend on a fold's gradient
-        only through the preconditioner, or not at all, so their second term is estimated as the share n_l / N of the
-        first, as if all folds' terms were alike. The gradient's correction is the rest.
+        through the preconditioner at most, so their second term is approximated by n_l / N times the first, as if all
+        folds contributed alike. The gradient's correction is the remainder.
 
         Args:
-            of_fold: (F, targets), n_l X_l · (δθ_(−l) − δθ).
+            of_fold: n_l X_l · (δθ_(−l) − δθ), (F, targets).
         """
         by_cause = of_fold.new_full((len(of_fold), len(CAUSES), len(self.sums)), torch.nan)
         if self.steps is None:
@@ -97,13 +97,13 @@ class FoldProducts:
         return whole, by_cause
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
-        """Return X · δθ of each direction, (targets,) fp64; nan where the update is not known."""
+        """Return X · δθ for each X in `directions`, (targets,) fp64; nan if the update is unknown."""
         if update is None:
             return torch.full((len(directions),), torch.nan, dtype=torch.float64, device=self.layout.device)
         return torch.stack([dot(update, x) for x in directions])
 
     def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return X_k · δθ_(−k), the same without clipping, and the former by cause and by parameter."""
+        """Return X_k · δθ_(−k), the same without clipping, and the split of the first by cause and by parameter."""
         if self.steps is None:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)

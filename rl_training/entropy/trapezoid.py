@@ -1,27 +1,28 @@
-"""The running sum of trapezoid estimates over steps, beside the measured change of the same quantity.
+"""The running sum of trapezoid estimates over steps, to be compared with the measured change of the same quantity.
 
-Step s moves θ_s to θ_{s+1}. Its change is ½(F_s + B_{s+1}): forward, from batch s, and backward, from batch s+1. Up to
-batch s the sum is
+Step s moves θ_s to θ_{s+1}. Its change is estimated as ½(F_s + B_{s+1}): forward from batch s, backward from batch s+1.
+The sum up to batch s is
 
     Σ_{j<s} ½(F_j + B_{j+1})  =  ½F_1 + Σ_{1<j<s} ½(F_j + B_j) + ½B_s,
 
-one term per BATCH on the right. Batches are sampled afresh, so the errors of these terms are uncorrelated although
-F_j and B_j share batch j, and the variances of the terms on the right add up. Σ v of batches with variances v has the
-degrees of freedom of (Σ v)²/Σ v² equal ones (Satterthwaite).
+with one term per BATCH on the right. F_j and B_j share batch j, but batches are sampled independently. So the errors of
+the terms on the right are uncorrelated, and their variances add up. Σ v over batches with variances v has the degrees
+of freedom of (Σ v)²/Σ v² batches with equal variances (Satterthwaite).
 
-A step that has no trapezoid is bridged, with a wider bar:
+A step without a trapezoid is bridged, with a wider error bar:
 
-    B_{s+1}            where only F_s is missing. Its bias is half of the step's second order, ½(B − F). The root mean
-                       square of that over the steps that have a trapezoid is added to the error, as if all bridged
-                       steps had a bias of the same sign;
-    level_b − level_a  the measured change from batch a to batch b, otherwise: also over steps that were not measured,
-                       and before any step has a trapezoid.
+    B_{s+1}            if only F_s is missing. The bias is half of the step's second order, ½(B − F). Its root mean
+                       square over the steps that have a trapezoid is added to the error, as if the biases of all
+                       bridged steps had the same sign;
+    level_b − level_a  otherwise: the measured change from batch a to batch b. This also bridges steps that were not
+                       measured, and steps before the first trapezoid.
 
-A batch's term then has, at worst, the sum of the standard errors of its parts in both steps. A sum without any
-trapezoid is not a prediction, and is nan.
+The standard error of a batch's term is then, at worst, the sum of the standard errors of its parts in both steps. A sum
+without any trapezoid is not a prediction, so it is nan.
 
-The variances v of ½F_s and w of ½B_{s+1} may be averages over the same earlier batches, worth n and m of them. At worst
-their errors, v/√n and w/√m up to a factor, add up. Then v + w is worth (v + w)²/(v/√n + w/√m)² batches.
+The variances v of ½F_s and w of ½B_{s+1} may be averages over the same earlier batches, with effective numbers of
+batches n and m. In the worst case their errors, v/√n and w/√m up to a factor, add up. Then the effective number behind
+v + w is (v + w)²/(v/√n + w/√m)².
 """
 
 from __future__ import annotations
@@ -39,48 +40,48 @@ from rl_training.step.quantities import Quantity
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
 NO_BAR = "no error bar: one of the batches that it sums over had too few folds"
-# How the change over the step before a batch is known, entry by entry.
+# How the change over the step before a batch is estimated, entry by entry.
 NOTHING, TRAPEZOID, BACKWARD, MEASURED = range(4)
 BRIDGES = {BACKWARD: "by backward alone", MEASURED: "by the measured change"}
 
 
 class TrapezoidTerms(NamedTuple):
-    """SUMS: the change over the last closed step, and from the first batch to this one, predicted and measured."""
+    """The three SUMS: the change over the previous step, and the changes since the first batch."""
 
-    trapezoid: Quantity
-    predicted: Quantity
-    measured: Quantity
+    trapezoid: Quantity  # over the previous step
+    predicted: Quantity  # since the first batch
+    measured: Quantity  # since the first batch
 
 
 @dataclass(frozen=True)
 class TrapezoidSum:
     """The sum of trapezoids up to a batch, with bridges over steps that have none. See the module's docstring.
 
-    Tensors have the shape of the quantity, entry by entry, but for `bridged`.
+    All tensors except `bridged` have the shape of the quantity.
     """
 
-    step: int  # that the last batch takes; 0: there is no batch yet
+    step: int  # the step taken with the last batch; 0: there is no batch yet
     first_level: Tensor  # the quantity itself, on the first batch
     first_level_stderr: Tensor
-    level: Tensor  # on the last one
+    level: Tensor  # the quantity itself, on the last batch
     level_stderr: Tensor
-    forward: Tensor  # its predicted change over the step that the last batch takes
+    forward: Tensor  # the quantity's predicted change over the step taken with the last batch
     forward_stderr: Tensor
-    forward_batches: Tensor
+    forward_batches: Tensor  # effective number of batches behind forward_stderr
     half_step_stderr: Tensor  # of ½(forward + backward) from the last batch
     predicted: Tensor  # the sum
-    variance: Tensor  # of the sum, but for the last batch's part
-    squares: Tensor  # of the variances that add up to it
+    variance: Tensor  # of the sum, without the last batch's part
+    squares: Tensor  # Σ v² over the variances v that add up to `variance`
     closed: Tensor  # how many steps have a trapezoid
-    second_order: Tensor  # Σ (½ of their second order)²
-    offset: Tensor  # Σ of what bridges by backward may be off
-    part: Tensor  # how the change over the step before the last batch is known
-    part_stderr: Tensor  # the last batch's part of it
-    bridged: Tensor  # (2, 2): by each way of BRIDGES how many steps, and the last of them
+    second_order: Tensor  # Σ (½ of the second order)² over these steps
+    offset: Tensor  # sum of the possible biases of bridges by backward
+    part: Tensor  # how the change over the step before the last batch is estimated: TRAPEZOID, BACKWARD, …
+    part_stderr: Tensor  # the last batch's contribution to that estimate's standard error
+    bridged: Tensor  # (2, 2): for each entry of BRIDGES, the number of steps bridged, and the last of them
 
     @classmethod
     def empty(cls, *shape: int) -> TrapezoidSum:
-        """Return the sum of a quantity of this shape before the first batch."""
+        """Return the sum before the first batch, for a quantity of this shape."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in ("step", "bridged")]
         zeros: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.float64) for name in names}
         return cls(step=0, bridged=torch.zeros(len(BRIDGES), 2, dtype=torch.long), **zeros)
@@ -88,14 +89,14 @@ class TrapezoidSum:
     def add(
         self, step: int, level: Quantity, forward: Quantity, backward: Quantity, half_step_stderr: Tensor
     ) -> tuple[TrapezoidSum, TrapezoidTerms]:
-        """Return the sum with another batch, and what it says. At the first batch sums are 0, and the trapezoid is nan.
+        """Return the sum including another batch, and its terms. At the first batch, sums are 0 and trapezoid is nan.
 
         Args:
-            step: the number of the optimizer step that the batch takes.
-            level: the quantity itself, measured on this batch.
-            forward: its predicted change over the step that the batch takes.
-            backward: its change over the step before, seen from this batch.
-            half_step_stderr: of ½(forward + backward), which share this batch's noise.
+            step: The number of the optimizer step taken with this batch.
+            level: The quantity itself, measured on this batch.
+            forward: Its predicted change over the step taken with this batch.
+            backward: Its change over the previous step, predicted from this batch.
+            half_step_stderr: The error of ½(forward + backward), which share this batch's noise.
         """
         zeros, ones, nans = (torch.full_like(forward.value, number) for number in (0.0, 1.0, torch.nan))
         limit = backward.reason or forward.reason or HALF
@@ -137,17 +138,17 @@ class TrapezoidSum:
 
 
 def _closed(last: TrapezoidSum, step: int, level: Quantity, backward: Quantity, trapezoid: Tensor) -> dict[str, Any]:
-    """Return the fields of the sum that change when the change since the last batch is added."""
+    """Return the updated fields of the sum after adding the change since the last batch."""
     follows = last.step == step - 1
     closes = trapezoid.isfinite()
     by_backward = ~closes & backward.value.isfinite() & (last.closed > 0) & follows
     part = torch.where(closes, TRAPEZOID, torch.where(by_backward, BACKWARD, MEASURED)).to(last.part)
     change = _chosen(part, trapezoid, backward.value, level.value - last.level)
-    # The last batch's error, from its parts in the steps before and after it.
+    # The variance of the last batch's term, from its parts in the steps before and after it.
     ahead = _chosen(part, 0.5 * last.forward_stderr, torch.zeros_like(change), last.level_stderr)
     of_last = (last.part_stderr + ahead).square()
     of_last = torch.where((part == TRAPEZOID) & (last.part == TRAPEZOID), last.half_step_stderr.square(), of_last)
-    of_last = torch.where((part == MEASURED) & (last.part == MEASURED), 0.0, of_last)  # its level cancels
+    of_last = torch.where((part == MEASURED) & (last.part == MEASURED), 0.0, of_last)  # the batch's level cancels
     second_order = last.second_order + torch.where(closes, (trapezoid - last.forward).square(), 0.0)
     closed = last.closed + closes
     off = torch.where(by_backward, (second_order / closed).sqrt(), 0.0)
@@ -174,14 +175,14 @@ def _chosen(part: Tensor, trapezoid: Tensor, backward: Tensor, measured: Tensor)
 
 
 def _counted(count: Tensor, is_bridged: Tensor, first: int, last: int) -> Tensor:
-    """Count the steps first … last if they are bridged. `count` is the number of bridged steps and the last of them."""
-    if not bool(is_bridged.flatten()[0]):  # per token
+    """Add the steps first … last, if bridged, to `count`, which is (number of bridged steps, last of them)."""
+    if not bool(is_bridged.flatten()[0]):  # the entry per token decides
         return count
     return count.new_tensor([int(count[0]) + last - first + 1, last])
 
 
 def _summed(state: TrapezoidSum) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the predicted sum, nan without trapezoids, its error, and its effective number of batches."""
+    """Return the predicted sum (nan without trapezoids), its error, and the effective number of batches behind it."""
     end = state.part_stderr.square()
     offset = state.offset.square()
     total = state.variance + end + offset
@@ -191,7 +192,7 @@ def _summed(state: TrapezoidSum) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _remark(bridged: Tensor) -> str:
-    """Say which steps are bridged, and how; "" for none."""
+    """Return a text that says which steps are bridged, and how; "" for none."""
     ways = [
         f"step {last} {how}" if count == 1 else f"{count} steps {how}, the last of them {last}"
         for (count, last), how in zip(bridged.tolist(), BRIDGES.values(), strict=True)
@@ -203,7 +204,14 @@ def _remark(bridged: Tensor) -> str:
 def _terms(
     step: int, reasons: Sequence[str], numbers: Sequence[tuple[Tensor, Tensor, Tensor]], remark: str = ""
 ) -> TrapezoidTerms:
-    """Return SUMS about `step`, from the reason if it is missing, and the value, its error and its batches, of each."""
+    """Return the three SUMS as quantities about `step`.
+
+    Args:
+        step: The step that they refer to.
+        reasons: For each of SUMS, the reason why it is missing, or "".
+        numbers: For each of SUMS, its value, its error and the effective number of batches.
+        remark: A remark on the predicted sum.
+    """
     trapezoid, predicted, measured = (
         Quantity(name, value, error, step, why, batches)
         for name, why, (value, error, batches) in zip(SUMS, reasons, numbers, strict=True)
@@ -212,6 +220,6 @@ def _terms(
 
 
 def _batches_of_sum(a: Tensor, batches_a: Tensor, b: Tensor, batches_b: Tensor) -> Tensor:
-    """Return the effective number of batches behind the variance a + b, from those behind a and b."""
+    """Return the effective number of batches behind the variance a + b, given those behind a and b."""
     error = a / batches_a.sqrt() + b / batches_b.sqrt()
     return torch.where(error > 0, ((a + b) / error).square(), 1.0)

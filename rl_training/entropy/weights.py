@@ -7,31 +7,31 @@ distribution at its k-th prefix, the sequence entropy is
     H_tok = E[Σ_k h_k] / E[T]                           nats per token (a ratio of means).
 
 Differentiating E[Σ_k h_k] gives two terms: the entropies themselves change, and so do the prefixes that are visited.
-The estimate is a mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k  with detached weights:
+The estimate is the mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k  with detached weights:
 
     entropy  w_k = R_k − loo_k(R),     u_k = 1    R_k = Σ_{j>k} h_j, the entropy still to come
-    length   w_k = (T−k) − loo_k(T−k), u_k = 0    ∂E[T], for H_tok and for its own sake
+    length   w_k = (T−k) − loo_k(T−k), u_k = 0    estimates ∂E[T], which H_tok needs too
 
 loo_k is the mean over the OTHER responses to the same prompt that are still alive at k, 0 if there are none.
-Leaving the response itself out matters: a mean that includes it shrinks the estimate by (G−1)/G. Dropping the w term,
-which gives the gradient of the mean measured entropy, is biased: it ignores that the visited prefixes change.
-Where each sequence answers a prompt of its own, the baseline is the mean over all other sequences. It predicts less,
-but is just as independent of the response, so the estimate stays unbiased. Copies of one response are not independent.
+The response itself must be left out: a mean that includes it shrinks the estimate by (G−1)/G. Without the w term the
+estimate would be the gradient of the mean measured entropy, which ignores that the visited prefixes change: biased.
+If every sequence answers a different prompt, the baseline is the mean over all other sequences. It removes less noise,
+but it does not depend on the response either, so the estimate stays unbiased. Copies of one response would break this.
 
-Where the responses were sampled from another policy μ, costs and entropies are weighted by ρ_<k, the ratio π/μ of the
-tokens before k, and the baseline by ρ_≤k, which includes k (`PrefixRatios`; costs c_k = h_k, or 1 for the length):
+If another policy μ sampled the responses, costs and entropies are weighted by ρ_<k, the ratio π/μ of the tokens
+before k, and the baseline by ρ_≤k, which includes token k (`PrefixRatios`; costs c_k = h_k, or 1 for the length):
 
     w_k = Σ_{j>k} ρ_<j c_j − ρ_≤k b_k,   u_k = ρ_<k,   b_k = Σ_others Σ_{j>k} ρ_<j c_j / Σ_others ρ_≤k
 
-With all ρ = 1 these are the weights above. The weights of h less H_tok times those of the length are those of the
-centred costs h − H_tok. Of h alone the noise is 3 to 150 times larger at a KL of 1e-3 per token.
+With all ρ = 1 these are the weights above. The weights for h minus H_tok times those for the length are the weights
+for the centred costs h − H_tok. At a KL of 1e-3 per token, h alone has 3 to 150 times the noise of h − H_tok.
 
-Over several turns an environment (a tool, a user) answers between the policy's tokens. What it writes does not depend
-on the parameters given what came before. So the same forms hold with k and j over the policy's tokens only, and E
+In several turns an environment (a tool, a user) writes between the policy's tokens. Given what came before, what it
+writes does not depend on the parameters. So the formulas hold with k and j counting the policy's tokens only, and E
 includes the environment's randomness: docs/explanation/theory.md.
 
 Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
-REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k. The classic
+REINFORCE samples, get a baseline for free"), Rao-Blackwellised: −log π(t_k) is replaced by its mean h_k. The classic
 −E[(S − S̄) ∂S] needs sixteen times the sequences for the same error: benchmarks/README.md.
 """
 
@@ -51,25 +51,25 @@ Baseline = Literal["prompt", "buffer"]
 
 
 class PrefixRatios(NamedTuple):
-    """Ratios ρ = π/μ of prefixes, (B, T) fp64 each.
+    """Prefix ratios ρ = π/μ, (B, T) fp64 each.
 
-    Column k is the policy's k-th token. A sequence that has ended keeps the ratio that it ended with.
+    Column k is the policy's k-th token. After its end, a sequence keeps its last ratio.
     """
 
-    before: Tensor  # ρ_<k, of the tokens before k
-    through: Tensor  # ρ_≤k, of the tokens up to k
+    before: Tensor  # ρ_<k, over the tokens before k
+    through: Tensor  # ρ_≤k, over the tokens up to and including k
 
     @classmethod
     def of(cls, log_ratios: Tensor, mask: Tensor) -> PrefixRatios:
-        """Return the ratios from log π − log μ of each token, (B, T), where mask is 1."""
+        """Return the ratios, given log π − log μ of each token, (B, T). Only tokens with mask 1 count."""
         logs = log_ratios.double().masked_fill(mask == 0, 0.0).gather(1, policy_first(mask))
         return cls(sums_before(logs).exp(), running_sum(logs).exp())
 
     def normalised(self, reduce: Callable[[Tensor], Tensor] = identity) -> PrefixRatios:
-        """Divide the ratios by their mean over all N sequences at each position, which is 1 in expectation.
+        """Divide the ratios at each position by their mean over all N sequences, which is 1 in expectation.
 
         Args:
-            reduce: sums a tensor over the processes that hold the sequences, in tables of one width.
+            reduce: Sums a tensor over the ranks that hold the sequences. Their tables must have the same width.
         """
         sums = torch.stack([self.before.sum(dim=0), self.through.sum(dim=0)])
         count = sums.new_full((1,), float(len(self.before)))
@@ -78,7 +78,7 @@ class PrefixRatios(NamedTuple):
 
 
 def policy_first(mask: Tensor) -> Tensor:
-    """Return the column order of each row, (B, T), that puts the columns with mask 1 first and keeps their order."""
+    """Return each row's column order, (B, T), that moves columns with mask 1 to the front and keeps their order."""
     return (mask == 0).long().argsort(dim=1, stable=True)
 
 
@@ -97,22 +97,22 @@ def surrogate_weights(
         mean over the B sequences of Σ_k logp_weights·logps + entropy_weights·entropies.
 
     Args:
-        entropies: (B, T) nats, of the distributions that the tokens were sampled from.
-        mask: (B, T), 1 on sampled tokens. An environment may have written others between them: positions, and which
-            sequences are alive at them, count the policy's tokens only.
-        prompt_index: (B,), equal for responses to the same prompt, of which there must be at least two.
-        target: "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T].
-        baseline: the mean over the other responses of the "prompt", or over all others of the "buffer", whose sequences
-            must be independent given their prompts; `prompt_index` then does not matter.
-        reduce: with the buffer, sums a tensor over the processes that hold it, in tables of one width; all means are
-            then over all processes.
-        ratios: of prefixes, where the sequences were sampled from another policy; at least T wide.
+        entropies: Entropies of the next-token distributions, (B, T) nats.
+        mask: 1 on sampled tokens, (B, T). An environment may have written the tokens between them. Positions count the
+            policy's tokens only, and so does whether a sequence is alive at a position.
+        prompt_index: Equal for responses to the same prompt, (B,). Each prompt needs at least two responses.
+        target: "sequence": ∂H_seq. "token": ∂H_tok, already divided by the batch's mean length. "length": ∂E[T].
+        baseline: "prompt": the mean over the other responses to the prompt. "buffer": the mean over all other
+            sequences, which must be independent given their prompts; `prompt_index` is then ignored.
+        reduce: For "buffer": sums a tensor over the ranks that hold the sequences, so that all means are over all
+            ranks. Their tables must have the same width.
+        ratios: Prefix ratios if another policy sampled the sequences; at least T wide.
 
     Returns:
         (logp_weights, entropy_weights), (B, T) each, detached, 0 where mask is 0.
 
     Raises:
-        UserError: a prompt, or the buffer, has a single response, so there is no leave-one-out baseline.
+        UserError: A prompt, or the buffer, has a single response, so there is no leave-one-out baseline.
     """
     if baseline not in ("prompt", "buffer"):
         raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
@@ -134,7 +134,7 @@ def surrogate_weights(
 def running_sum(values: Tensor) -> Tensor:
     """Return the sums of (B, T) values up to and including each position.
 
-    They are calculated on the CPU where torch may use deterministic algorithms only: it has none for a GPU.
+    If torch is restricted to deterministic algorithms, the CPU calculates them: torch's cumsum has none on a GPU.
     """
     place = "cpu" if torch.are_deterministic_algorithms_enabled() else values.device
     return values.to(place).cumsum(dim=1).to(values.device)
@@ -153,13 +153,13 @@ def sums_after(values: Tensor) -> Tensor:
 def _costs(
     target: Target, entropies: Tensor, weights: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's expected contribution to the target, before it is sampled, and the weight of its entropy.
+    """Return each token's cost, its expected contribution to the target before it is sampled, and its weight u_k.
 
     Args:
-        target: the quantity whose gradient is wanted.
+        target: The quantity whose gradient is wanted.
         entropies: (B, T).
-        weights: (B, T), ρ_<k; 0 where there is no token.
-        reduce: sums a tensor over the processes.
+        weights: ρ_<k, 0 where there is no token, (B, T).
+        reduce: Sums a tensor over ranks.
     """
     if target == "sequence":
         return entropies * weights, weights
@@ -167,7 +167,7 @@ def _costs(
         return weights, torch.zeros_like(weights)
     if target != "token":
         raise ValueError(f"unknown target {target!r}: choose 'sequence', 'token' or 'length'")
-    # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: the cost of a token is its entropy above the mean.
+    # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: a token costs its entropy minus the mean.
     count = weights.new_tensor(float(len(weights)))
     length, entropy, count = reduce(torch.stack([weights.sum(), (entropies * weights).sum(), count])).unbind()
     mean_length = length / count
@@ -176,7 +176,7 @@ def _costs(
 
 
 def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return prompt_index renumbered 0 .. number of prompts − 1, after checking that each prompt has two responses."""
+    """Return prompt_index renumbered from 0 without gaps. Raise UserError if a prompt has a single response."""
     _, group, sizes = prompt_index.unique(return_inverse=True, return_counts=True)
     if int(reduce(sizes.double()).min()) < 2:
         raise UserError(
@@ -190,7 +190,7 @@ def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tens
 def _leave_one_out_mean(
     values: Tensor, alive: Tensor, ratios: Tensor, group: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return Σ values / Σ ratios over the other members of each sequence's group that are alive, (B, T), or 0."""
+    """Return Σ values / Σ ratios over the other live members of each sequence's group, (B, T); 0 without any."""
     terms = torch.stack([(values * alive).to(ratios.dtype), ratios * alive, alive.to(ratios.dtype)], dim=1)
     table = terms.new_zeros(int(group.max()) + 1, *terms.shape[1:]).index_add_(0, group, terms)
     sums, weights, count_others = (reduce(table)[group] - terms).unbind(dim=1)
