@@ -1,6 +1,7 @@
-"""Checks of what train.py, offline.py and evaluate.py are given, before anything is written.
+"""Checks the settings of train.py, offline.py and evaluate.py before anything is written.
 
-Nothing here imports torch: a mistyped value fails at once. What only TRL knows of its fields is checked in build.py.
+Nothing here imports torch, so a mistyped value fails at once. Checks that need TRL's fields are in
+objects/trainer_checks.py.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ DERIVED_FIELDS = {
     "seed": "seed",
     "output_dir": "run_dir",
 }
-UNFIT = re.compile(r"[^\w.,=+-]+")  # for the name of a folder
+UNFIT = re.compile(r"[^\w.,=+-]+")  # characters that a folder name must not contain
 
 
 def check_run(cfg: DictConfig) -> int:
-    """Return how many microbatches of each process make a step, after all checks that are possible by now."""
+    """Run all checks that are possible without torch, and return the number of microbatches per step and process."""
     check_resume(cfg)
-    for key in PATHS:  # a shell does not expand a `~` after a `=`
+    for key in PATHS:  # the shell does not expand `~` after `=`
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.startswith("~"):
             OmegaConf.update(cfg, key, str(Path(value).expanduser()))
@@ -54,10 +55,10 @@ def check_run(cfg: DictConfig) -> int:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Raise UserError for settings that are out of range, do not exist, or duplicate another setting."""
+    """Raise UserError for settings that are out of range, do not exist, or contradict another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise UserError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
-    refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # what is in them comes later
+    refuse_other_kinds(cfg, {"batch": {}, "rollouts": {}, "logger": {}})  # their contents are checked below
     for key in ranges("train"):
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
@@ -75,14 +76,14 @@ def check_settings(cfg: DictConfig) -> None:
 
 @functools.cache
 def ranges(command: str) -> dict[str, Any]:
-    """Read the kinds and ranges of a command's settings, by key."""
+    """Return the allowed type and range of a command's settings, by key, from ranges.yaml."""
     return load_plain(Path(__file__).with_name("ranges.yaml"))[command]
 
 
 def check_values(cfg: DictConfig, command: str) -> None:
-    """Raise UserError for a setting that is not set, of another kind than in conf/, or out of its range.
+    """Raise UserError for a setting that is required but unset, has another type than in conf/, or is out of range.
 
-    One that is not there is not checked.
+    Settings that are absent are not checked.
     """
     unset = sorted(OmegaConf.missing_keys(cfg))
     if unset:
@@ -108,9 +109,9 @@ def _check_probes(probes: Any) -> None:
 
 
 def _check_trainer(cfg: DictConfig) -> None:
-    """Raise UserError for what in cfg.trainer comes too late, is out of range, or has its place elsewhere."""
+    """Raise UserError for values in cfg.trainer that come too late, cannot work, or are set by another setting."""
     if cfg.trainer.get("deepspeed"):
-        raise UserError(  # the process group exists before this is read, and would train with DDP
+        raise UserError(  # the process group already exists when this is read, and training would use DDP
             "trainer.deepspeed comes too late: use accelerate launch --config_file launch/zero2.yaml, which names the "
             "DeepSpeed configuration"
         )
@@ -132,12 +133,12 @@ def _check_trainer(cfg: DictConfig) -> None:
 
 
 def value_of(cfg: DictConfig, name: str) -> Any:
-    """Return the value that a field of the trainer in DERIVED_FIELDS has to have."""
+    """Return the value that a trainer field in DERIVED_FIELDS must have."""
     return f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, DERIVED_FIELDS[name])
 
 
 def check_resume(cfg: DictConfig) -> None:
-    """Raise UserError where there is nothing to resume, or nothing that `additional_steps` could be added to."""
+    """Raise UserError if there is no run to resume, or no run to which `additional_steps` could be added."""
     as_written: Any = OmegaConf.to_container(cfg, resolve=False)
     is_given = "${now:" not in str(as_written["run_dir"])
     if cfg.resume == "auto" and not is_given:
@@ -161,10 +162,10 @@ def check_resume(cfg: DictConfig) -> None:
 def accumulation_steps(
     sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
 ) -> int:
-    """Return how many microbatches of each process make a step.
+    """Return the number of microbatches per step on each process.
 
     Raises:
-        UserError: naming numbers that would divide.
+        UserError: If the sizes do not divide; the message names sizes that do.
     """
     if microbatch_size % responses_per_prompt:
         fitting = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
@@ -184,10 +185,10 @@ def accumulation_steps(
 
 
 def check_analysis(cfg: DictConfig) -> Settings:
-    """Return what is asked of a checkpoint.
+    """Return the settings of a checkpoint analysis.
 
     Raises:
-        UserError: for values that are not set, or mean nothing.
+        UserError: For values that are missing or invalid.
     """
     check_values(cfg, "offline")
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
@@ -195,14 +196,14 @@ def check_analysis(cfg: DictConfig) -> Settings:
     source = values["evaluation"]["source"]
     if isinstance(source, str) and source not in ("train", "eval"):
         raise UserError(f"evaluation.source={source}: choose train, eval, or a list of rows of the training set")
-    kinds: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING of a plain value
+    kinds: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING for a plain value
     return Settings(**{key: values[key] if kind is MISSING else kind(**values[key]) for key, kind in kinds.items()})
 
 
 def name_of(name: str) -> str:
-    """Return the folder for an analysis of this name; raise UserError for a name that is none of a folder.
+    """Return the folder for an analysis of this name, or raise UserError if it is not a valid folder name.
 
-    What follows a comma names a job of a sweep by its settings, and is made fit.
+    Text after a comma names a sweep job by its settings; characters that are invalid in folder names are removed.
     """
     typed = name.partition(",")[0]
     if UNFIT.search(typed) or typed.startswith(".") or not typed:
@@ -211,7 +212,7 @@ def name_of(name: str) -> str:
 
 
 def check_evaluation(cfg: DictConfig) -> None:
-    """Raise UserError for values that are not set, or mean nothing."""
+    """Raise UserError for settings of an evaluation that are missing or invalid."""
     check_values(cfg, "evaluate")
     options = cfg.evaluation
     if options.k is not None and options.k > options.responses_per_prompt:
@@ -222,5 +223,5 @@ def check_evaluation(cfg: DictConfig) -> None:
 
 
 def choose_probes(names: str) -> str:
-    """Explain that `probes=NAMES` sets options of probes, and that `probe` chooses them."""
+    """Return the message that `probe` chooses probes, and `probes.NAME.OPTION` sets their options."""
     return f"probes={names}: choose probes with 'probe={names}'; probes.NAME.OPTION=VALUE sets an option"

@@ -1,6 +1,7 @@
-"""Composes the settings of a command by Hydra, from conf/ and from what was typed.
+"""Composes the settings of a command with Hydra, from conf/ and the command line.
 
-A folder that is given by `--config-dir` comes before the package's own: its files win, and may add to each group.
+A folder given by `--config-dir` takes precedence over the package's conf/: its files win, and can add options to each
+group.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rl_training.records.files.masking import mask_line, mask_words, secrets_in,
 
 
 class _UsersFirst(SearchPathPlugin):
-    """Puts --config-dir before conf/: Hydra itself would look there last, so that only new files counted."""
+    """Searches --config-dir before conf/. Hydra would search it last, so that it could only add new files."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in conf_folders()[:-1]:
@@ -42,13 +43,17 @@ Plugins.instance().register(_UsersFirst)
 
 
 def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_listed: Callable[[str], bool]) -> None:
-    """Run a task with the settings of conf/NAME.yaml and those of sys.argv, and with the overrides that were typed.
+    """Compose conf/NAME.yaml with the overrides in sys.argv, and run a task with the result.
 
     Args:
-        is_listed: whether conf/ lists what a word sets; Hydra would ask for a + before the others
+        name: File in conf/, without `.yaml`.
+        task: Called with the composed settings and the list of overrides. In a sweep it is called once per job, until
+            a job fails.
+        is_listed: Returns whether conf/ lists the setting that this argument sets. Hydra would require a + before all
+            other settings.
     """
 
-    failures: list[Exception] = []  # of the task; Hydra would print a line of its own about each in every process
+    failures: list[Exception] = []  # raised by the task; Hydra would print its own line about each in every process
 
     def job(cfg: DictConfig) -> None:
         try:
@@ -62,7 +67,7 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
         except Exception as error:
             failures.append(error)
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, instead of printing them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     sys.argv[1:] = [word if is_listed(word) else settable(word) for word in sys.argv[1:]]
     try:
         with _settings_shown_masked():
@@ -76,7 +81,7 @@ def run_composed(name: str, task: Callable[[DictConfig, list[str]], None], is_li
 
 
 def _hide_secrets() -> None:
-    """Mask secrets in what Hydra and W&B keep of a command line: in Hydra's note of a sweep, and in sys.argv."""
+    """Mask secrets where Hydra and W&B record the command line: in Hydra's multirun.yaml, and in sys.argv."""
     hydra = HydraConfig.get()
     note = Path(hydra.sweep.dir) / "multirun.yaml"
     if hydra.mode == RunMode.MULTIRUN and note.is_file():
@@ -87,7 +92,7 @@ def _hide_secrets() -> None:
 
 @contextlib.contextmanager
 def _settings_shown_masked() -> Iterator[None]:
-    """Mask the secrets in the settings that Hydra prints for --cfg or --info."""
+    """Mask secrets in the settings that Hydra prints for --cfg or --info."""
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {"--cfg", "-c", "--info", "-i"}:
         yield
         return

@@ -1,7 +1,7 @@
-"""Code of the user's own: imported from the folder that a command is started in, and only where this command asks.
+"""Makes the user's own code importable from the working folder, but only if the command names it.
 
-That folder may be somebody else's, and a peft.py in it would be imported in the place of the library. So Python's path
-has it, at the end, only while a word of the command line, or a file of --config-dir, names code that lies there.
+The working folder may come from somebody else, and a peft.py in it would be imported instead of the library. So it is
+appended to Python's path only if the command line, or a file of --config-dir, names code in it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 
 
 def add_custom_code_to_path(cfg: DictConfig) -> None:
-    """Put the working folder on Python's path where composed settings name code in it.
+    """Append the working folder to Python's path if the composed settings name code in it.
 
     Raises:
-        UserError: where that folder is a run, or where another module has the same name.
+        UserError: If that folder is a run folder, or if another module has the same name.
     """
     here = Path.cwd()
     for named, module in _named_modules(cfg):
@@ -39,7 +39,7 @@ def add_custom_code_to_path(cfg: DictConfig) -> None:
 
 
 def _named_modules(cfg: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield what names code that conf/ does not ship, and the module in which that lies."""
+    """Yield (value, module) for each setting whose value names code that conf/ does not ship."""
     for keys, value in leaves(OmegaConf.to_container(cfg)):
         is_intervention = keys[0] == "intervention" or "which" in keys[2:3]
         if isinstance(value, str) and keys[-1] == "_target_" and must_be_named(keys, value):

@@ -1,4 +1,4 @@
-"""What Hydra, OmegaConf and YAML say of a mistyped command line, in one line of plain words with key, value and fix."""
+"""Explains errors of Hydra, OmegaConf and YAML about a mistyped command line in one line with key, value and fix."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rl_training.job.configuration.values import did_you_mean, quoted
 
 
 def explain(error: Exception) -> str:
-    """Explain in one line what was mistyped, with what may have been meant.
+    """Explain in one line what was mistyped, and suggest what may have been meant.
 
     Returns:
-        The line; "" for an error that comes of no setting, but of a mistake of the program.
+        The line, or "" if the error was caused by a bug rather than by a setting.
     """
     message = " ".join(str(error).split())
     if isinstance(error, OmegaConfBaseException | yaml.YAMLError):
@@ -50,7 +50,7 @@ def explain(error: Exception) -> str:
 
 
 def _explain_quotes(typed: str) -> str:
-    """Say of a word that Hydra's grammar cannot parse how to type it."""
+    """Return how to type an argument that Hydra's grammar cannot parse."""
     key, equals, value = typed.partition("=")
     if not equals:
         return f"{typed}: a setting is KEY=VALUE, see --help"
@@ -59,7 +59,7 @@ def _explain_quotes(typed: str) -> str:
 
 
 def _explain_choice() -> str:
-    """Name the first typed GROUP=VALUE whose value is no option of the group, as model=null; "" where there is none."""
+    """Name the first typed GROUP=VALUE whose value is not an option of the group, such as model=null; "" if none."""
     for word in sys.argv[1:]:
         group, _, name = word.lstrip("+").partition("=")
         if (CONF / group).is_dir() and name not in (options := _options_of(group)):
@@ -72,10 +72,10 @@ def _options_of(group: str) -> list[str]:
 
 
 def _known_settings() -> dict[str, str]:
-    """List the settings of this command and of all options of its groups.
+    """Return the settings of this command and of all options of its groups.
 
     Returns:
-        By setting, how it is named in a hint: with the option that has it, where it comes with one.
+        By setting, its name in a hint, which includes the GROUP=OPTION that defines it, if any.
     """
     command = Path(sys.argv[0]).stem.replace("analyze", "offline")
     main_file = CONF / f"{command}.yaml" if command in ("offline", "evaluate") else CONF / "train.yaml"

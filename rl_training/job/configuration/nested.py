@@ -1,4 +1,4 @@
-"""Nested settings: read from the files of conf/, walked, flattened to dotted keys and compared."""
+"""Nested settings: read them from conf/, iterate over them, flatten them to dotted keys and compare them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-Keys = tuple[Any, ...]  # from the outermost inwards
+Keys = tuple[Any, ...]  # from the outermost to the innermost
 
 
 def load_plain(path: Path) -> dict[str, Any]:
-    """Return the content of a file of conf/, unresolved."""
+    """Return the content of a file of conf/, with interpolations unresolved."""
     return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested configuration by their dotted keys."""
+    """Return the values of a nested configuration, resolved, by dotted key."""
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=True)
     if not isinstance(node, Mapping):
@@ -26,13 +26,13 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Name the settings that differ, each with both values; "" where none does."""
+    """Name the settings that differ, each with both values; "" if none differ."""
     changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
     return ", ".join(f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in changed)
 
 
 def leaves(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values of nested settings, each with its keys."""
+    """Yield (keys, value) for each value of nested settings."""
     if isinstance(node, Mapping | list):
         for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
             yield from leaves(value, (*keys, name))
@@ -45,7 +45,7 @@ def dotted(keys: Keys) -> str:
 
 
 def with_texts(settings: Any, change: Callable[[str], str]) -> Any:
-    """Return settings with each text in them changed."""
+    """Return settings with `change` applied to each string value."""
     if isinstance(settings, Mapping):
         return {name: with_texts(value, change) for name, value in settings.items()}
     if isinstance(settings, list):

@@ -1,4 +1,4 @@
-"""Settings as they are typed, GROUP=OPTION or KEY=VALUE, and the changes that they make to the settings of a run."""
+"""Overrides as typed on the command line, GROUP=OPTION or KEY=VALUE, and how they change the settings of a run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rl_training.job.configuration.nested import flat, load_plain
 from rl_training.job.configuration.shipped import CONF
 from rl_training.job.configuration.values import did_you_mean
 
-# Groups whose option can be changed, each with its place in the settings.
+# Groups whose option can be changed, with their key in the settings.
 GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
           "logger": "logger"}  # fmt: skip
-ONE_OF = ("trainer", "model", "adapter", "data", "buffer")  # groups of which a run has one option
-UNLISTED = ("trainer", "model", "adapter", "data")  # what they are made into refuses a setting that it does not know
+ONE_OF = ("trainer", "model", "adapter", "data", "buffer")  # groups that take exactly one option
+UNLISTED = ("trainer", "model", "adapter", "data")  # accept any setting: what is made from them refuses unknown ones
 
 
 def key_of(word: str) -> str:
-    """Return the first part of an override's key: "trainer" of ++trainer.max_steps=3; "" of --help."""
+    """Return the first part of an override's key: "trainer" for ++trainer.max_steps=3, "" for --help."""
     return re.split(r"[.=@]", word.lstrip("+~"))[0] if "=" in word and not word.startswith("-") else ""
 
 
@@ -33,27 +33,28 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def settable(word: str) -> str:
-    """Mark an override with ++, so that Hydra takes a setting that conf/ does not list; keep GROUP=OPTION as it is."""
+    """Prefix KEY=VALUE with ++, so that Hydra accepts settings missing from conf/. Keep GROUP=OPTION unchanged."""
     is_plain = key_of(word) not in ("", "hydra") and word[0] not in "+~" and not (CONF / word.split("=")[0]).is_dir()
     return f"++{word}" if is_plain else word
 
 
 def overrides_of_the_run(overrides: Sequence[str]) -> list[str]:
-    """Choose the overrides of an analysis that are for its run: what conf/offline.yaml itself does not have."""
+    """Return the overrides of an analysis that are meant for its run: those that conf/offline.yaml does not define."""
     offline_keys = {*load_plain(CONF / "offline.yaml"), "hydra", ""}
     return [word for word in overrides if key_of(word) not in offline_keys]
 
 
 def with_overrides(settings: DictConfig, overrides: Sequence[str], where: str) -> DictConfig:
-    """Return settings with the changes that the overrides describe; an option takes the place of the present one.
+    """Return settings with these overrides applied. GROUP=OPTION replaces the group's present option.
 
-    An option of another kind brings what it sets elsewhere too: data=gsm8k its trainer.max_completion_length.
+    An option with another `_target_` also applies what it sets elsewhere: data=gsm8k sets
+    trainer.max_completion_length.
 
     Args:
-        where: the run that has these settings, for the message
+        where: The run that has these settings, for messages.
 
     Raises:
-        UserError: for a setting that there is not, and for what cannot be changed.
+        UserError: For a setting that does not exist or cannot be changed.
     """
     settings = settings.copy()
     changes = [change for change in parsed(overrides) if not change.key_or_group.startswith("hydra")]
@@ -83,13 +84,13 @@ def _choose(settings: DictConfig, group: str, names: Sequence[str]) -> None:
 
 
 def with_all_loggers(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return settings that have the dashboards of each option of 'logger=[wandb,tensorboard]', where Hydra keeps one's.
+    """Return settings with the dashboards of all options in 'logger=[wandb,tensorboard]'. Hydra keeps those of one.
 
     Args:
-        overrides: What was typed.
+        overrides: The overrides as typed.
 
     Raises:
-        UserError: for several options of a group of which there can be one.
+        UserError: If several options are given for a group that takes exactly one.
     """
     typed = {change.key_or_group: cast("Any", change.value()) for change in parsed(overrides)}
     for group in ONE_OF:

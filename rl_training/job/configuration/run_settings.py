@@ -1,4 +1,4 @@
-"""The settings of a run, as its config.yaml has them: analyses and branches change them by what is typed."""
+"""The settings of a run, read from its config.yaml. Analyses and branches override them from the command line."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rl_training.job.configuration.stored import as_written, load_settings, refu
 from rl_training.records.files.masking import without_masks, without_secrets
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 
-NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
-MADE = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # into a trainer
+NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # by build_restored
+MADE = ("trainer", "model", "adapter", "data", "buffer", "intervention")  # from which the trainer is made
 ITS_OWN = ("run_dir", "resume", "branch", "additional_steps")
 KEPT = ("model.", "adapter.", "data.", "trainer.optim")
-# Settings that say which prompts a step learns from.
+# Settings that determine which prompts each step learns from.
 ORDER = ("seed", "batch.sequences_per_step", "trainer.num_generations", "trainer.steps_per_generation",
          "trainer.num_iterations")  # fmt: skip
 
 
 def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
-    """Return the configuration of the run that a checkpoint belongs to, with these changes.
+    """Return the configuration of the run that a checkpoint belongs to, with these changes applied.
 
-    For a checkpoint outside of a run it is train.yaml's with these changes, which then name model and data.
+    For a checkpoint outside a run, the changes are applied to train.yaml and must name model and data.
 
     Raises:
-        UserError: for a setting that there is not, and where model or data are not named.
+        UserError: For a setting that does not exist, or if model or data must be named and are not.
     """
     stored = checkpoint.resolve().parents[1] / CONFIG_FILE
     if not stored.is_file():
@@ -54,7 +54,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
 
 
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
-    """Raise UserError when a run would be resumed with other settings than it has: some of them would be ignored."""
+    """Raise UserError if a run would be resumed with different settings, some of which would be ignored."""
     stored = run_dir / CONFIG_FILE
     if not stored.is_file():
         return
@@ -72,16 +72,16 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
 
 
 def branched(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the run's settings; for branch=CHECKPOINT, those of the run that it comes from, with the changes applied.
+    """Return cfg, or for branch=CHECKPOINT the settings of the checkpoint's run with the overrides applied.
 
-    Weights, optimizer, random numbers and position in the data are the checkpoint's: a branch without changes is its
-    run bit for bit.
+    Weights, optimizer state, random state and position in the data come from the checkpoint: a branch without changes
+    repeats its run bit for bit.
 
     Args:
-        overrides: what was typed
+        overrides: The overrides as typed.
 
     Raises:
-        UserError: where there is no such checkpoint, or where model, adapter or data would change.
+        UserError: If there is no such checkpoint, or if model, adapter, data or optimizer would change.
     """
     if cfg.get("branch") is None:
         return cfg
@@ -89,7 +89,7 @@ def branched(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     stored = checkpoint.parents[1] / CONFIG_FILE
     started = load_settings(stored)
     started.pop("provenance", None)
-    as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # run_dir may name the seed, which is this run's
+    as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # unresolved: run_dir may refer to the branch's seed
     changes = [word for word in overrides if key_of(word) not in ITS_OWN]
     settings = with_overrides(started, changes, f"the run in {stored.parent}")
     before, now = ({k: as_written(v) for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
@@ -103,7 +103,7 @@ def branched(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     if Path(str(settings.run_dir)).expanduser().resolve().is_relative_to(checkpoint.parent):
         raise UserError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
     settings.branch = str(checkpoint)
-    for node in (settings.buffer, *settings.probes.values()):  # resolved in config.yaml: ${seed} where it is the run's
+    for node in (settings.buffer, *settings.probes.values()):  # in config.yaml, ${seed} is resolved
         if isinstance(node, DictConfig) and node.get("seed") == started.seed:
             node.seed = settings.seed
     for name in DERIVED_FIELDS:
@@ -112,12 +112,12 @@ def branched(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def checkpoint_in_a_run(setting: str, value: object) -> Path:
-    """Return the checkpoint that SETTING=VALUE names, a run's newest or one folder.
+    """Return the checkpoint that SETTING=VALUE names: a checkpoint folder, or a run for its newest checkpoint.
 
     Raises:
-        UserError: outside of a run.
+        UserError: If it is not in a run folder.
     """
-    from rl_training.records.checkpoints import find_checkpoint  # imports torch: --help need not wait for it
+    from rl_training.records.checkpoints import find_checkpoint  # imports torch, which --help must not wait for
 
     if str(value) in ("", "latest", "auto", "none"):
         raise UserError(f"{setting}={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
@@ -131,7 +131,7 @@ def checkpoint_in_a_run(setting: str, value: object) -> Path:
 
 
 def prompt_order_changes(cfg: DictConfig) -> str:
-    """Name the settings of a branch that change the order of its run's prompts; "" where none does."""
+    """Name the settings of a branch that change the order of prompts relative to its run; "" if none do."""
     started = flat(load_settings(Path(cfg.branch).parents[1] / CONFIG_FILE))
     before, now = ({key: settings[key] for key in ORDER if key in settings} for settings in (started, flat(cfg)))
     return differences(before, now)

@@ -1,6 +1,6 @@
-"""The files that come with the package: conf/, launch/, probe_configs/, and the two commands that copy them.
+"""The folders that come with the package (conf/, launch/ and probe_configs/), and two commands that copy from them.
 
-They lie at the top of a checkout, and in a wheel inside the package (setup.py).
+In a checkout they are at the top level; in a wheel they are inside the package (setup.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONF, LAUNCH, PROBE_CONFIGS = map(_shipped, ("conf", "launch", "probe_configs"))
 
 
 def conf_folders() -> list[Path]:
-    """Return the folders that settings are read from, in the order in which they win: --config-dir, conf/."""
+    """Return the folders that settings are read from, highest precedence first: --config-dir, conf/."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     given = parser.parse_known_args(sys.argv[1:])[0].config_dir
@@ -32,7 +32,7 @@ def conf_folders() -> list[Path]:
 
 
 def show_conf() -> None:
-    """Print where the configuration files are; with --copy, copy them."""
+    """Print the folder of the configuration files, or copy them with --copy."""
     parser = argparse.ArgumentParser(
         prog="rl-training config",
         description="Print the folder of the configuration files that train, analyze and evaluate read; or copy them.",
@@ -51,7 +51,7 @@ def show_conf() -> None:
 
 
 def copy_launch_file() -> None:
-    """Copy a launch file or a script to ./launch, where it is not yet, and print its path."""
+    """Copy a launch file or a script to ./launch, unless it exists there, and print its path."""
     scripts = ["train.slurm", "sync.sh"]
     names = [*sorted(path.stem for path in LAUNCH.glob("*.yaml")), *scripts]
     parser = argparse.ArgumentParser(
@@ -62,7 +62,7 @@ def copy_launch_file() -> None:
     )
     parser.add_argument("name", metavar="NAME", choices=names, help=", ".join(names))
     name = parser.parse_args().name
-    copies = [name] if name in scripts else [f"{name}.yaml", f"{name}.json"]  # of DeepSpeed's, the settings
+    copies = [name] if name in scripts else [f"{name}.yaml", f"{name}.json"]  # .json: DeepSpeed's settings, if any
     for copy in copies:
         if (LAUNCH / copy).is_file() and not (Path("launch") / copy).exists():
             Path("launch").mkdir(exist_ok=True)

@@ -1,10 +1,10 @@
-"""Settings that lie in a folder, as a run's config.yaml, and the objects that settings describe.
+"""Reads settings stored in a folder, such as a run's config.yaml, so that nothing in them can run code.
 
-A run may come from somebody else, and a `_target_` in its config.yaml can be any function of any library. So what is
-read from a folder is inert: only what the files of conf/ make at a place can be made there, and everything else that
-would run code or send something away is marked. A mark is refused where it would be used, in one line that says what to
-type: what is named on this command line takes the place of the mark, and is made. Commands read the settings of a
-folder here and nowhere else, and make objects of settings here and nowhere else.
+A run may come from somebody else, and a `_target_` in its config.yaml can name any function of any library. So settings
+read from a folder are inert: at each place, only the targets that conf/ (or --config-dir) uses at that place are
+allowed. Every other value that would run code or send data somewhere is marked. Code that would use a marked value
+refuses it with one line that says what to type: the same value on this command line replaces the mark, and is then
+used. Commands read stored settings only here.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from rl_training.records.files.stored_yaml import plain_yaml
 from rl_training.records.folder import CONFIG_FILE
 
 MARK = "not named on this command line: "
-PROVENANCE = "provenance"  # nothing is made of it: the command line there may hold any text
-# By group of conf/, where what it makes lies in the settings of a run: under this key, or under a name in it.
+PROVENANCE = "provenance"  # no objects are made from it, so the command line in it may contain any text
+# By group of conf/, the key of a run's settings that holds its `_target_`, directly or (probes) one level below.
 PLACES = {"trainer": "trainer", "model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer",
           "probe": "probes"}  # fmt: skip
 OTHER_GROUPS = ("batch", "logger", "rollouts", PROVENANCE)
-SPECIAL = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys with which hydra calls a target otherwise
-INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is a text
+SPECIAL = {"_args_", "_partial_", "_recursive_", "_convert_"}  # keys that change how Hydra calls a target
+INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # \${ is literal text
 
 
 def load_settings(path: Path) -> DictConfig:
-    """Return what a file of settings holds, without secrets, which are masked there, with marks on what must be named.
+    """Return the settings in a file, without the secrets masked there, and with marks on values that must be typed.
 
     Raises:
-        UserError: where it cannot be read, holds no settings, or holds what no run writes.
+        UserError: If the file cannot be read, contains no settings, or contains values that no run writes.
     """
     if path.name == CONFIG_FILE:
         refuse_links_out(path.parent)
@@ -61,7 +61,7 @@ def load_settings(path: Path) -> DictConfig:
         if not isinstance(plain.get(name) or {}, Mapping):
             raise UserError(f"{path}: {name}={plain[name]!s:.60} is no group of settings: mend or delete it")
     for keys, value in leaves(plain):
-        # Hydra resolves what it makes twice, so that a text with \${ would be a reference the second time.
+        # Hydra resolves the settings of objects twice, so an escaped \${ would become a reference the second time.
         is_made = keys[0] != PROVENANCE
         if isinstance(value, str) and ("${" in value if is_made else INTERPOLATION.search(value)):
             raise UserError(f"{path}: {dotted(keys)}={value} refers to something else: write the value itself")
@@ -69,7 +69,7 @@ def load_settings(path: Path) -> DictConfig:
 
 
 def literal(settings: Any) -> Any:
-    """Escape settings so that a file of them is read as they stand: OmegaConf would take ${…} for a reference.
+    """Escape ${…} in settings, which OmegaConf would take for a reference when it reads them from a file.
 
     >>> literal({"command": ["echo ${HOME}"]})
     {'command': ['echo \\\\${HOME}']}
@@ -78,22 +78,22 @@ def literal(settings: Any) -> Any:
 
 
 def as_written(settings: Any) -> Any:
-    """Remove the marks from settings: to compare or record them, not to make objects of them."""
+    """Remove the marks from settings, to compare or record them. Never make objects from the result."""
     return with_texts(settings, lambda text: text.removeprefix(MARK))
 
 
 def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
-    """Raise UserError, saying what to type, for a setting that must be named on this command line and is not.
+    """Raise UserError, which says what to type, for a marked setting: one that must be typed on this command line.
 
     Args:
-        names: of the settings that will be used, each with all that lies in it
+        names: Top-level settings that will be used; everything below them is checked.
     """
     plain: Any = OmegaConf.to_container(settings) if OmegaConf.is_config(settings) else settings
     for keys, value in leaves({name: plain.get(name) for name in names}):
         if isinstance(value, str) and value.startswith(MARK):
             named = value.removeprefix(MARK)
             typed = f"{dotted(keys)}={named}"
-            if isinstance(keys[-1], int):  # of a list, which is typed whole
+            if isinstance(keys[-1], int):  # an element of a list, which must be typed whole
                 within = as_written(functools.reduce(operator.getitem, keys[:-1], plain))
                 typed = f"{dotted(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
             raise UserError(
@@ -103,7 +103,7 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
 
 
 def refuse_code_in(overrides: Iterable[str], path: Path) -> None:
-    """Raise UserError for a word KEY=VALUE of a file that counts only on a command line."""
+    """Raise UserError for an override in a file that is accepted only on the command line."""
     for change in OverridesParser.create().parse_overrides(list(overrides)):
         keys = tuple(re.split(r"[.@]", change.key_or_group))
         for inner, value in leaves(change.value(), keys):
@@ -115,7 +115,7 @@ def refuse_code_in(overrides: Iterable[str], path: Path) -> None:
 
 
 def names_code(name: str) -> bool:
-    """Return whether the name of an intervention is a function in a file or module: see interventions/named.py.
+    """Return whether the name of an intervention refers to a function in a file or module. See interventions/named.py.
 
     >>> names_code("my.py:softer"), names_code("my:softer:0.5"), names_code("bonus:0.02"), names_code("mis:0.5,2")
     (True, True, False, False)
@@ -124,14 +124,14 @@ def names_code(name: str) -> bool:
     return "." in place or rest.partition(":")[0].isidentifier()
 
 
-# Beside `_target_`: settings of which some values run code or send something away, and which values do.
+# Settings other than `_target_` that can run code or send data somewhere, and the values for which they do.
 NAMED: dict[tuple[str, str], Callable[[Any], bool]] = {
     ("intervention", ""): lambda value: names_code(str(value)),
     ("probes", "which"): lambda value: names_code(str(value)),
     ("model", "attn_implementation"): lambda value: "/" in str(value),  # a kernel of the Hub: compiled code
     ("adapter", "megatron_config"): lambda value: value is not None,
     ("adapter", "megatron_core"): lambda value: value is not None,  # a module that PEFT imports
-    ("trainer", "trust_remote_code"): bool,  # of a reference model, which TRL loads itself
+    ("trainer", "trust_remote_code"): bool,  # for the reference model, which TRL loads itself
     ("trainer", "model_init_kwargs"): lambda value: value is not None,
     ("trainer", "push_to_hub"): bool,
     ("trainer", "log_completions_hub_repo"): bool,
@@ -141,7 +141,7 @@ NAMED: dict[tuple[str, str], Callable[[Any], bool]] = {
 
 
 def must_be_named(keys: Keys, value: Any) -> bool:
-    """Return whether a setting with these keys and this value counts only where it was typed."""
+    """Return whether a setting with these keys and this value is accepted only if it was typed."""
     if keys[-1] == "_target_":
         return value not in _shipped_targets(keys[:-1])
     return any(
@@ -150,7 +150,7 @@ def must_be_named(keys: Keys, value: Any) -> bool:
 
 
 def _shipped_targets(place: Keys) -> frozenset[str]:
-    """Return what files of conf/, or of --config-dir, make at this place."""
+    """Return the targets that the files of conf/ and --config-dir use at this place of the settings."""
     depths = {"probes": 2}
     group = next((group for group, key in PLACES.items() if place[:1] == (key,)), None)
     if group is None or len(place) != depths.get(place[0], 1):
@@ -166,10 +166,10 @@ def _targets_of(folders: tuple[Path, ...]) -> frozenset[str]:
 
 
 def _marked(node: Any, keys: Keys, path: Path) -> Any:
-    """Return settings with a mark in front of each value that must be named.
+    """Return settings with a mark in front of each value that must be typed.
 
     Raises:
-        UserError: for what no run writes.
+        UserError: For values that no run writes.
     """
     if isinstance(node, list):
         return [_marked(value, (*keys, number), path) for number, value in enumerate(node)]
@@ -178,7 +178,7 @@ def _marked(node: Any, keys: Keys, path: Path) -> Any:
     if not isinstance(node.get("_target_", ""), str):
         raise UserError(f"{path}: {dotted(keys)}._target_ is no name: mend or delete it")
     marked = {name: _marked(value, (*keys, name), path) for name, value in node.items()}
-    is_inert = marked.get("_target_", "").startswith(MARK)  # its own maker may be called with them
+    is_inert = marked.get("_target_", "").startswith(MARK)  # a marked target may be called with them, once it is typed
     if (special := SPECIAL & marked.keys()) and not is_inert:
         raise UserError(f"{path}: {dotted(keys)}.{min(special)} would have an object made otherwise: remove it")
     return marked

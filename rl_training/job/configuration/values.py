@@ -1,6 +1,6 @@
-"""Single values of a configuration: of which kind and in which range they are, and how they are typed.
+"""Checks single values of a configuration against their type and range, and quotes them for the command line.
 
-What is wrong with one is said in one line that names key, value and fix.
+Each error is one line that names key, value and fix.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from omegaconf import ListConfig
 
 from rl_training.errors import UserError
 
-INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # of ranges.yaml
+INTERVAL = re.compile(r"(list of )?(int|float) ([\[(])(\S+), (\S+)[\])]( or null)?(.*)")  # as written in ranges.yaml
 
 
 def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
-    """Raise UserError, with the hint, for a value that is none of these, or not in this interval of ranges.yaml.
+    """Raise UserError for a value that is not one of these choices, or not in this interval of ranges.yaml.
 
     >>> check_allowed("top_p", 2.0, "float (0, 1] or null for the run's")
     Traceback (most recent call last):
@@ -45,10 +45,10 @@ def check_allowed(key: str, value: Any, allowed: str | Sequence[Any]) -> None:
 
 
 def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
-    """Raise UserError for a value of another kind than the standard one: text for a number, a number for a list.
+    """Raise UserError for a value whose type differs from the default's: text for a number, a number for a list.
 
-    Settings that are null, unset or absent in the standard may have any value. Settings that are text there may have
-    any value but null, for their reader to check.
+    Settings whose default is null, unset or absent may have any value. Settings whose default is text may have any
+    value except null; the code that reads them checks it.
     """
     for key, default in standard.items():
         if key in given and default is not None:
@@ -56,7 +56,7 @@ def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], pr
 
 
 def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
-    """Raise UserError, with the hint, for a value of another kind than the default."""
+    """Raise UserError, which ends with the hint, for a value whose type differs from the default's."""
     if isinstance(default, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
@@ -79,22 +79,22 @@ def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
 
 
 def quoted(key: str, value: str) -> str:
-    """Quote KEY=VALUE for a shell and for Hydra, so that the value is taken as it stands."""
+    """Quote KEY=VALUE for the shell and for Hydra, so that the value is taken literally."""
     return shlex.quote(f"{key}={as_text(value)}")
 
 
 def as_text(value: str) -> str:
-    """Quote a text so that Hydra's grammar reads it as it stands."""
-    value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a quote, and the backslashes before it, are escaped
-    value = re.sub(r"(\\+)$", r"\1\1", value)  # so are those before the closing one
+    """Quote a text so that Hydra's grammar takes it literally."""
+    value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # escape quotes and the backslashes before them
+    value = re.sub(r"(\\+)$", r"\1\1", value)  # escape backslashes before the closing quote
     return f'"{value}"'
 
 
 def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str:
-    """Return a hint at the option that is close to `name`; "" where none is.
+    """Return a "did you mean" hint for the option closest to `name`, or "" if none is close.
 
     Args:
-        options: names; or what is said of each, by its name
+        options: Names of the options, or a mapping from each name to the text that the hint shows for it.
     """
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     said = options if isinstance(options, Mapping) else {}
