@@ -1,1 +1,1 @@
-"""Interventions: what could be changed in the training loss or in the optimizer, each as one function of a step."""
+"""Interventions: possible changes of the training loss or of the optimizer, each as one function of a step."""

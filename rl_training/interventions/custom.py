@@ -1,4 +1,4 @@
-"""A user's own intervention: a function in a file or module, called on copies so that it changes nothing else."""
+"""A user's own intervention: a function in a file or module, called on copies so that it cannot change training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rl_training.interventions.loss import Function, LossInputs
 
 
 def load_own(place: str, name: str) -> Function:
-    """Load a function from a file or an importable module, and wrap it with checks of what it returns.
+    """Load a function from a file or an importable module, and wrap it so that its result is checked.
 
     Args:
         place: FILE.py or MODULE.
-        name: of the function.
+        name: The function's name.
 
     Raises:
-        UserError: there is no such file, module or function.
+        UserError: If there is no such file, module or function.
     """
     path = Path(place)
     if place.endswith(".py"):
@@ -48,7 +48,7 @@ def load_own(place: str, name: str) -> Function:
 
 
 def _checked_weights(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
-    """Call a function with a copy of the loss's inputs, and check the weights that it returns."""
+    """Call the function with a copy of the loss's inputs, and check the weights that it returns."""
     with wrap_user_errors(f"intervention {name}"):
         weights: Any = function(copy.deepcopy(loss), strength)
     if not isinstance(weights, LossWeights):
@@ -61,7 +61,7 @@ def _checked(name: str, weights: Any, like: Tensor) -> Tensor:
     """Return weights in the dtype and on the device of `like`.
 
     Raises:
-        UserError: they are no tensor, not finite, or of another shape.
+        UserError: If they are not a tensor, are not finite, or have another shape than `like`.
     """
     if isinstance(weights, Tensor) and weights.shape == like.shape and bool(torch.isfinite(weights).all()):
         return weights.detach().to(like)

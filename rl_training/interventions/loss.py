@@ -2,9 +2,9 @@
 
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (gradients/loss_weights.py)
 
-A loss is given by its derivatives with respect to log-probabilities and entropies. So an intervention is a function
-from the loss's inputs to new c and d. Its unit is a microbatch, as in training: the tokens of highest entropy, for
-example, are those of this rank's microbatch. The same functions predict (probes/interventions.py) and train
+The derivatives c and d, with respect to log-probabilities and entropies, define a loss. So an intervention is a
+function from the loss's inputs to new c and d. It sees one microbatch, as training does: the tokens of highest entropy,
+for example, are those of this rank's microbatch. The same functions predict (probes/interventions.py) and train
 (hosts/trl/trained_loss.py).
 """
 
@@ -24,8 +24,8 @@ from rl_training.policy.rollout import Rollout, take_rows
 from rl_training.policy.scores import Scores
 from rl_training.step.batch import Batch, Correction, LossSettings
 
-# Relative distance within which a loss's weights count as Dr-GRPO's: in bf16, ratios of 1 are off, and a few tokens may
-# be on the other side of a clip.
+# Relative distance within which a loss's weights count as Dr-GRPO's: in bf16, ratios of 1 are rounded, and a few tokens
+# may fall on the other side of a clip.
 DR_GRPO = 0.1
 SIGNS = 1e-6  # relative to the largest weight; smaller weights of the wrong sign are rounding
 
@@ -36,26 +36,26 @@ class LossInputs:
 
     weights: LossWeights  # (b, T), of the unchanged loss
     scores: Scores  # (b, T), without graph; the mask is 1 on the tokens of the loss
-    advantages: Tensor  # (b,), as the loss weighs responses: 0 for one that it hides; the mean where tokens differ
+    advantages: Tensor  # (b,), as the loss uses them: 0 for a hidden response, the mean if they differ by token
     prompt_index: Tensor  # (b,), equal for responses to the same prompt
-    microbatches: float = 1  # this rank's sequences of the step over b: the loss is a mean over all of them
+    microbatches: float = 1  # this rank's sequences of the step, divided by b: the loss is a mean over all of them
     zero_advantage_share: float = 0.0  # share of the step's prompts, on all ranks, whose advantages are all 0
-    settings: LossSettings | None = None  # None where they are not known
+    settings: LossSettings | None = None  # None: unknown
     rewards: Tensor | None = None  # (b,)
     truncated: Tensor | None = None  # (b,), bool: cut off at the maximum length
-    old_logps: Tensor | None = None  # (b, T), the denominators of the loss's ratios; None where all ratios are 1
+    old_logps: Tensor | None = None  # (b, T), the denominators of the loss's ratios; None: all ratios are 1
     sampling_logps: Tensor | None = None  # (b, T), the sampler's; None: the policy itself sampled, or they are unknown
     reference_logps: Tensor | None = None  # (b, T), of the reference model of a KL term
     hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss leaves out
-    whole_prompts: bool = True  # whether all responses to each of its prompts are in the microbatch
-    token_advantages: Tensor | None = None  # (b, T), where advantages differ within a response
-    # Facts about the loss before any intervention, read from its weights, whatever its settings are.
-    is_dr_grpo: bool = True  # the weights are Dr-GRPO's with the set clip and correction for a sampler
-    is_of_advantages: bool = True  # the weights have the signs of the advantages, and are 0 where these are 0
+    whole_prompts: bool = True  # whether the microbatch holds all responses to each of its prompts
+    token_advantages: Tensor | None = None  # (b, T), if advantages differ within a response
+    # Facts about the loss before any intervention, read from its weights rather than its settings.
+    is_dr_grpo: bool = True  # the weights are Dr-GRPO's, with the clip and the sampler correction that are set
+    is_of_advantages: bool = True  # the weights have the sign of −A, and are 0 where A is 0
 
     @property
     def advantages_of_tokens(self) -> Tensor:
-        """A of each token, (b, T), or (b, 1) where all tokens of a response have the same."""
+        """A of each token, (b, T), or (b, 1) if all tokens of a response have the same."""
         return self.advantages.unsqueeze(1) if self.token_advantages is None else self.token_advantages
 
     @property
@@ -73,7 +73,7 @@ class LossInputs:
             return torch.zeros_like(self.scores.logps)
         policy = self.scores.logps if self.old_logps is None else self.old_logps.to(self.scores.logps)
         difference = (policy - self.sampling_logps.to(policy)).masked_fill(self.scores.mask == 0, 0.0)
-        return difference.nan_to_num(nan=0.0)  # as TRL does where vLLM returns no log-probability of a token
+        return difference.nan_to_num(nan=0.0)  # as in TRL if vLLM returns no log-probability of a token
 
     @property
     def unit(self) -> float:
@@ -89,7 +89,7 @@ class LossInputs:
         return weights.to(self.weights.logps)
 
     def corrected(self, correction: Correction | None) -> Tensor:
-        """Return Dr-GRPO's weights, (b, T), with the set clip and this correction for the sampler."""
+        """Return Dr-GRPO's weights, (b, T), with the clip that is set and the given correction for the sampler."""
         assert self.settings is not None
         factors = None if correction is None else correction.factors(self.log_sampler_ratios)
         return self.clipped(self.ratios, self.settings.epsilon_low, self.settings.epsilon_high, factors)
@@ -114,15 +114,15 @@ Function = Callable[[LossInputs, float], LossWeights]
 def loss_inputs(
     batch: Batch, reduce: Callable[[Tensor], Tensor], reference_logps: Tensor | None = None
 ) -> list[LossInputs]:
-    """Return the inputs of the loss for each microbatch of a step on this rank. A collective.
+    """Return the inputs of the loss for each microbatch of a step on this rank. Collective.
 
     Args:
-        batch: of the step.
-        reduce: sums a tensor over the processes.
-        reference_logps: (B, T), where they are known.
+        batch: The step's batch.
+        reduce: Sums a tensor over ranks.
+        reference_logps: Log-probabilities of the reference model, (B, T); None if unknown.
 
     Raises:
-        UserError: the step is off-policy and has no log-probabilities at sampling, so ratios are not known.
+        UserError: If an off-policy step has no log-probabilities from sampling, so that its ratios are unknown.
     """
     rollout = dataclasses.replace(batch.rollout, images=None)
     scores = vars(batch.scores).values()
@@ -142,7 +142,7 @@ def loss_inputs(
                 responses_per_prompt=batch.responses_per_prompt,
             )
         )
-    # Alike on all ranks, so that they measure the same interventions.
+    # All ranks agree on these facts, so that they measure the same interventions.
     names = ("whole_prompts", "is_dr_grpo", "is_of_advantages")
     against = [sum(not getattr(part, name) for part in parts) for name in names]
     of_all = reduce(rollout.advantages.new_tensor(against, dtype=torch.float64)).tolist()
@@ -164,17 +164,18 @@ def microbatch_inputs(
     """Return the inputs of the loss for a microbatch, which by default is a whole step.
 
     Args:
-        rollout: the microbatch's sequences.
-        scores: (b, T), without graph; the mask is 1 on all of the policy's tokens, those that the loss hides too.
-        weights: (b, T), of the loss.
-        settings: of the loss; None where they are not known.
-        reference_logps: (b, T), where they are known.
-        microbatches: this rank's sequences of the step over b.
-        zero_advantage_share: share of the step's prompts, on all ranks, whose advantages are all 0.
-        responses_per_prompt: G; None: the microbatch has all responses to each of its prompts.
+        rollout: The microbatch's sequences.
+        scores: Their scores, (b, T), without graph. The mask is 1 on all tokens of the policy, even on those that the
+            loss hides.
+        weights: The loss's weights, (b, T).
+        settings: The loss's settings; None if unknown.
+        reference_logps: Log-probabilities of the reference model, (b, T); None if unknown.
+        microbatches: This rank's sequences of the step, divided by b.
+        zero_advantage_share: Share of the step's prompts, on all ranks, whose advantages are all 0.
+        responses_per_prompt: G; None: the microbatch holds all responses to each of its prompts.
 
     Raises:
-        UserError: the step is off-policy and has no log-probabilities at sampling, so ratios are not known.
+        UserError: If an off-policy step has no log-probabilities from sampling, so that its ratios are unknown.
     """
     old_logps = (
         None if rollout.on_policy else rollout.sampling_logps if rollout.old_logps is None else rollout.old_logps
@@ -209,12 +210,12 @@ def microbatch_inputs(
 
 
 def zero_advantage_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
-    """Return the share of prompts, over all ranks, whose responses all have advantage 0. A collective.
+    """Return the share of prompts, over all ranks, whose responses all have advantage 0. Collective.
 
     Args:
-        advantages: (b, …), of responses or of their tokens.
-        prompt_index: (b,), equal for responses to the same prompt.
-        reduce: sums a tensor over the processes.
+        advantages: Advantages of responses or of their tokens, (b, …).
+        prompt_index: Equal for responses to the same prompt, (b,).
+        reduce: Sums a tensor over ranks.
 
     >>> zero_advantage_share(torch.tensor([0.0, 0.5, 0.0, 0.0]), torch.tensor([1, 2, 3, 4]), lambda x: x)
     0.75

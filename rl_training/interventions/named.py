@@ -1,8 +1,12 @@
 """Every intervention by name: its strength, what it needs, and when it has no effect.
 
-bonus        with its usual strength          bonus:0.02    with another          mis:0.5,2    with both bounds
-my.py:softer your own: a function of (LossInputs, strength) in a file, which returns LossWeights
-my.loss:softer            or in a module that can be imported
+How names are written:
+
+    bonus            at its default strength
+    bonus:0.02       at another strength
+    mis:0.5,2        with both bounds
+    my.py:softer     your own function from (LossInputs, strength) to LossWeights, in a file
+    my.loss:softer   the same, in an importable module
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ from rl_training.interventions import reweighting as rw
 from rl_training.interventions.custom import load_own
 from rl_training.interventions.loss import Function, LossInputs
 
-PLAIN = "plain"  # the step as it is, in the names of metrics
+PLAIN = "plain"  # the unchanged step, in metrics' names
 RATIOS_ARE_ONE = "on-policy every ratio is 1, so it changes nothing"
-ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # they do not change the weights of log-probabilities
+ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # settings that leave the weights of log-probabilities alone
 GROWS = "grows with the distance from the reference: one step shows little of it"
-# What an intervention may need, with the reason to give where it is missing.
+# What an intervention may need, each with the reason to report if it is missing.
 NEEDS = {
     "dr_grpo": "the loss is not Dr-GRPO's, the only one whose weights it changes: set loss_type='dr_grpo', "
     "scale_rewards='none', beta=0 (trainer.… on the command line), and train with no other intervention on these "
@@ -48,24 +52,24 @@ NEEDS = {
 }
 
 
-SAMPLER = ("dr_grpo", "sampler")  # of corrections for a sampler that is not the policy
+SAMPLER = ("dr_grpo", "sampler")  # needs of corrections for a sampler other than the policy
 
 
 @dataclass(frozen=True)
 class Intervention:
-    """A change of the loss's weights, or of a setting of the optimizer, with its strength."""
+    """A change of the loss's weights or of an optimizer setting, with its strength."""
 
-    name: str  # in the names of its metrics
-    function: Function | None  # from a loss's inputs and the strength to new weights; None for an optimizer's setting
+    name: str  # in its metrics' names
+    function: Function | None  # maps a loss's inputs and the strength to new weights; None: an optimizer setting
     needs: tuple[str, ...] = ("advantages",)  # keys of NEEDS
-    strength: float = math.nan  # nan where it has none
+    strength: float = math.nan  # nan: it has none
     low: float = 0.0  # strengths must be larger
     high: float = math.inf  # strengths must not be larger
-    neutral_strength: float | None = None  # the strength at which it changes nothing; None where there is none
+    neutral_strength: float | None = None  # the strength at which it changes nothing; None: there is none
     is_linear: bool = False  # whether the new weights are linear in the strength
-    nothing_on_policy: bool = False  # whether it changes nothing where all ratios are 1
+    nothing_on_policy: bool = False  # whether it changes nothing if all ratios are 1
     remark: str = ""  # a caveat on its one-step effect
-    trl: str = ""  # the setting of trl.GRPOConfig that does the same, where there is one
+    trl: str = ""  # the setting of trl.GRPOConfig that does the same, if any
 
     @property
     def lr_factor(self) -> float:
@@ -74,30 +78,30 @@ class Intervention:
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The new clipping threshold; None: it does not change."""
+        """The new clipping threshold; None: unchanged."""
         return self.strength if self.trl == "max_grad_norm" else None
 
     @property
     def change(self) -> Change:
-        """How it changes the optimizer's step itself, where it changes no weights of the loss."""
+        """How it changes the optimizer's step directly, if it does not change the loss's weights."""
         return Change(lr_factor=self.lr_factor, max_grad_norm=self.max_grad_norm)
 
     @property
     def differs(self) -> str:
-        """Its entry in LossSettings.differs; "beta" stands for terms that are no weights on advantages."""
+        """Its entry in LossSettings.differs; "beta" stands for terms that are not weighted advantages."""
         if self.trl == "entropy_coef":
             return self.trl
         return "intervention" if {"advantages", "dr_grpo"} & {*self.needs} else "beta"
 
     @property
     def overwrites_weights(self) -> bool:
-        """Whether it makes its weights anew from advantages and ratios, which undoes interventions before it."""
+        """Whether it recalculates the weights from advantages and ratios, which undoes interventions before it."""
         return "sampler" in self.needs or self.trl == "epsilon_high"
 
     def unavailable_reason(self, loss: LossInputs) -> str:
-        """Return the reason why it is not available with this loss, or ""."""
+        """Return why it is not available with this loss; "" if it is."""
         differs = {"not known"} if loss.settings is None else loss.settings.differs
-        is_set = differs <= ENTROPY_TERMS  # Dr-GRPO's: then its weights are
+        is_set = differs <= ENTROPY_TERMS  # the settings are Dr-GRPO's, so the weights must be
         has = {
             "dr_grpo": is_set and loss.is_dr_grpo,
             "advantages": differs.isdisjoint({"not known", "beta"}) and loss.is_of_advantages,
@@ -112,7 +116,11 @@ class Intervention:
         return next((NEEDS[need] for need in self.needs if not has[need]), "")
 
     def weights(self, loss: LossInputs) -> LossWeights:
-        """Return the new weights of a microbatch. ValueError, naming it, where one's own function fails."""
+        """Return the new weights of a microbatch.
+
+        Raises:
+            UserError: If a user's own function fails. The message names it.
+        """
         assert self.function is not None
         return self.function(loss, self.strength)
 
@@ -152,11 +160,18 @@ INTERVENTIONS: Mapping[str, Intervention] = {
         Intervention("max_grad_norm", None, (), strength=0.1, trl="max_grad_norm"),
     )
 }  # fmt: skip
-MUTUALLY_EXCLUSIVE = ({"psr", "nsr"}, {"drop_truncated", "keep_truncated"})  # one takes what the other leaves
+MUTUALLY_EXCLUSIVE = ({"psr", "nsr"}, {"drop_truncated", "keep_truncated"})  # one keeps what the other drops
 
 
 def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
-    """Return the interventions of a list of names. ValueError, beginning with the setting, for what is no such list.
+    """Return the interventions with these names.
+
+    Args:
+        names: Names, each as `intervention` takes them.
+        setting: The name of the setting that lists them, with which error messages begin.
+
+    Raises:
+        UserError: If it is not a list of names, or if a name is unknown or occurs twice.
 
     >>> [each.name for each in interventions_of(["psr", "lr:2"], "which")]
     ['psr', 'lr:2']
@@ -175,10 +190,10 @@ def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
 
 
 def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
-    """Return the interventions that a training applies in this order.
+    """Return the interventions that training applies, in this order.
 
     Raises:
-        UserError: two are of a kind, contradict each other, or one would undo those before it.
+        UserError: If two are of the same kind or contradict each other, or if one would undo those before it.
     """
     chosen = interventions_of(names, "interventions")
     kinds = Counter(known.name.partition(":")[0] for known in chosen)
@@ -200,7 +215,7 @@ def intervention(text: str) -> Intervention:
     """Return an intervention from name[:strength], FILE.py:FUNCTION[:strength] or MODULE:FUNCTION[:strength].
 
     Raises:
-        UserError: the name is unknown, or the strength is out of bounds.
+        UserError: If the name is unknown, or the strength is out of bounds.
 
     >>> intervention("bonus").strength, intervention("lr:2").strength
     (0.01, 2.0)

@@ -1,8 +1,8 @@
 """The interventions on the loss: functions from the inputs of a loss (loss.py) and a strength to new weights.
 
 c are the weights of log-probabilities and d those of entropies, A the advantages, ρ the ratios, m the mask of the
-loss's tokens, M the step's microbatches, and u = 1 / (b M L) the weight that Dr-GRPO's loss gives an advantage of −1.
-named.py lists their strengths and requirements.
+loss's tokens, M the number of the step's microbatches, and u = 1 / (b M L) the weight that Dr-GRPO's loss gives an
+advantage of −1. named.py lists the interventions' strengths and requirements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl_training.policy.rollout import centre_by_prompt
 from rl_training.step.batch import Correction
 
 STD_EPSILON = 1e-4  # TRL adds it to a group's standard deviation
-SMALLEST_SCALE = 0.02  # STEER's lower bound of the scale that the largest |Ω| sets
+SMALLEST_SCALE = 0.02  # STEER's lower bound on the largest |Ω|, which sets the scale
 
 
 def bonus(loss: LossInputs, strength: float) -> LossWeights:
@@ -85,7 +85,7 @@ def length_norm(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def dynamic_sampling(loss: LossInputs, strength: float) -> LossWeights:
-    """Replace prompts without any advantage by others like the rest: c / (1 − share of such prompts).
+    """Replace prompts with zero advantages by prompts like the rest: c / (1 − share of replaced prompts).
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
     """
@@ -102,7 +102,7 @@ def drop_truncated(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def keep_truncated(loss: LossInputs, strength: float) -> LossWeights:
-    """Put in the truncated responses that the loss leaves out: c = −u (r − mean of the group's r) there.
+    """Include the truncated responses that the loss leaves out: c = −u (r − mean of the group's r) there.
 
     Source: Liu et al. 2025 (Dr-GRPO), arXiv 2503.20783.
     """
@@ -117,8 +117,8 @@ def keep_truncated(loss: LossInputs, strength: float) -> LossWeights:
 def clip_cov(loss: LossInputs, strength: float) -> LossWeights:
     """Leave out the share of tokens with the largest covariance of log-probability and advantage: c = 0 there.
 
-    Clip-Cov draws tokens at random between bounds that depend on the scale of advantages. Here they are the tokens that
-    KL-Cov takes, so that nothing is random.
+    The paper's Clip-Cov draws tokens at random between bounds that depend on the scale of advantages. Here they are the
+    tokens that KL-Cov takes, so that nothing is random.
 
     Source: Cui et al. 2025, arXiv 2505.22617.
     """
@@ -126,7 +126,7 @@ def clip_cov(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def kl_cov(loss: LossInputs, strength: float) -> LossWeights:
-    """Penalise |log ρ| on the share of tokens that `clip_cov` takes: c + u sign(log ρ) there; c where all ρ are 1.
+    """Penalise |log ρ| on the share of tokens that `clip_cov` takes: c + u sign(log ρ) there; c if all ρ are 1.
 
     Source: Cui et al. 2025, arXiv 2505.22617.
     """
@@ -146,7 +146,7 @@ def top_entropy(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def steer(loss: LossInputs, strength: float) -> LossWeights:
-    """Weight tokens less, the larger their estimated change of entropy: c exp(−k |Ω|), Ω = ρ A (1 − π) (log π + h).
+    """Downweight tokens with a large estimated change of entropy: c exp(−k |Ω|), Ω = ρ A (1 − π) (log π + h).
 
     k = −log λ / max(largest |Ω| of the microbatch, 0.02), so that every token keeps at least λ of its weight.
 
@@ -162,7 +162,7 @@ def steer(loss: LossInputs, strength: float) -> LossWeights:
 def kl(loss: LossInputs, strength: float) -> LossWeights:
     """Add the divergence from the reference, ρ (e^x − x − 1) with x = log π_ref − log π: c − β u ρ x m.
 
-    The factor ρ belongs there even where it is 1: without it the gradient would be another divergence's.
+    The factor ρ matters even where it is 1: without it, the gradient would be that of another divergence.
 
     Source: Liu et al. 2025, arXiv 2512.02556; TRL.
     """
@@ -173,7 +173,7 @@ def kl(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
-    """Clip ratios above at 1 + ε: c = −u ρ A where ρ is not clipped. It changes nothing where all ρ are 1.
+    """Clip ratios above at 1 + ε: c = −u ρ A where ρ is not clipped. It changes nothing if all ρ are 1.
 
     Source: Yu et al. 2025 (DAPO), arXiv 2503.14476.
     """
@@ -236,17 +236,17 @@ def ppo_clip(loss: LossInputs, strength: float) -> LossWeights:
 
 
 def corrected(loss: LossInputs, correction: Correction | None) -> LossWeights:
-    """Return Dr-GRPO's weights with this correction for the sampler instead of the loss's own."""
+    """Return Dr-GRPO's weights with the given correction for the sampler instead of the loss's own."""
     return LossWeights(loss.corrected(correction), loss.weights.entropies)
 
 
 def scaled(loss: LossInputs, factor: Tensor) -> LossWeights:
-    """Return weights factor · c, with `factor` (b, T) or (b, 1), and the same d."""
+    """Return the weights factor · c and an unchanged d. `factor` is (b, T) or (b, 1)."""
     return LossWeights((loss.weights.logps * factor).to(loss.weights.logps), loss.weights.entropies)
 
 
 def highest_entropies(loss: LossInputs, share: float) -> Tensor:
-    """Return which tokens are the microbatch's share with the highest entropies, (b, T) bool."""
+    """Return a mask, (b, T) bool, of the `share` of the microbatch's tokens with the highest entropies."""
     mask = loss.scores.mask.bool()
     entropies = loss.scores.entropies
     if not mask.any():
@@ -255,7 +255,7 @@ def highest_entropies(loss: LossInputs, share: float) -> Tensor:
 
 
 def _most_covariant(loss: LossInputs, share: float) -> Tensor:
-    """Return which tokens are the microbatch's share with the largest (A − mean A)(log π − mean log π), (b, T) bool."""
+    """Return a mask, (b, T) bool, of the `share` of tokens with the largest (A − mean A)(log π − mean log π)."""
     mask = loss.scores.mask.bool()
     advantages = loss.advantages_of_tokens.expand(mask.shape)[mask].double()
     logps = loss.scores.logps[mask].double()
