@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rl_training.records.report import write_report as write_report
     from rl_training.statistics.estimate import Estimate as Estimate
 
-_NAMES = {  # by the module that they are imported from; the probes' classes, …Probe, are those that `probes` imports
+_NAMES = {  # by module that defines them; a name …Probe is looked up in `probes`
     "policy.rollout": "Rollout take_rows",
     "engine.probe": "Probe Reading",
     "errors": "UserError",
@@ -44,7 +44,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, imported on first use: reading records needs neither torch nor TRL."""
+    """Return a public name, imported on first use, so that reading records requires neither torch nor TRL."""
     if name == "__all__":
         with require_extra():
             built_in = importlib.import_module(f"{__name__}.probes").BUILT_IN

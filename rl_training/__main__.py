@@ -1,6 +1,6 @@
-"""rl-training COMMAND …, or python -m rl_training COMMAND …: every command of the package.
+"""Run a command of the package: rl-training COMMAND …, or python -m rl_training COMMAND ….
 
-In a checkout `train.py`, `offline.py` (analyze) and `evaluate.py` are the same. To start several processes:
+In a checkout, `train.py`, `offline.py` (analyze) and `evaluate.py` do the same. To start several processes:
 `accelerate launch -m rl_training train …`.
 """
 
@@ -12,7 +12,7 @@ import sys
 
 from rl_training.version import VERSION
 
-# By name: the module and the function that do the work, imported when the command runs, and what it does.
+# Command name → module and function that do the work, imported when the command runs, and a description.
 COMMANDS = {
     "train": ("rl_training.job.commands", "train", "train with GRPO and probes"),
     "analyze": ("rl_training.job.commands", "analyze", "analyze checkpoints: what their next step does to entropy"),
@@ -25,25 +25,26 @@ COMMANDS = {
 }
 
 
-MEANT = {"compare": "report", "offline": "analyze"}  # by what is typed, where it is not close to the command's name
+# typed word → command, for words that are not similar to the command's name
+MEANT = {"compare": "report", "offline": "analyze"}
 
 
 def command(name: str) -> None:
-    """Run a command, whose arguments are sys.argv, and ends the process as job/errors.py says."""
+    """Run a command with the arguments in sys.argv, and exit as described in job/errors.py."""
     _leave_out_working_folder()
-    from rl_training.job.errors import run_command  # after that, since it imports
+    from rl_training.job.errors import run_command  # only then, since this imports
 
     module, function, _ = COMMANDS[name]
     run_command(lambda: getattr(importlib.import_module(module), function)())
 
 
 def _leave_out_working_folder() -> None:
-    """Take the working folder off Python's path, here and in processes that are started.
+    """Remove the working folder from Python's path, here and in child processes.
 
-    See job/configuration/custom_code.py.
+    The reason is in job/configuration/custom_code.py.
     """
     here, home = os.getcwd(), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if here == home:  # a checkout: what it starts needs to find the package
+    if here == home:  # a checkout: child processes must find the package
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     else:
         first = sys.path[0] in ("", here)  # python -m put it there
@@ -67,9 +68,9 @@ def main() -> None:
 
 
 def _unknown(name: str) -> str:
-    """Return a line that names the command that may have been meant."""
+    """Return an error line that suggests the command that may have been meant."""
     _leave_out_working_folder()
-    import difflib  # after that, too
+    import difflib  # only then, too
 
     close = [MEANT[name]] if name in MEANT else difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]}: {COMMANDS[close[0]][2]}?" if close else ""

@@ -1,8 +1,8 @@
-"""The one error that is for the user: a command ends with its line alone, and with the traceback of any other."""
+"""The one error meant for the user: commands print only its message, but the traceback of any other error."""
 
 
 class UserError(ValueError):
-    """What was asked for cannot be done: a setting, a file, the machine or one's own code stands against it.
+    """What the user asked for cannot be done, because of a setting, a file, the machine or the user's own code.
 
-    The text names it and the fix, in one line. Whatever else is raised is a mistake of the program.
+    The message names the cause and the fix, in one line. Any other exception is a bug in the program.
     """

@@ -1,6 +1,6 @@
-"""Which extra brings a library: `pip install rl-training` alone is what `attach` needs (setup.cfg).
+"""Which extra installs which library: `pip install rl-training` alone is enough for `attach` (setup.cfg).
 
-`from rl_training.records import metrics` and commands say so in one line where a library is missing.
+`from rl_training.records import metrics` and the commands say in one line which extra is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rl_training.errors import UserError
 from rl_training.shadowing import explain_shadowing
 
-LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
+LIBRARIES = {  # by extra: the import names of libraries that no smaller extra installs
     "report": "pandas vl_convert jinja2 rich",
     "train": "hydra omegaconf peft datasets tensorboard",
     "dashboard": "wandb_workspaces",
@@ -24,22 +24,22 @@ EXTRA_OF = {library: extra for extra, libraries in LIBRARIES.items() for library
 
 
 class ExtraNotFoundError(UserError, ModuleNotFoundError):
-    """A library is not installed that an extra brings; the text says what to type."""
+    """A library of an extra is not installed. The message says what to type."""
 
 
 def how_to_install(library: str) -> str:
-    """Return what to type for a library of an extra, or "" for any other library."""
+    """Return the command that installs a library of an extra, or "" for any other library."""
     extra = EXTRA_OF.get(library)
     return f"pip install 'rl-training[{extra}]'" if extra else ""
 
 
 @contextlib.contextmanager
 def require_extra() -> Iterator[None]:
-    """Run imports so that a missing library's error names its extra, and a shadowed library's error the file.
+    """Run imports so that the error for a missing library names its extra, and for a shadowed library the file.
 
     Raises:
-        ExtraNotFoundError: when a library of an extra is not installed.
-        UserError: when a file of the user's was imported in the place of a package.
+        ExtraNotFoundError: A library of an extra is not installed.
+        UserError: A user's file was imported instead of a package.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Options of probes, checked where they are given: a value that means nothing is refused in one line that names it."""
+"""Check options of probes where they are given: an invalid value is refused in one line that names it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rl_training.errors import UserError
 
 
 def check_whole(option: str, value: object, least: int, hint: str = "") -> None:
-    """Raise UserError, with the hint, for what is no whole number from `least` on.
+    """Raise UserError, with the hint, unless the value is a whole number of at least `least`.
 
     >>> check_whole("simple: every", 0, least=1)
     Traceback (most recent call last):
@@ -17,13 +17,13 @@ def check_whole(option: str, value: object, least: int, hint: str = "") -> None:
 
 
 def check_num_folds(probe: str, value: object) -> None:
-    """Raise UserError for what is no number of folds: None for the default, or a whole number."""
+    """Raise UserError unless the value is a number of folds: None for the default, or a whole number."""
     if value is not None:
         check_whole(f"{probe}: num_folds", value, 1)
 
 
 def check_share(option: str, value: object, interval: str, hint: str = "") -> None:
-    """Raise UserError, with the hint, for what is no number in an interval from 0 to 1: [0, 1), (0, 1] or (0, 1).
+    """Raise UserError, with the hint, unless the value is a number in an interval: [0, 1), (0, 1] or (0, 1).
 
     >>> check_share("gns: decay", 1.0, "(0, 1)", "; .95 remembers about 40 steps")
     Traceback (most recent call last):
@@ -35,13 +35,13 @@ def check_share(option: str, value: object, interval: str, hint: str = "") -> No
 
 
 def check_flag(option: str, value: object) -> None:
-    """Raise UserError for what is neither true nor false."""
+    """Raise UserError unless the value is true or false."""
     if type(value) is not bool:
         raise UserError(f"{option}={value!r} must be true or false")
 
 
 def half_by_measured_step(every: int) -> float:
-    """Return the weight of an optimizer step relative to the next with which that of each measured step is half.
+    """Return the decay per optimizer step that makes each measured step weigh half as much as the next measured one.
 
     >>> half_by_measured_step(1), half_by_measured_step(2)
     (0.5, 0.7071067811865476)

@@ -1,6 +1,6 @@
-"""A file of the user's own that was imported in the place of a package of its name, as six.py beside a script.
+"""Detect a user's file that was imported instead of the package of the same name, such as six.py next to a script.
 
-Python looks in the folder of the script before it looks for its own modules and for installed packages.
+Python searches the script's folder before its standard library and installed packages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 
 def explain_shadowing(error: BaseException) -> str:
-    """Say which file was imported in the place of a package, and the fix, where an error comes of that; else return "".
+    """Return a line that names the file imported instead of a package, and the fix; "" if that is not the cause.
 
-    An error comes of such a file where it names the file or the module, or was raised in it.
+    Such a file is the cause of an error that names the file or its module, or that was raised in it.
     """
     script_folder = Path(sys.path[0] or ".").resolve()
     if not script_folder.is_dir() or script_folder in {
@@ -29,7 +29,7 @@ def explain_shadowing(error: BaseException) -> str:
     texts = " ".join(f"{link} {getattr(link, 'name', '')}" for link in errors)
     raised_in = {frame.f_code.co_filename for link in errors for frame, _ in traceback.walk_tb(link.__traceback__)}
     loaded = {str(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
-    beside = set(os.listdir(script_folder))  # of thousands of loaded modules, few can lie there
+    beside = set(os.listdir(script_folder))  # checked first: of thousands of loaded modules, few can be there
     for file in sorted(file for file in loaded | raised_in if os.path.basename(_place(file)) in beside):
         place = Path(_place(file))
         name = place.stem
@@ -40,7 +40,7 @@ def explain_shadowing(error: BaseException) -> str:
 
 
 def _place(file: str) -> str:
-    """Return what is looked for by a module's name: its file, or the folder of a package."""
+    """Return what a module's name refers to: its file, or the folder of a package."""
     folder, name = os.path.split(file)
     return folder if name == "__init__.py" else file
 
@@ -53,7 +53,7 @@ def _is_elsewhere(name: str, path: Path, folders: list[str]) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and the errors that it was raised from or while handling; one that is its own cause once."""
+    """Yield an error and the errors that caused it or were being handled when it was raised, each once."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

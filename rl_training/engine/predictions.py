@@ -20,10 +20,15 @@ from rl_training.step.runtime import Runtime
 
 
 class Predictions:
-    """Predicts each step for which a probe asks, before the step is taken, and verifies it afterwards."""
+    """Predicts each step for which a probe asks, before the step is taken, and verifies it afterwards.
+
+    Args:
+        loop: The training loop.
+        requirements: What the probes require together.
+        state: What earlier steps have left. UserError if it belongs to another model.
+    """
 
     def __init__(self, loop: LoopSpec, requirements: Requirements, state: UpdateState) -> None:
-        """Continue from the state of earlier steps. UserError if that state belongs to another model."""
         self._shard: Shard = loop.shard
         self._memory = PreviousUpdate(loop.shard, requirements.entropy, requirements.offload, state)
         self._verifier = UpdateVerifier(loop.shard, self._memory, loop.ranks.reduce)

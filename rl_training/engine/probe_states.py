@@ -15,14 +15,13 @@ from rl_training.step.needs import Need
 
 
 class ProbeStates:
-    """Holds the state of each probe by its name, and checks what probes return."""
+    """Holds the state of each probe by its name, and checks what probes return.
+
+    Raises:
+        UserError: A checkpoint cannot store the state of a probe.
+    """
 
     def __init__(self, probes: Sequence[Probe]) -> None:
-        """Initialize the states of a new training run.
-
-        Raises:
-            UserError: A checkpoint cannot store the state of a probe.
-        """
         self._probes = probes
         self.values = self.initial()
         tensors_by_name(self.values)

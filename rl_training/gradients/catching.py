@@ -1,11 +1,11 @@
-"""The gradients of one backward, caught as they arrive and added to rows of folds, in three ways.
+"""Catch the gradients of one backward as they arrive and add them to the rows of folds, in one of three ways.
 
     SentGradients      hooks on the leaves; each bucket is sent once it is complete
-    GrownGradients     the loop's backward reduces by itself (FSDP2): what it has added to `.grad`
-    ReducedGradients   a probe's backward does: each `.grad` as soon as it is reduced, so that never all of them exist
+    GrownGradients     the loop's backward reduces gradients itself (FSDP2): what it has added to `.grad`
+    ReducedGradients   a probe's backward reduces them itself: takes each `.grad` at once, so few exist at a time
 
-Each begins with `begin`. After a backward that has succeeded comes `finish`, a collective; after one that has
-failed, perhaps on this process alone, `drop`, which is none.
+Each starts with `begin`. After a successful backward comes `finish`, which is a collective. After a failed one, perhaps
+on this rank only, comes `drop`, which is not.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rl_training.parallel.sharding import Shard
 from rl_training.parallel.vectors import Vector, constant
 
 NOT_ALONE = "measuring has failed within this process's backward, and the others cannot be told, so training ends"
-Timed = Callable[[], AbstractContextManager[None]]  # a context that adds up the time that it takes
+Timed = Callable[[], AbstractContextManager[None]]  # returns a context that adds up the time spent in it
 
 
 class HeldGradients:
-    """Gradients that have arrived and are not added to rows yet, by bucket of the layout."""
+    """Gradients that have arrived but are not added to rows yet, by bucket of the layout."""
 
     def __init__(self, shard: Shard) -> None:
         self._layout = shard.layout
@@ -38,11 +38,11 @@ class HeldGradients:
         self._gradients: dict[str, Tensor] = {}
 
     def replace(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Hold these and no others."""
+        """Hold exactly these gradients."""
         self._gradients = {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Hold the gradient of a parameter, added to what is held of it."""
+        """Hold a parameter's gradient, added to what is already held for it."""
         self._gradients[name] = self._gradients[name] + gradient if name in self._gradients else gradient
 
     def is_complete(self, number: int) -> bool:
@@ -50,17 +50,17 @@ class HeldGradients:
         return all(name in self._gradients for name in self.buckets[number].names)
 
     def has_any(self, number: int) -> bool:
-        """Return whether some gradient of a bucket is held."""
+        """Return whether any gradient of a bucket is held."""
         return any(name in self._gradients for name in self.buckets[number].names)
 
     def take(self, names: Sequence[str], sizes: Iterable[int]) -> list[Tensor]:
-        """Return the held gradients of these parameters, flat, and hold them no longer.
+        """Return the held gradients of these parameters, flat, and release them.
 
-        Parameters without a gradient get zeros that take no memory.
+        A parameter without a gradient gets zeros that take no memory.
 
         Args:
-            names: of the parameters.
-            sizes: the number of entries of each.
+            names: Parameter names.
+            sizes: Number of entries of each parameter.
         """
         zero = constant(0.0, self._layout.dtype, self._layout.device)
         return [
@@ -72,33 +72,32 @@ class HeldGradients:
 
 
 class CaughtBackward(ABC):
-    """A backward whose gradients are being caught."""
+    """A backward whose gradients are being caught, from `begin` on.
 
-    error: Exception | None = None  # in a hook of the loop's own backward, which has gone on
-    num_late_gradients = 0  # that arrived after their bucket was sent
+    Args:
+        shard: The trained parameters.
+        held: Holds gradients until they are added.
+        target: (folds, n) per bucket, to which they are added.
+        timed: Returns a context that adds up the time spent in hooks.
+    """
+
+    error: Exception | None = None  # raised in a hook of the loop's own backward, which has continued
+    num_late_gradients = 0  # gradients that arrived after their bucket was sent
 
     def __init__(self, shard: Shard, held: HeldGradients, target: Vector, timed: Timed) -> None:
-        """Take what the backward is caught for; nothing is caught before `begin`.
-
-        Args:
-            shard: of the trained parameters.
-            held: where gradients wait.
-            target: (folds, n) per bucket, to which they are added.
-            timed: returns a context that adds up the time that hooks take.
-        """
         self._shard, self._held, self._target, self._timed = shard, held, target, timed
         self._handles: list[RemovableHandle] = []
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin to catch gradients. Where this fails, `drop` undoes what it has done."""
+        """Start catching gradients. If this fails, `drop` undoes what it has done."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Add what is left: the backward is over. A collective."""
+        """Add what is left, after the backward. Collective."""
 
     def drop(self) -> None:
-        """Remove the hooks, and hold nothing. No collective."""
+        """Remove the hooks, and release all gradients. Not collective."""
         while self._handles:
             self._handles.pop().remove()
         self._held.replace({})
@@ -106,10 +105,16 @@ class CaughtBackward(ABC):
 
 
 class SentGradients(CaughtBackward):
-    """Sends each bucket to the processes that keep its entries.
+    """Sends each bucket to the ranks that keep its entries.
 
-    All processes send the buckets in one fixed order: a bucket is sent when it is complete and those before it are
-    sent; gradients that are missing at the end are sent as zeros.
+    All ranks send the buckets in the same fixed order. A bucket is sent when it is complete and those before it are
+    sent. Gradients still missing at the end are sent as zeros.
+
+    Args:
+        shard, held, target, timed: As for any backward. The ranks of a fold are neighbours, equally many for each fold.
+        exchange: Sends the buckets.
+        leaves: Leaves that get hooks, by name. Empty if the caller of the backward puts its gradients into `held`.
+        consume: Nothing else needs the gradients, so they are freed as they arrive.
     """
 
     def __init__(
@@ -122,18 +127,9 @@ class SentGradients(CaughtBackward):
         leaves: Mapping[str, Tensor],
         consume: bool,
     ) -> None:
-        """Take where the gradients go.
-
-        Args:
-            shard, held, target, timed: as of any backward. The processes of a fold are neighbours, equally many for
-                each fold.
-            exchange: sends the buckets.
-            leaves: that get hooks, by name; none where `held` gets the gradients from what has called the backward.
-            consume: nobody else needs the gradients, so they are freed as they arrive.
-        """
         super().__init__(shard, held, target, timed)
         self._exchange = exchange
-        # The number of unsent buckets, which are the first ones: a backward roughly completes the last ones first.
+        # Number of unsent buckets. They are sent last to first, since a backward roughly completes the last ones first.
         self._unsent = len(held.buckets)
         self._leaves, self._consumes = leaves, consume
 
@@ -147,21 +143,21 @@ class SentGradients(CaughtBackward):
             self._send_next()
 
     def _catch(self, name: str, gradient: Tensor) -> None:
-        """Take a leaf's gradient of the loop's own backward, which an error here does not end on a single process."""
-        if self.error is not None:  # autograd runs the hooks of a leaf that it has begun
+        """Take a leaf's gradient from the loop's own backward. With one rank, the backward continues after an error."""
+        if self.error is not None:  # autograd still runs the other hooks of a leaf
             return
         try:
             self._take(name, gradient)
         except Exception as error:
-            if self._shard.num_ranks > 1:  # the others wait for what this process sends
+            if self._shard.num_ranks > 1:  # the other ranks wait for what this one sends
                 error.add_note(NOT_ALONE)
                 raise
             self.drop()
-            traceback.clear_frames(error.__traceback__)  # they hold gradients, and memory may be what is missing
+            traceback.clear_frames(error.__traceback__)  # they hold gradients, and the error may be that memory ran out
             self.error = error
 
     def _consume(self, name: str, gradient: Tensor) -> Tensor:
-        """Take a leaf's gradient of a probe's backward, and replace it by zeros that take no memory."""
+        """Take a leaf's gradient from a probe's backward, and replace it by zeros that take no memory."""
         self._take(name, gradient)
         return constant(0.0, gradient.dtype, gradient.device).expand(gradient.shape)
 
@@ -183,10 +179,10 @@ class SentGradients(CaughtBackward):
 
 
 class ReducedBackward(CaughtBackward):
-    """A backward that reduces by itself, where all processes are in one fold: `.grad` has means over processes."""
+    """A backward that reduces gradients itself, with all ranks in one fold: `.grad` holds means over ranks."""
 
     def _add(self, number: int, before: Tensor | None = None) -> None:
-        """Add what is held of a bucket, less what was there before, to the only row. Missing gradients are zeros."""
+        """Add what is held of a bucket, minus `before`, to the only row. Missing gradients count as zeros."""
         bucket, rows = self._held.buckets[number], self._target[number]
         if self._held.has_any(number):
             with self._timed():
@@ -197,9 +193,9 @@ class ReducedBackward(CaughtBackward):
 
 
 class GrownGradients(ReducedBackward):
-    """What the loop's own backward adds to `.grad`."""
+    """Takes what the loop's own backward adds to `.grad`."""
 
-    _before: Sequence[Tensor] = ()  # what was there, by bucket
+    _before: Sequence[Tensor] = ()  # the content of `.grad` before the backward, by bucket
 
     def begin(self) -> None:
         self._held.replace(self._shard.gradients())
@@ -216,7 +212,7 @@ class GrownGradients(ReducedBackward):
 
 
 class ReducedGradients(ReducedBackward):
-    """What a probe's backward leaves in `.grad`, taken out of it at once."""
+    """Takes each gradient out of `.grad` as soon as a probe's backward has put it there."""
 
     def begin(self) -> None:
         for name, param in self._shard.trained.items():

@@ -1,4 +1,4 @@
-"""The entries of gradients sent to the processes that keep them, and summed by fold."""
+"""Send the entries of gradients to the ranks that keep them, and sum them by fold."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from rl_training.parallel.vectors import join
 
 
 class Exchange:
-    """Sends each process its entries of a bucket. It takes as many bytes as a reduce-scatter would."""
+    """Sends each rank its entries of a bucket. It transfers as many bytes as a reduce-scatter would."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        # Made when something is first sent. A loop's collectives run on the default group in the same backward.
+        # Created on first use. The loop's collectives run on the default group during the same backward.
         self._group: dist.ProcessGroup | None = None
         self.bytes_sent = 0
 
     def open(self) -> None:
-        """Make the process group where there is none and several processes. A collective."""
+        """Create the process group, if there are several ranks and it does not exist yet. Collective."""
         if self._shard.num_ranks > 1 and self._group is None:
             self._group = dist.new_group()
 
     def close(self) -> None:
-        """Destroy the process group, if there is one, when training has ended. A collective."""
+        """Destroy the process group, if there is one, when training has ended. Collective."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
     def add(self, names: Sequence[str], gradients: Sequence[Tensor], rows: Tensor) -> None:
-        """Send the gradients of a bucket's parameters, a large one in parts, and add what is received. A collective.
+        """Send the gradients of a bucket's parameters, in parts if large, and add what is received. Collective.
 
         Args:
-            names: of the parameters.
-            gradients: of this process, flat and whole.
-            rows: (folds, n), this process's entries of the bucket. The processes of a fold are neighbours.
+            names: Parameter names.
+            gradients: This rank's gradients, flat and whole.
+            rows: (folds, n), this rank's entries of the bucket. The ranks of a fold are neighbours.
         """
         shard = self._shard
-        if self._group is None:  # all entries belong to this process
+        if self._group is None:  # this rank keeps all entries
             rows[0].add_(join(gradients).to(rows.device))
             return
         for first in range(0, max(map(shard.width, names)), shard.layout.chunk_size):
@@ -56,14 +56,14 @@ class Exchange:
             rows[:, part].add_((by_fold.sum(dim=1) if by_fold.shape[1] > 1 else by_fold[:, 0]).to(rows.device))
 
     def _exchanged(self, sent: Tensor, sizes: list[int]) -> Tensor:
-        """Exchange entries between processes. A collective.
+        """Exchange entries between ranks. Collective.
 
         Args:
-            sent: the entries for each process, one after another.
-            sizes: the number of entries for each process.
+            sent: The entries for each rank, concatenated.
+            sizes: The number of entries for each rank.
 
         Returns:
-            What each process has sent to this one, (processes, n).
+            What each rank has sent to this one, (ranks, n).
         """
         received = sent.new_empty(len(sizes), sizes[self._shard.rank])
         self.bytes_sent += sent.nbytes

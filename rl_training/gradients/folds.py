@@ -1,12 +1,12 @@
-"""Whole-prompt folds, and leaving one out of a mean.
+"""Whole-prompt folds, and means that leave one fold out.
 
 An inner product X·δθ of two estimates from the same batch is biased, because they share their noise. Split the batch
-into folds of whole prompts, take X_k from fold k and the step δθ_(−k) from all the others, and the bias is gone:
+into folds of whole prompts, take X_k from fold k and the step δθ_(−k) from all other folds, and the bias is gone:
 
     δH = Σ_k n_k X_k · δθ_(−k) / Σ_k n_k
 
-A fold may be several microbatches, or the same microbatch of all processes, or of some of them, as long as no prompt
-is in two folds. g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated entry by entry, where the entries are kept.
+A fold may consist of several microbatches, or of the same microbatch on all or some ranks, provided that no prompt is
+in two folds. g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated on the ranks that keep the entries.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) 
 
     Args:
         fold_sizes: (F,), n_k.
-        total_size: N; None: the sum of `fold_sizes`.
+        total_size: N. None for the sum of `fold_sizes`.
 
     Raises:
-        ValueError: one fold holds everything.
+        ValueError: One fold holds everything.
 
     >>> leave_out_coefficients(torch.tensor([1.0, 3.0]))
     (tensor([1.3333, 4.0000]), tensor([-0.3333, -3.0000]))
@@ -46,7 +46,7 @@ def leave_out_coefficients(fold_sizes: Tensor, total_size: float | None = None) 
 
 
 def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
-    """Return the rows of parts that lie one after another.
+    """Return the row range of each part, for parts that follow one another.
 
     >>> ranges_of([2, 3])
     (range(0, 2), range(2, 5))
@@ -57,11 +57,11 @@ def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class FoldGroup:
-    """Folds whose gradients come from the same backwards: one fold, or a fold per group of equally many processes."""
+    """Folds whose gradients come from the same backwards: one fold, or one per group of equally many ranks."""
 
-    folds: range  # the numbers of the folds
-    fold_of_rank: tuple[int, ...]  # each process's fold, counted from the first of `folds`
-    # This process's rows of each backward. All processes have equally many; () where a backward mixes prompts of folds.
+    folds: range  # numbers of the folds
+    fold_of_rank: tuple[int, ...]  # each rank's fold, counted from the first of `folds`
+    # This rank's rows in each backward. All ranks have equally many backwards; () if a backward mixes prompts of folds.
     passes: tuple[range, ...]
 
 
@@ -73,23 +73,23 @@ def plan_folds(
     sizes_of_ranks: Sequence[Sequence[int]] | None = None,
     cut: bool = False,
 ) -> list[FoldGroup]:
-    """Plan the folds of a step: sets of whole prompts over all processes.
+    """Plan the folds of a step: sets of whole prompts over all ranks.
 
-    A unit is the smallest number of consecutive microbatches that end with a whole prompt on every process. A fold is
-    one or several units of all processes; where there are too few units, each group of processes has a fold of its own.
-    If `num_folds` or `cut` asks for more, microbatches are cut into slices of whole prompts, each of which takes its
-    own pass.
+    A unit is the smallest number of consecutive microbatches that end with a whole prompt on every rank. A fold is one
+    or several units of all ranks. If there are too few units, each group of ranks gets a separate fold. If `num_folds`
+    or `cut` asks for more, microbatches are cut into slices of whole prompts, each of which takes a separate pass.
 
     Args:
-        sizes: sequences of each microbatch of this process, whose prompts lie one after another.
+        sizes: Sequences of each microbatch on this rank. A prompt's responses are consecutive.
         responses_per_prompt: G.
-        num_ranks: number of processes.
-        num_folds: over all processes; None: at least DEFAULT_NUM_FOLDS, if that takes no pass beyond the loop's own.
-        sizes_of_ranks: `sizes` of every process; None where they are the same.
-        cut: with num_folds=None, cut microbatches into slices where whole ones are too few for an error bar.
+        num_ranks: Number of ranks.
+        num_folds: Number of folds over all ranks. None: at least DEFAULT_NUM_FOLDS, if that takes no pass beyond the
+            loop's own.
+        sizes_of_ranks: `sizes` of every rank. None if they are all alike.
+        cut: With num_folds=None: cut microbatches into slices if whole ones are too few for an error bar.
 
     Returns:
-        Groups of folds; all processes have equally many groups and passes.
+        Groups of folds. All ranks have equally many groups and passes.
 
     Raises:
         UserError: `num_folds` is impossible; the message names a number that works.
@@ -100,7 +100,7 @@ def plan_folds(
     of_ranks = sizes_of_ranks or [sizes]
     ends = zip(*map(itertools.accumulate, of_ranks), strict=True)
     last_of_unit = [all(end % responses_per_prompt == 0 for end in of_microbatch) for of_microbatch in ends]
-    last_of_unit[-1] = True  # a last prompt that is not whole is noticed once the sequences are known
+    last_of_unit[-1] = True  # if the last prompt is incomplete, this is noticed once the sequences are known
     rows = ranges_of(sizes)
     units = []
     begin = 0
@@ -139,7 +139,7 @@ def _slices(microbatch: range, slices: int, responses_per_prompt: int) -> list[r
 def _parts_and_slices(
     units: int, microbatches: int, prompts: int, num_ranks: int, num_folds: int | None
 ) -> tuple[int, int]:
-    """Return the number of process groups with a fold of their own per unit, and of slices per microbatch."""
+    """Return the number of rank groups with a separate fold per unit, and the number of slices per microbatch."""
     divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
     if num_folds is None:
         return next((parts for parts in divisors if parts * units >= DEFAULT_NUM_FOLDS), num_ranks), 1
@@ -159,15 +159,15 @@ def _parts_and_slices(
 
 
 def _slices_for_an_error_bar(folds: int, microbatches: int, prompts: int) -> int:
-    """Return into how many slices each microbatch is cut, so that a step has folds enough for an error bar.
+    """Return the number of slices per microbatch that gives a step enough folds for an error bar.
 
     Args:
-        folds: That there are without slices.
-        microbatches: Of all processes.
-        prompts: Of each microbatch.
+        folds: Number of folds without slices.
+        microbatches: Number of microbatches on all ranks.
+        prompts: Prompts per microbatch.
 
     Returns:
-        The fewest for DEFAULT_NUM_FOLDS folds; 1 where none are needed, or where even single prompts are too few.
+        The fewest that give DEFAULT_NUM_FOLDS folds. 1 if none are needed, or if even single prompts are too few.
     """
     if folds >= MIN_FOLDS_STEP or prompts * microbatches < MIN_FOLDS_STEP:
         return 1
@@ -175,17 +175,18 @@ def _slices_for_an_error_bar(folds: int, microbatches: int, prompts: int) -> int
 
 
 def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | None = None) -> list[FoldGroup]:
-    """Plan the folds of a step whose prompts are spread over its microbatches: sets of whole prompts all the same.
+    """Plan the folds of a step whose prompts are spread over its microbatches: still sets of whole prompts.
 
-    They serve estimates that run their own passes, over sequences in any order. Microbatches' gradients are not split.
+    They serve estimates that run further passes, over sequences in any order. Microbatches' gradients are not split.
 
     Args:
-        num_prompts: prompts of each process; the smallest number over processes.
-        num_ranks: number of processes.
-        num_folds: over all processes; an impossible number is lowered to a possible one. None: `plan_folds` chooses.
+        num_prompts: Prompts per rank; the smallest number over ranks.
+        num_ranks: Number of ranks.
+        num_folds: Number of folds over all ranks. An impossible number is lowered to a possible one. None: `plan_folds`
+            chooses.
 
     Returns:
-        Groups without passes. Processes share each fold where they have enough prompts.
+        Groups without passes. Ranks share each fold if they have enough prompts.
 
     >>> [(group.folds, group.fold_of_rank) for group in plan_prompt_folds(num_prompts=4, num_ranks=2, num_folds=3)]
     [(range(0, 1), (0, 0)), (range(1, 2), (0, 0)), (range(2, 3), (0, 0))]
@@ -199,12 +200,12 @@ def plan_prompt_folds(num_prompts: int, num_ranks: int = 1, num_folds: int | Non
 
 
 def folds_of_prompts(prompt_index: Tensor, groups: Sequence[FoldGroup], rank: int = 0) -> Tensor:
-    """Assign a process's sequences to folds, (B,), so that no prompt is in two folds.
+    """Assign a rank's sequences to folds, (B,), so that no prompt is in two folds.
 
     Args:
         prompt_index: (B,), equal for responses to the same prompt.
-        groups: from `plan_prompt_folds`. Their numbers of the process's prompts differ by one at most.
-        rank: of the process.
+        groups: From `plan_prompt_folds`. Their numbers of this rank's prompts differ by at most one.
+        rank: This rank's number.
 
     >>> folds_of_prompts(torch.tensor([4, 9, 6, 4]), plan_prompt_folds(3, num_folds=2))
     tensor([0, 1, 0, 0])

@@ -2,7 +2,7 @@
 
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik
 
-holds for any loss of log-probabilities and entropies, Dr-GRPO's and others, with or without an entropy bonus.
+This holds for any loss of log-probabilities and entropies, Dr-GRPO's or another, with or without an entropy bonus.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class LossWeights:
     """The derivatives of a loss by the scores of this rank's sequences. Its gradient is the sum over both kinds."""
 
     logps: Tensor  # (B, T), c, by log-probabilities
-    entropies: Tensor | None  # (B, T), d, by entropies; None where the loss does not depend on them
+    entropies: Tensor | None  # (B, T), d, by entropies; None if the loss does not depend on them
 
     def of_rows(self, rows: Tensor, width: int, share: float | Tensor = 1.0) -> LossWeights:
-        """Return the weights of some rows, cut to their scores' width.
+        """Return the weights of some rows, cut to the width of their scores.
 
         Args:
-            rows: indices of sequences.
+            rows: Indices of sequences.
             width: T of their scores.
-            share: a factor on all rows, or (rows, 1), on each.
+            share: A factor on all rows, or one per row, (rows, 1).
         """
         entropies = None if self.entropies is None else self.entropies[rows, :width] * share
         return LossWeights(self.logps[rows, :width] * share, entropies)
@@ -40,17 +40,17 @@ class LossWeights:
         return LossWeights(self.logps.where(chosen, 0.0), entropies)
 
     def stacked(self) -> Tensor:
-        """Return both kinds of weights as one table, (2, B, T)."""
+        """Return both kinds of weights as one tensor, (2, B, T)."""
         return torch.stack([self.logps, torch.zeros_like(self.logps) if self.entropies is None else self.entropies])
 
     @classmethod
     def of_stacked(cls, table: Tensor) -> LossWeights:
-        """Undo `stacked`. Weights of entropies that are all 0 become None, which saves their backward."""
+        """Undo `stacked`. Entropy weights that are all 0 become None, which saves their backward."""
         return cls(table[0], table[1] if table[1].any() else None)
 
 
 def rows_with_weight(weights: Sequence[LossWeights]) -> Tensor:
-    """Return which sequences have a weight that is not 0, (B,) bool."""
+    """Return which sequences have a nonzero weight, (B,) bool."""
     parts = [part for weight in weights for part in (weight.logps, weight.entropies) if part is not None]
     return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
 
@@ -68,11 +68,11 @@ def gradient_of(
     """Return Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik by parameter, in one backward.
 
     Args:
-        fresh: scores with graph.
+        fresh: Scores with graph.
         logps: c, shaped like the scores.
-        entropies: d, shaped like the scores; None: 0.
-        parameters: whose gradients are returned; zeros where the scores do not depend on them.
-        keep_graph: allow another backward through the same scores.
+        entropies: d, shaped like the scores. None for 0.
+        parameters: The parameters whose gradients are returned, zeros if the scores do not depend on them.
+        keep_graph: Allow another backward through the same scores.
     """
     outputs, weights = outputs_and_weights(fresh, LossWeights(logps, entropies))
     return torch.autograd.grad(

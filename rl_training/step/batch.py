@@ -1,4 +1,4 @@
-"""All that one optimizer step learns from on a rank, and the settings of the loss that it is made with.
+"""All sequences of one optimizer step on a rank, and the settings of the loss.
 
 For the letters in shapes see policy/rollout.py.
 """
@@ -20,11 +20,12 @@ from rl_training.policy.scores import Scores
 
 @dataclass(frozen=True)
 class Correction:
-    """A loss's factor on each token: the ratio ρ = π/μ to the sampler, truncated or masked.
+    """A loss's factor on each token: the ratio ρ = π/μ of policy to sampler, truncated or masked.
 
-    sequence   ρ is that of the whole response, else of the token
-    masks      a ratio outside of the bounds counts 0; else it is truncated to them
-    low, high  the bounds of ρ
+    Args:
+        sequence: ρ is the ratio of the whole response instead of the token.
+        masks: A ratio outside the bounds becomes 0 instead of being truncated to them.
+        low, high: The bounds of ρ.
     """
 
     sequence: bool = False
@@ -35,7 +36,8 @@ class Correction:
     def factors(self, log_ratios: Tensor) -> Tensor:
         """Return the factors, (B, T).
 
-        log_ratios  (B, T), log π − log μ, 0 where the loss has no token
+        Args:
+            log_ratios: (B, T), log π − log μ; 0 off the loss's tokens.
         """
         ratios = self.ratios(log_ratios)
         if self.masks:
@@ -43,7 +45,7 @@ class Correction:
         return ratios.clamp(self.low, self.high)
 
     def ratios(self, log_ratios: Tensor) -> Tensor:
-        """Return the ratios before the bounds, (B, T)."""
+        """Return the ratios before the bounds are applied, (B, T)."""
         whole = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios) if self.sequence else log_ratios
         return whole.exp()
 
@@ -59,43 +61,43 @@ class Correction:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The settings of a loss; Dr-GRPO's is −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) over all tokens, over b L."""
+    """The settings of a loss. Dr-GRPO's: −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A), summed over tokens, / (b L)."""
 
     max_length: int  # L
     epsilon_low: float
     epsilon_high: float
-    hides_truncated: bool  # it leaves truncated responses out
-    correction: Correction | None = None  # for a sampler that is not the policy; None: it weighs no ratios to it
-    differs: frozenset[str] = frozenset()  # names of TRL's settings in which it differs from Dr-GRPO's
+    hides_truncated: bool  # the loss leaves truncated responses out
+    correction: Correction | None = None  # for a sampler other than the policy; None: no ratios to the sampler
+    differs: frozenset[str] = frozenset()  # names of the TRL settings that differ from Dr-GRPO's
 
     @property
     def is_dr_grpo(self) -> bool:
-        """Whether it is exactly Dr-GRPO's, on all responses, without a factor on any."""
+        """Whether the loss is exactly Dr-GRPO's, on all responses, without a further factor on any."""
         return not self.differs and not self.hides_truncated and self.correction is None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """All that one optimizer step learns from on this rank, and how it is cut: in microbatches, and in folds."""
+    """All sequences of one optimizer step on this rank, and how they are divided into microbatches and folds."""
 
     rollout: Rollout
-    scores: Scores  # of training's own forward passes, without graph
+    scores: Scores  # from training's own forward passes, without graph
     loss_weights: LossWeights
-    microbatch_rows: tuple[range, ...]  # the rows that each microbatch holds
-    folds: Sequence[FoldGroup]  # of whole prompts, over all processes
-    fold: Tensor  # (B,), the fold that each sequence is in
-    fold_sizes: Tensor  # (F,) fp64 in host memory, n_k: sequences of all processes
+    microbatch_rows: tuple[range, ...]  # the rows of each microbatch
+    folds: Sequence[FoldGroup]  # whole prompts, over all ranks
+    fold: Tensor  # (B,), the fold of each sequence
+    fold_sizes: Tensor  # (F,) fp64 in host memory, n_k: sequences on all ranks
     responses_per_prompt: int  # G
-    loss_settings: LossSettings | None = None  # None where they are not known
+    loss_settings: LossSettings | None = None  # None if unknown
 
     @property
     def num_folds(self) -> int:
-        """F, over all processes."""
+        """F, over all ranks."""
         return len(self.fold_sizes)
 
     @property
     def num_sequences(self) -> float:
-        """Σ n_k, over all processes; `rollout` has this process's."""
+        """Σ n_k, over all ranks. `rollout.num_sequences` counts this rank's."""
         return float(self.fold_sizes.sum())
 
     @property
@@ -105,13 +107,13 @@ class Batch:
 
     @property
     def has_mixed_folds(self) -> bool:
-        """Whether the prompts of a fold lie in several microbatches, so that no backward of the loop's is of one."""
+        """Whether a fold's prompts are spread over microbatches, so that no backward of the loop is for one fold."""
         return not self.folds[0].passes
 
     def log_ratios(self) -> Tensor | None:
-        """Return log π − log μ of each token, (B, T) fp64, 0 off the mask; None where they are not known.
+        """Return log π − log μ per token, (B, T) fp64, 0 off the mask. None if unknown.
 
-        They are 0 where the policy sampled itself.
+        All are 0 if the policy itself sampled.
         """
         rollout, scores = self.rollout, self.scores
         if rollout.sampling_logps is None:
@@ -120,10 +122,10 @@ class Batch:
         return difference.masked_fill(scores.mask == 0, 0.0)
 
     def sum_by_prompt(self, values: Tensor) -> Tensor:
-        """Return the sums of (B, …) over this process's responses to each of its prompts, (prompts, …)."""
+        """Return the sum of `values` (B, …) over this rank's responses to each of its prompts, (prompts, …)."""
         prompts, place = self.rollout.prompt_index.unique(return_inverse=True)
         return values.new_zeros(len(prompts), *values.shape[1:]).index_add_(0, place, values)
 
     def sum_by_fold(self, values: Tensor) -> Tensor:
-        """Return the sums of (B, …) over this process's sequences of each fold, (F, …)."""
+        """Return the sum of `values` (B, …) over this rank's sequences of each fold, (F, …)."""
         return values.new_zeros(self.num_folds, *values.shape[1:]).index_add_(0, self.fold, values)

@@ -1,6 +1,6 @@
-"""An optimizer step as data: tensors, numbers and limits. What calculates with it, on all processes, is beside it.
+"""An optimizer step as data: tensors, numbers and limits.
 
-For the letters in shapes see policy/rollout.py; for what calculates, step/runtime.py.
+For the letters in shapes see policy/rollout.py. step/runtime.py computes with this data on all ranks.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from rl_training.step.quantities import Quantity
 
 @dataclass(frozen=True)
 class Gradients:
-    """The training gradient of the step, before clipping: this process's entries of each parameter, (n,), by name."""
+    """The step's training gradient before clipping: this rank's entries of each parameter, (n,), by name."""
 
     weights: Mapping[str, Tensor]  # before the step
-    mean: Mapping[str, Tensor]  # over microbatches and processes, as the optimizer gets it
+    mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
     layout: Layout
-    rows: Vector | None  # (F, n) of each bucket: the mean gradient of each fold
-    rows_limit: Limit | None = None  # where a probe asks for them, and there are none
-    # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, last of the mean, over all processes
+    rows: Vector | None  # (F, n) per bucket: the mean gradient of each fold
+    rows_limit: Limit | None = None  # why `rows` is None although a probe asks for it
+    # (F + 1, parameters, 2) fp64: |g_k|² and Σ P g_k² of each fold, the mean gradient last; over all ranks
     sq_norms: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class EntropySettings:
-    """How the entropy gradient X of a step is estimated.
+    """How a step's entropy gradient X is estimated.
 
-    responses_per_prompt  of every prompt, the first ones; all for G or more. Baselines use all responses
-    per_sequence          compute X per sequence too: a second backward
-    error_decay           weight of an optimizer step relative to the next, measured or not, in the average of the
-                          variances of single steps
+    Args:
+        responses_per_prompt: Responses used per prompt, the first ones. All if it is G or more. Baselines always use
+            all responses.
+        per_sequence: Compute X per sequence as well, for a second backward.
+        error_decay: Variances of single steps are averaged over steps. This is the weight of an optimizer step relative
+            to the next one, whether or not they are measured.
     """
 
     responses_per_prompt: int = 1
@@ -55,34 +57,34 @@ class EntropySettings:
 
 @dataclass(frozen=True)
 class EntropyPrediction:
-    """What the step does to entropy to first order: prediction.py has the formulas.
+    """What the step does to entropy to first order. The formulas are in entropy/prediction.py.
 
-    Vectors lie as the layout of the step's gradients says. A Limit is None where the thing is there.
+    Vectors have the layout of the step's gradients. A Limit is None if what it concerns is available.
     """
 
     settings: EntropySettings
-    labels: tuple[str, ...]  # of forward's splits
-    limit: Limit | None = None  # there is no entropy gradient, and nothing of what follows
-    other_scores: Limit | None = None  # the same, where the probes' scores of the step's responses are not training's
-    forward_limit: Limit | None = None  # no fold can be left out of the step
-    backward_limit: Limit | None = None  # the step before cannot be multiplied with the entropy gradient
-    reward_limit: Limit | None = None  # the gradient of the reward is no multiple of the step's own; with per_sequence
-    intended: Vector | None = None  # δθ by the optimizer's formula; None where its step has none
-    update: Vector | None = None  # what the rounding of the weights leaves of it: in fp32 the same vector
-    levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `limit` is None
+    labels: tuple[str, ...]  # names of the splits of `forward`
+    limit: Limit | None = None  # why there is no entropy gradient; of the fields below only the two δθ may then be set
+    other_scores: Limit | None = None  # the same, because the probes' scores of the responses differ from training's
+    forward_limit: Limit | None = None  # why no fold can be left out of the step
+    backward_limit: Limit | None = None  # why the previous update cannot be multiplied with the entropy gradient
+    reward_limit: Limit | None = None  # why the reward gradient is no multiple of the step's own; with per_sequence
+    intended: Vector | None = None  # δθ by the optimizer's formula; None if there is none
+    update: Vector | None = None  # what weight rounding leaves of `intended`; in fp32 the same vector
+    levels: Tensor | None = None  # (F, 3): number of sequences, Σ entropy, Σ length per fold; None if `limit` is set
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
-    # (2,), of ½(forward + backward) from this batch, of two folds or more: of a sum; with Need.ENTROPY_CHANGE
+    # (2,), error of the sum ½(forward + backward) from this batch, with two or more folds; with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None
-    rows: Vector | None = None  # (F, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
-    steps_without: LeaveOneOutUpdates | None = None  # each fold; where `forward_limit` is None
+    rows: Vector | None = None  # (F, n) per bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
+    steps_without: LeaveOneOutUpdates | None = None  # the update without each fold; None if `forward_limit` is set
 
 
 @dataclass(frozen=True)
 class StepData:
-    """One optimizer step on this rank: all gradients are in, the parameters are still old."""
+    """One optimizer step on this rank: gradients are complete, the parameters are still old."""
 
-    number: int  # counted from 1: the `step` of the log line that this optimizer step will have
+    number: int  # counted from 1: the `step` in this optimizer step's log line
     batch: Batch
     gradients: Gradients
     optimizer: OptimizerView
-    limits: Limits  # as they are known before the policy is scored anew
+    limits: Limits  # as known before probes score the policy again

@@ -1,7 +1,7 @@
-"""What cannot be measured at a step or in a training: a code, a message and a fix for each reason.
+"""What cannot be measured at a step or in a training run: a code, a message and a fix for each reason.
 
-The announcement at the start of a training and the nan of a step have the same Limit. Limits of what lies below the
-step (an optimizer without formula, padding that matters) are beside what they limit.
+The announcement at the start of training and the nan of a step use the same Limit. Limits of lower layers (an optimizer
+without a formula, padding that matters) are defined next to what they limit.
 """
 
 from __future__ import annotations
@@ -125,33 +125,35 @@ NOT_FINITE = Limit("not_finite", "the gradient or the update is not finite")
 
 
 def sampling_mismatch(reason: str) -> Limit | None:
-    """Return the limit of responses that are no samples of the policy that is scored, in a loop's own words; or None.
+    """Return the limit for responses that are not samples of the scored policy, or None.
 
     Args:
-        reason: "" where they are.
+        reason: The loop's own words. "" if they are samples of it.
     """
     return Limit(SAMPLING_MISMATCH.code, reason) if reason else None
 
 
 @dataclass(frozen=True)
 class Fixes:
-    """What to do so that more can be measured, in the words of the loop. Reasons end with it."""
+    """How to measure more, in the loop's own settings. Limits end with these texts."""
 
     whole_prompts: str = "keep all responses to a prompt side by side, in one microbatch or several in a row"
-    dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" where they do not, or nobody knows
-    # With {size} of a microbatch, {count} of them to a step of a process, and {sequences} of a step of all.
+    dr_grpo: str = ""  # how the loss's settings differ from Dr-GRPO's; "" if they do not, or it is unknown
+    # {size}: sequences per microbatch; {count}: microbatches per step and rank; {sequences}: per step on all ranks.
     batch: str = "measured_loop(microbatch_size={size}, microbatches={count})"
-    steps: str = "measured_loop(microbatches={count})"  # the same for larger steps of the same microbatches
-    num_folds: str = "{probe}(num_folds={folds})"  # {name} is the probe's, {probe} its class
+    steps: str = "measured_loop(microbatches={count})"  # the same for larger steps of unchanged microbatches
+    num_folds: str = "{probe}(num_folds={folds})"  # {name} is the probe's name, {probe} its class
     once: str = "learn from each response once"
 
     def more_folds(self, group: int, size: int, count: int, num_ranks: int, probe: object | None) -> str:
-        """Return what to type so that a step has DEFAULT_NUM_FOLDS folds.
+        """Return what to type to give a step DEFAULT_NUM_FOLDS folds.
 
         Args:
-            group: Responses to a prompt.
-            size: Sequences of each of `count` microbatches of each process.
-            probe: One that has the option num_folds; None: there is none.
+            group: Responses per prompt.
+            size: Sequences per microbatch.
+            count: Microbatches per step on each rank.
+            num_ranks: Number of ranks.
+            probe: A probe with the option num_folds, or None if there is none.
         """
 
         def folds(size: int, count: int, num_folds: int | None = None) -> int:
@@ -165,7 +167,7 @@ class Fixes:
 
         local_size = size * count
         prompts = local_size // group * num_ranks
-        # A microbatch of whole prompts, or a part of one.
+        # Sizes of whole prompts, or of equal parts of one.
         fitting = [part for part in range(1, size) if local_size % part == 0 and 0 in (part % group, group % part)]
         smaller = [part for part in fitting if folds(part, local_size // part) >= DEFAULT_NUM_FOLDS]
         advice = [f"smaller microbatches, {batch(smaller[-1], local_size // smaller[-1])}"] if smaller else []
@@ -188,15 +190,15 @@ class Fixes:
 
 @dataclass(frozen=True)
 class Limits:
-    """What cannot be measured at a step, or in a whole training: a Limit by what is missing, None where it is there."""
+    """What cannot be measured at a step or in a whole training run: a Limit for each item, None if it is available."""
 
-    sampling_mismatch: Limit | None = None  # the sequences are not samples of the policy that is scored (top-p)
-    no_fresh_responses: Limit | None = None  # `policy.sample` may not be asked
+    sampling_mismatch: Limit | None = None  # the sequences are not samples of the scored policy (top-p)
+    no_fresh_responses: Limit | None = None  # `policy.sample` must not be called
     reused: Limit | None = None  # an earlier optimizer step has already learned from some of these sequences
     split_prompts: Limit | None = None  # on some rank, a prompt of the step lacks some of its G responses
-    no_baseline: Limit | None = None  # that, or G is 1: a response has no others to the same prompt
-    mixed_prompts: Limit | None = None  # or lies in several folds
-    one_fold: Limit | None = None  # the step is one fold
-    other_terms: Limit | None = None  # the loss has terms beside log-probabilities and entropies
-    hooked: Limit | None = None  # on some rank, gradients run through hooks of the loop
-    dr_grpo_fix: str = ""  # a hint: what to set so that the loss is Dr-GRPO's. What it is, its weights say
+    no_baseline: Limit | None = None  # split prompts, or G is 1: a response has no others to the same prompt
+    mixed_prompts: Limit | None = None  # split prompts, or a prompt lies in several folds
+    one_fold: Limit | None = None  # the step has only one fold
+    other_terms: Limit | None = None  # the loss has terms besides log-probabilities and entropies
+    hooked: Limit | None = None  # on some rank, the loop has hooks on gradients
+    dr_grpo_fix: str = ""  # what to set to make the loss Dr-GRPO's; its weights tell whether it is

@@ -1,4 +1,4 @@
-"""The δH quantities of a step: two numbers each, with errors, the reason if missing, and the step they refer to."""
+"""The δH quantities of a step: per token and per sequence, with errors, the reason if missing, and their step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rl_training.statistics.estimate import Estimate, stderr_limit
 from rl_training.statistics.limit import Limit
 from rl_training.step.limits import NOT_FINITE
 
-# What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
+# What the entropy gradient is multiplied with, in the order of the products. The splits of `forward` follow.
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
-LENGTH_AND_REWARD = "length_and_reward"  # the two numbers of this quantity
+LENGTH_AND_REWARD = "length_and_reward"  # the name of this quantity's pair of numbers
 SPLIT_WITHOUT_ERROR = Limit(
     "split_without_error",
     "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
@@ -34,22 +34,22 @@ class Quantity:
     name: str
     value: Tensor  # (2,)
     stderr: Tensor  # (2,)
-    about_step: int  # the step that it refers to
-    reason: str = ""  # why it is missing, if it is: a Limit
-    # (2,): batches of equal variance that the error is from, Satterthwaite's
+    about_step: int  # the step to which it refers
+    reason: str = ""  # a Limit: why it is missing, if it is
+    # (2,): number of batches of equal variance behind the error (Satterthwaite)
     batches: Tensor = field(default_factory=lambda: torch.ones(2))
     stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
-    remark: str = ""  # on a value or an error bar that is there, or why the bar alone is not
+    remark: str = ""  # on an available value or error bar, or why only the bar is missing
 
     def masked_if(self, reason: str | None) -> Quantity:
-        """Return this quantity, but nan with the reason if there is one."""
+        """Return this quantity, as nan with the reason if there is one."""
         if not reason:
             return self
         unknown = torch.full((2,), torch.nan)
         return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
 
     def estimates(self, num_folds: int) -> list[Estimate]:
-        """Return the two numbers as a probe answers them; an error bar takes enough folds."""
+        """Return both numbers as estimates. Error bars require enough folds."""
         no_error = NO_ERROR.get(self.name.split("/")[0]) or stderr_limit(num_folds)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):

@@ -1,10 +1,10 @@
-"""What calculates with the data of a step: further passes through the policy, their gradients by fold, sums.
+"""Compute with a step's data: further passes through the policy, and their gradients summed by fold.
 
 Further forward passes and backwards over a step's sequences give, for any weights c and d on their scores,
 
-    Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik)            summed by fold, over all processes
+    Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik)            summed by fold, over all ranks
 
-without touching `.grad` or the loop's own reduction. All processes make the same number of passes.
+without touching `.grad` or the loop's own reduction. All ranks run the same number of passes.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from rl_training.step.batch import Batch
 
 @dataclass(frozen=True)
 class Runtime:
-    """The live objects that calculate at a step, on all processes together. What they calculate with is StepData."""
+    """The live objects that compute with a step's data (StepData), on all ranks together."""
 
-    policy: Policy  # scores sequences, with the parameters as they are now
-    ranks: Ranks  # sums over the processes
+    policy: Policy  # scores sequences with the current parameters
+    ranks: Ranks  # sums over ranks
     reduction: FoldReduction  # sums the gradients of a backward by fold
 
     @property
     def layout(self) -> Layout:
-        """How the entries of this process lie in vectors."""
+        """The arrangement of this rank's entries in vectors."""
         return self.reduction.shard.layout
 
 
 def passes_in_lockstep(batch: Batch, ranks: Ranks, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
-    """Yield each group of folds with the chosen rows in its folds, in equally many parts on every process.
+    """Yield each fold group with its chosen rows, split into equally many parts on every rank. Collective.
 
-    Parts may be empty. Rows belong to the group that has their fold, wherever they lie. One collective, at the start.
+    Parts may be empty. A row belongs to the group that has its fold, whichever microbatch it is in. Ranks communicate
+    only once, at the start.
 
     Args:
-        batch: of the step.
-        ranks: the processes.
+        batch: The step's sequences and folds.
         chosen: (B,) bool.
     """
     chunk_size = max(len(rows) for rows in batch.microbatch_rows)
     rows = chosen.nonzero().squeeze(1)
-    group_of_row = batch.fold[rows] // len(batch.folds[0].folds)  # all groups have as many folds
+    group_of_row = batch.fold[rows] // len(batch.folds[0].folds)  # all groups have the same number of folds
     sizes = group_of_row.bincount(minlength=len(batch.folds)).tolist()
     of_groups = rows[group_of_row.argsort(stable=True)].split(sizes)
     parts = [torch.split(group_rows, chunk_size) if len(group_rows) else () for group_rows in of_groups]
@@ -70,16 +70,16 @@ def sum_gradients(
     shares: Tensor,
     seen: Callable[[Tensor, Scores], None] | None = None,
 ) -> list[Vector]:
-    """Return the gradients of some rows, (folds, n) per bucket for each weighting. A collective.
+    """Return the gradients of some rows, (folds, n) per bucket for each weighting. Collective.
 
     Args:
-        rollout: the rows' rollout.
-        runtime: what calculates.
-        num_folds: of these rows, over all processes.
-        passes: the rows of this process in each pass.
-        weights: c and d of all sequences, one for each vector that is returned.
+        rollout: The rollout that the rows index.
+        runtime: Runs the passes.
+        num_folds: Number of folds of these rows, over all ranks.
+        passes: This rank's rows in each pass.
+        weights: c and d of all sequences, one for each vector returned.
         shares: (B, 1), a factor on each sequence.
-        seen: is given rows and their scores.
+        seen: Called with the rows and their scores.
     """
     sums = [runtime.layout.zeros(num_folds) for _ in weights]
     for rows in passes:
@@ -95,17 +95,17 @@ def rows_by_fold(
     device: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Vector]:
-    """Return the gradients of each fold, (F, n) per bucket for each weighting. A collective.
+    """Return the gradient of each fold, (F, n) per bucket for each weighting. Collective.
 
-    Passes take the sequences that have a weight only.
+    Passes cover only sequences that have a weight.
 
     Args:
-        batch: of the step.
-        runtime: what calculates.
-        weights: one for each vector that is returned.
+        batch: The step's sequences and folds.
+        runtime: Runs the passes.
+        weights: One for each vector returned.
         shares: (B, 1), a factor on each sequence.
-        device: where rows are kept; None: where the parameters are.
-        dtype: of the rows; None: that in which gradients are summed.
+        device: Where rows are kept. None for the parameters' device.
+        dtype: Dtype of the rows. None for the one in which gradients are summed.
     """
     has_weight = rows_with_weight(weights)
     vectors = [runtime.layout.zeros(batch.num_folds, device=device, dtype=dtype) for _ in weights]
@@ -129,24 +129,24 @@ def gradients_by_group(
     chosen: Tensor,
     seen: Callable[[Tensor, Scores], None] | None = None,
 ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
-    """Yield each group of folds with the gradients of its chosen rows, (folds, n) per bucket each. A collective.
+    """Yield each fold group with the gradients of its chosen rows: (folds, n) per bucket and weighting. Collective.
 
     Args:
-        batch: of the step.
-        runtime: what calculates.
-        weights: one for each vector that is yielded.
+        batch: The step's sequences and folds.
+        runtime: Runs the passes.
+        weights: One for each vector yielded.
         shares: (B, 1), a factor on each sequence.
         chosen: (B,) bool.
-        seen: is given rows and their scores.
+        seen: Called with the rows and their scores.
     """
     for group, passes in passes_in_lockstep(batch, runtime.ranks, chosen):
         yield group, sum_gradients(batch.rollout, runtime, len(group.folds), passes, weights, shares, seen)
 
 
 def shares_of_folds(batch: Batch, num_ranks: int) -> Tensor:
-    """Return the factors, (B, 1), that turn the loss's weights into those of the mean gradient of a sequence's fold.
+    """Return the factors, (B, 1), that turn the loss weights into those of the mean gradient of each sequence's fold.
 
-    The loss's weights are those of a mean over a process's sequences, and the loss is the mean over processes.
+    The loss weights are those of a mean over a rank's sequences, and the loss is the mean over ranks.
     """
     share_of_fold = batch.num_sequences / num_ranks / batch.fold_sizes
     return share_of_fold.to(batch.fold.device)[batch.fold].unsqueeze(1)
@@ -161,16 +161,16 @@ def add_gradients(
     shares: Tensor,
     seen: Callable[[Tensor, Scores], None] | None = None,
 ) -> None:
-    """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target. A collective.
+    """Add Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target. Collective.
 
     Args:
-        rollout: the rows' rollout.
-        runtime: what calculates.
+        rollout: The rollout that the rows index.
+        runtime: Runs the passes.
         targets: (folds, n) per bucket each.
-        rows: of this process. Without any it runs the same passes as other processes, with weight 0.
+        rows: On this rank. If empty, the rank runs the same passes as the others, with weight 0.
         weights: c and d of all sequences, one for each target.
-        shares: (B, 1).
-        seen: is given the rows and their scores, where there are any.
+        shares: (B, 1), a factor on each sequence.
+        seen: Called with the rows and their scores, unless `rows` is empty.
     """
     fresh = None
     last = len(weights) - 1
@@ -193,13 +193,13 @@ def add_gradients(
 def gradients_of_processes(
     rollout: Rollout, runtime: Runtime, parts: Sequence[Tensor], weights: Sequence[LossWeights], shares: Tensor
 ) -> Iterator[list[Vector]]:
-    """Yield the gradients of one part of each process's rows at a time, (processes, n) per bucket. A collective.
+    """Yield the gradients of one part after another, one row for each rank's part: (ranks, n) per bucket. Collective.
 
     Args:
-        rollout: the rows' rollout.
-        runtime: what calculates.
-        parts: rows of this process. The rows of a process with fewer parts than others are then zero.
-        weights: one for each vector that is yielded.
+        rollout: The rollout that the rows index.
+        runtime: Runs the passes.
+        parts: Rows on this rank. A rank with fewer parts than others gets rows of zeros.
+        weights: One for each vector yielded.
         shares: (B, 1), a factor on each sequence.
     """
     none = torch.empty(0, dtype=torch.long, device=shares.device)

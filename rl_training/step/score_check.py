@@ -1,11 +1,11 @@
-"""Whether the probes' forward pass says of a step's responses what training's said, with the same weights.
+"""Check that the probes' forward pass gives a step's responses the same scores as training's, with the same weights.
 
-Everything that probes score anew is about the policy that is trained only if it does. Another temperature, another
-mask, an adapter switched off, rotary tables that depend on the longest row of a batch: each shows in the difference of
-log-probabilities of the very rows that an entropy gradient is made of, in the batches that it is made of. That takes no
-forward pass: these rows are scored in any case. Where they differ by more than rounding, some rows are scored twice
-more, with and without what a forward pass draws and rounds (dropout, autocast, TF32, noise on embeddings, jitter of a
-router), and weights below fp32 once with padding: what that does, training's scores may be off, too.
+What probes score describes the trained policy only if this holds. Another temperature, another mask, a disabled
+adapter, or rotary tables that depend on the longest row of a batch all show up in the scores. The check compares the
+very rows and batches that an entropy gradient is made of, so it needs no further forward pass. If they differ by
+more than rounding, some rows are scored twice more: with and without what a forward pass draws and rounds (dropout,
+autocast, TF32, noise on embeddings, jitter of a router). If weights are below fp32, they are scored once more with
+padding. Differences of that size may be in training's scores, too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import OTHER_SCORES
 
-LIMIT, LIMIT_ROUNDED = 0.002, 0.05  # nats per token, of the mean difference; the second where training rounds
-NOISES = 3.0  # so many times the mean difference that noise makes are allowed beside
-ROWS = 8  # of each process, that are scored twice more
-SEED = 24  # of what these draw: any but training's own
+LIMIT, LIMIT_ROUNDED = 0.002, 0.05  # nats per token, for the mean difference; the second if training rounds
+NOISES = 3.0  # allowed in addition: this many times the mean difference that noise makes
+ROWS = 8  # per rank, scored again to measure the noise
+SEED = 24  # for what these passes draw; any seed but training's
 OF_ROTARY_TABLES = (
     "the model's rotary tables depend on the longest row of a batch (rope_type dynamic or longrope), and probes have "
     "other batches: keep prompts and responses within its original_max_position_embeddings, or use another rope_type"
@@ -39,28 +39,28 @@ OF_THE_LOOP = (
 
 
 class ScoreCheck:
-    """Holds scores of rows of a step against training's own, of the same rows."""
+    """Compares the probes' scores of a step's rows with training's own scores of the same rows."""
 
     def __init__(self, batch: Batch, policy: Policy) -> None:
         self._batch, self._policy = batch, policy
-        # Σ |difference| of log-probabilities and of entropies, and tokens.
+        # Σ |difference| of log-probabilities, the same of entropies, and the number of tokens.
         self._sums = torch.zeros(3, dtype=torch.float64, device=batch.fold.device)
 
     def add(self, rows: Tensor, fresh: Scores) -> None:
-        """Take scores of some rows of this process, calculated as training calculates them."""
+        """Compare scores of some rows on this rank, computed as training computes them."""
         self._sums += _differences(fresh, self._batch.scores, rows)
 
     def look(self, rows: Tensor) -> None:
-        """Score a few of these rows for this purpose alone, where no entropy gradient is made of them.
+        """Score a few of these rows just for this check, if no entropy gradient is made of them.
 
-        All of them where a row's scores depend on its batch. A collective for sharded weights.
+        Takes all of them if a row's scores depend on its batch. Collective if weights are sharded.
         """
         rows = rows if depends_on_longest_row(self._policy.model) else rows[:ROWS]
         for part in self._policy.in_batches(rows, max(map(len, self._batch.microbatch_rows))):
             self.add(part, self._policy.scorer.score(self._batch.rollout, part, graph=False))
 
     def limit(self, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
-        """Return the limit of a step whose scores on all processes are not training's, or None. A collective."""
+        """Return the limit if the step's scores on all ranks differ from training's, else None. Collective."""
         off, limit = _means(reduce(self._sums)), torch.full((2,), LIMIT, dtype=torch.float64)
         if bool((off <= limit).all()):
             return None
@@ -82,7 +82,7 @@ class ScoreCheck:
         )
 
     def _noises(self) -> list[Tensor]:
-        """Return what drawing and rounding does to some rows, as `_sums` has it, by cause."""
+        """Return how much random draws and rounding change some rows: one tensor like `_sums` for each cause."""
         rows, scorer, rollout = self._some_rows(), self._policy.scorer, self._batch.rollout
         with self._policy.measuring():
             exact = scorer.score(rollout, rows, graph=False)
@@ -90,7 +90,7 @@ class ScoreCheck:
             seed_torch(SEED, device=self._sums.device)
             noisy = scorer.score(rollout, rows, graph=False)
         others, numbers = [noisy], torch.arange(len(rows), device=rows.device)
-        if scorer.rounding_reason:  # then a measurement is rounded, too: in another place of a row otherwise
+        if scorer.rounding_reason:  # the measurement is then rounded too, differently at another position in the row
             others.append(scorer.score_padded(rollout, rows))
         return [_differences(exact, other, numbers) for other in others]
 
@@ -100,11 +100,12 @@ class ScoreCheck:
 
 
 def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
-    """Return Σ |difference| of log-probabilities and of entropies over tokens, and their number, (3,) fp64.
+    """Return Σ |difference| of log-probabilities and of entropies over tokens, and the token count, (3,) fp64.
 
-    Numbers that are not finite, as of a policy that has diverged, are left out.
+    Non-finite numbers, as from a policy that has diverged, are left out.
 
-    rows  of the others
+    Args:
+        rows: Rows of `others` that `fresh` has scored.
     """
     there = fresh.mask.bool()
     pairs = (fresh.logps, others.logps), (fresh.entropies, others.entropies)
@@ -114,5 +115,5 @@ def _differences(fresh: Scores, others: Scores, rows: Tensor) -> Tensor:
 
 
 def _means(sums: Tensor) -> Tensor:
-    """Return the mean differences, (2,), in host memory; 0 where there is no token."""
+    """Return the mean differences, (2,), in host memory; 0 if there is no token."""
     return (sums[:2] / sums[2].clamp(min=1.0)).cpu()
