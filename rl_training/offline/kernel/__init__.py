@@ -1,10 +1,10 @@
-"""Which sequence of U moves which sequence of E: the kernel of a checkpoint's next step.
+"""The sequence kernel: how strongly each sequence of U moves each sequence of E in a checkpoint's next step.
 
 Read in this order:
 
-    at_checkpoint.py        what an analysis asks for, and what it leaves
-    calculate.py            the kernel, in blocks under a memory budget, and its files
-    blocks.py               the products of many long rows;  sequence_gradients.py: these rows
-    structure.py            what a finished kernel shows
+    at_checkpoint.py        computes the kernel of an analysis and writes its sequences
+    calculate.py            computes a kernel in blocks under a memory budget, and writes its files
+    blocks.py               multiplies many long rows; sequence_gradients.py computes these rows
+    structure.py            summarizes a finished kernel
     report.py, command.py   the page, and `rl-training kernel`
 """

@@ -1,8 +1,8 @@
-"""The kernel of a checkpoint analysis: between its E and its U, of its very step.
+"""The kernel of a checkpoint analysis, from the analysis's own E, U and step.
 
-With kernel.source=fixed E is the same texts at every checkpoint: those that the first analysis wrote. At other
-checkpoints they are not samples of the policy: gradients, cosines and changes of their log-probabilities stay valid,
-but their x̄ is not the gradient of the policy's entropy, and shares of its change are meaningless.
+With kernel.source=fixed, E has the same texts at every checkpoint: those that the first analysis sampled. At other
+checkpoints they are not samples of the policy. Gradients, cosines and changes of their log-probabilities stay valid,
+but their x̄ is not the gradient of the policy's entropy, and shares of the entropy change are meaningless.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ TEXTS_FILE = "kernel_texts.json"
 def add_kernel(
     restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path
 ) -> dict[str, float]:
-    """Return the headline numbers of the kernel between an analysis's E and U, of its very step.
+    """Compute and draw the kernel of an analysis, and return its headline numbers. Collective.
 
     Args:
-        folder: where it is stored and drawn; two above lies the file of the texts that stay over checkpoints.
+        folder: Folder of the kernel's files and page. The file of fixed texts is two levels above.
 
-    Raises ValueError as `calculate_kernel` does.
+    Raises:
+        UserError: As for `calculate_kernel`.
     """
     assert analysis.first_order is not None, "settings.py refuses a kernel without the entropy gradient"
     rows = KernelRows(restored.trainer, restored.parameters, settings.microbatch_size)
@@ -77,10 +78,14 @@ def add_kernel(
 def _fixed(
     restored: RestoredTrainer, path: Path, evaluation: Rollout, rows: tuple[dict[str, Any], ...]
 ) -> tuple[int, Rollout, tuple[dict[str, Any], ...]]:
-    """Return the step whose policy wrote the fixed texts, the texts, and the rows of the data set that they answer.
+    """Read the fixed texts; if there are none yet, write E as the fixed texts first. Collective.
 
     Args:
-        evaluation, rows: what is written where there are none yet.
+        evaluation: E of this analysis.
+        rows: The row of the data set that each sequence of E answers.
+
+    Returns:
+        The step whose policy sampled the fixed texts, the texts, and their rows of the data set.
     """
     if restored.rank == 0 and not path.is_file():
         content = {
@@ -104,13 +109,14 @@ def write_sequences(
     restored: RestoredTrainer, data_rows: Sequence[dict[str, Any]], delta: Tensor, evaluation: Rollout,
     update: Rollout, folder: Path,
 ) -> None:  # fmt: skip
-    """Write a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
-    the change of its log-probability by the step delta, (P,).
+    """Write one line per sequence, E's first. Collective; the main process writes.
 
-    Every process calls it, one writes.
+    A line has the sequence's texts, tokens, log-probability, entropy, reward and advantage, and the change of its
+    log-probability by the step.
 
     Args:
-        data_rows: (N_E,), those that E answers.
+        data_rows: The row of the data set that each sequence of E answers, (N_E,).
+        delta: The step δθ, (P,).
     """
     rewards = rewards_of(restored, data_rows, evaluation)
     if restored.rank != 0:

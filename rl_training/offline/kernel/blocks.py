@@ -1,16 +1,16 @@
 """Products of many long rows with many others, in blocks under a memory budget: the arithmetic of the sequence kernel.
 
-With g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update sequences U and δθ = −M ⊙ c g the part of the
-optimizer's step that is this step's gradient, M = κP: for AdamW κ = lr (1−β1)/(1−β1^t), P = 1/(√v̂ + ε) of THIS step;
-for SGD M = lr. What is multiplied, and why: calculate.py.
+calculate.py explains what is multiplied, and why. Dr-GRPO's gradient of U, g = −(1/N_U) Σ_j (A_j/L) W_j, contributes
+δθ = −M ⊙ c g to the optimizer's step, where c is the clipping factor and M = κP. For AdamW κ = lr (1−β1)/(1−β1^t) and
+P = 1/(√v̂ + ε) of THIS step; for SGD M = lr.
 
-√M goes into both sides, which leaves plain matrix products. E's rows are held, n_b at a time, U's stream by. On F
-operations per second that takes about
+Both sides are multiplied by √M, which leaves plain matrix products. n_b of E's rows are held in memory at a time, and
+U's rows are streamed past them. This takes about
 
-    [N_U (1 + ⌈N_E/n_b⌉) + 1.6 N_E] t  +  (N_E + N_U) s  +  4 N_E N_U P / F
+    [N_U (1 + ⌈N_E/n_b⌉) + 1.6 N_E] t  +  (N_E + N_U) s  +  4 N_E N_U P / F        seconds
 
-seconds, with t that of one sequence's forward and backward (a second backward from the same forward costs 0.6 t), and
-s that of its sketches, norm, and products with δθ.
+where t is the time of one sequence's forward and backward (a second backward from the same forward costs 0.6 t), s the
+time of its sketches, norm and products with δθ, and F the number of operations per second.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from rl_training.policy.precision import ieee_fp32, without_dropout
 from rl_training.policy.rollout import Rollout
 from rl_training.policy.scores import Scores
 
-ROUNDED = 300.0  # how much wider limits are where the forward runs under bf16 autocast
-MAX_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, and of a row against that sequence's own backward, in fp32
-COLUMNS = 2**14  # whose products are summed in fp32; beyond that, in fp64
+ROUNDED = 300.0  # factor on error limits if the forward runs under bf16 autocast
+MAX_ERROR = 1e-4  # relative, fp32: Σ A_j W_j against the batch gradient, and a row against its sequence's own backward
+COLUMNS = 2**14  # columns whose products are summed in fp32; these sums are added in fp64
 
 
 @dataclass(frozen=True)
 class KernelInputs:
-    """What is asked of a checkpoint's next step: all sequences of all processes, on each of them."""
+    """The inputs of a kernel. Every process has the sequences of all processes."""
 
     evaluation: Rollout  # E, N_E sequences
     logp_weights: Tensor  # (N_E, T), w: x̄ is the mean over E of Σ_k w_k ∂log π(t_k) + u_k ∂h_k
     entropy_weights: Tensor  # (N_E, T), u
     entropy_gradient: Tensor  # (P,), x̄
     update: Rollout  # U, N_U sequences with their advantages
-    step: Update  # that U makes
+    step: Update  # the optimizer's step on U
     max_length: int  # L of the loss
 
     @cached_property
     def root(self) -> Tensor:
-        """√M, (P,), of the metric M in which the step takes its own gradient."""
+        """√M, (P,): the step multiplies its own clipped gradient by −M."""
         root = torch.empty_like(self.step.gradient)
         for piece in self.step.pieces:
             factor = piece.state.gradient_factor(piece.param, self.step.clip * self.step.gradient[piece.flat])
@@ -61,15 +61,15 @@ class KernelInputs:
 
     @property
     def scale(self) -> float:
-        """c /(N_U L)."""
+        """The factor c /(N_U L)."""
         return self.step.clip / (self.update.num_sequences * self.max_length)
 
 
 def row_products(rows: Tensor, others: Tensor) -> Tensor:
-    """Return rows · othersᵀ, (n, q) fp64, of (n, P) and (q, P) of which either may be stored in bf16.
+    """Return rows · othersᵀ, (n, q) fp64, for (n, P) `rows` and (q, P) `others`. Either may be stored in bf16.
 
-    Products and sums over COLUMNS columns are in fp32 (fp64 if a side is), those over all in fp64. The error in the
-    Frobenius norm is about 1e-6 for fp32 rows of any length, and 2e-4 where one side was rounded to bf16.
+    Products and sums over COLUMNS columns are in fp32, or in fp64 if either side is. These sums are added in fp64. The
+    relative error in the Frobenius norm is about 1e-6 for fp32 rows of any length, and 2e-4 if one side is in bf16.
     """
     dtype = torch.promote_types(torch.promote_types(rows.dtype, others.dtype), torch.float32)
     total = torch.zeros(len(rows), len(others), dtype=torch.float64, device=rows.device)
@@ -80,7 +80,7 @@ def row_products(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """Return Σ_i weights_i rows_i, (P,) fp64, of (n,) weights and (n, P) rows; all sums are in fp64."""
+    """Return Σ_i weights_i rows_i, (P,), for (n,) weights and (n, P) rows, summed in fp64."""
     weights = weights.double()
     return torch.cat([weights @ part.double() for part in rows.split(COLUMNS, dim=1)])
 
@@ -94,13 +94,22 @@ def plan_blocks(
     bytes_per_entry: int = 4,
     num_ranks: int = 1,
 ) -> list[range]:
-    """Return the held rows in blocks, as large as fit into the budget, and at least one for each rank.
+    """Split the held sequences into equal blocks that fit the budget and are no larger than one rank's share.
 
-    The budget is for the held rows (two a sequence) and the fp32 rows of one microbatch that streams by.
+    The budget covers two held rows per sequence, and the fp32 rows of one streamed microbatch.
 
-    Raises ValueError, saying how much is enough, when not even one row fits.
+    Args:
+        num_held: Number of sequences to hold, N_E.
+        num_parameters: Entries of a row, P.
+        memory_bytes: The budget.
+        microbatch: Sequences streamed at once.
+        bytes_per_entry: Size of an entry of the held rows.
 
-    Rows of 10 parameters take 40 bytes; of 280, 40 are for the microbatch that streams by:
+    Raises:
+        UserError: Not even one sequence fits. The message says how much memory is enough.
+
+    Example: a row of 10 fp32 entries takes 40 bytes. The streamed microbatch takes 40 of 280 bytes, and each held
+    sequence 80, so three would fit:
 
     >>> plan_blocks(4, 10, memory_bytes=280, microbatch=1)
     [range(0, 2), range(2, 4)]
@@ -120,9 +129,13 @@ def plan_blocks(
 
 
 class KernelRows:
-    """Takes gradients of sequences, `microbatch` at a time, as rows over the trainable parameters, (B, P) fp32.
+    """Computes gradients of single sequences as rows over the trainable parameters, (B, P) fp32. Dropout is off.
 
-    Everything is measured without dropout. Where the head is trained it is called, so that hooks see it.
+    A trained output head is called as a module, so that hooks see it.
+
+    Args:
+        parameters: The trainable parameters by name.
+        microbatch: Sequences per forward.
     """
 
     def __init__(self, trainer: DrGRPOTrainer, parameters: Mapping[str, nn.Parameter], microbatch: int) -> None:
@@ -132,26 +145,28 @@ class KernelRows:
         head = self._model.get_output_embeddings()
         trained = any(p is weight for weight in head.parameters() for p in parameters.values())
         self._policy = TrainerPolicy(trainer, call_head=trained)
-        self._policy.scorer.verify()  # before hooks are set
-        self.slack = ROUNDED if trainer.accelerator.mixed_precision != "no" else 1.0  # on limits that fp32 would keep
+        self._policy.scorer.verify()  # before hooks are registered
+        self.slack = ROUNDED if trainer.accelerator.mixed_precision != "no" else 1.0  # factor on limits set for fp32
         self._recorder = SequenceGradients(self._model, parameters)
         self._matrix = torch.empty(0)
 
     def batches(self, rows: Sequence[int]) -> list[Tensor]:
-        """Return these rows of a rollout in microbatches."""
+        """Split these rows of a rollout into microbatches."""
         return list(torch.tensor(list(rows), device=self._recorder.layout.device).split(self.microbatch))
 
     def log_probability(self, rollout: Rollout, rows: Tensor) -> Tensor:
-        """Return W_i = ∂S_i of these rows, (B, P); the next call writes over it."""
+        """Return W_i = ∂S_i of these rows, (B, P). The next call overwrites it."""
         (scores,) = self._of(rollout, rows)
         return scores
 
     def both(self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Iterator[Tensor]:
-        """Yield W_i, then x_i = Σ_k w_k ∂log π(t_k) + u_k ∂h_k of these rows, (B, P) each, from one forward.
+        """Yield W_i, then x_i = Σ_k w_k ∂log π(t_k) + u_k ∂h_k, of these rows, (B, P) each, from one forward.
+
+        Each overwrites the one before.
 
         Args:
-            logp_weights: (N, T), w of the whole rollout.
-            entropy_weights: (N, T), u of the whole rollout.
+            logp_weights: w of the whole rollout, (N, T).
+            entropy_weights: u of the whole rollout, (N, T).
         """
         return self._of(rollout, rows, (logp_weights, entropy_weights))
 
@@ -190,9 +205,13 @@ def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
 
 
 def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
-    """Raise ValueError when the rows of U do not add up to the batch gradient."""
+    """Raise a UserError if the rows of U do not add up to the batch gradient.
+
+    Args:
+        total: Σ_j A_j W_j, (P,) fp64.
+    """
     expected = -inputs.update.num_sequences * inputs.max_length * inputs.step.gradient.double()
-    if expected.any():  # else no sequence has an advantage
+    if expected.any():  # it is 0 if no sequence has an advantage
         _refuse_if_apart(
             total, expected, rows.slack,
             "the sum of the update sequences' gradients differs from the batch gradient by {}: some use of a parameter "
@@ -201,7 +220,12 @@ def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
 
 
 def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, gradient: Tensor) -> None:
-    """Raise ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
+    """Raise a UserError if a row differs from the gradient of an ordinary backward of its sequence alone.
+
+    Args:
+        row: Number of the sequence in E.
+        gradient: Its row W_i, (P,).
+    """
     alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
     _refuse_if_apart(
         gradient, alone, rows.slack,
@@ -218,10 +242,12 @@ def _refuse_if_apart(measured: Tensor, expected: Tensor, slack: float, message: 
 
 
 def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
-    """Return (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
+    """Return x̄·δθ for δθ = c M total /(N_U L), the gradient's part of the step, and a bound on its size, (2,) fp64.
+
+    The bound is Cauchy–Schwarz's in the metric M: c |√M x̄| |√M total| /(N_U L).
 
     Args:
-        total: (P,) fp64, Σ_j A_j W_j.  Norms are in the metric M; the second number bounds the first.
+        total: Σ_j A_j W_j over U's rows, (P,) fp64.
     """
     x, moved = (v.double() * inputs.root.double() for v in (inputs.entropy_gradient, total))
     return inputs.scale * torch.stack([x @ moved, x.norm() * moved.norm()]).cpu()
@@ -230,17 +256,23 @@ def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
 def prove_identity(
     kernel: Mapping[str, Tensor], inputs: KernelInputs, by_rows: Tensor, by_batch: float, limit: float
 ) -> dict[str, str]:
-    """Return what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
+    """Check the sum over all pairs against x̄·δθ, and return the sum and its errors as metadata of the file.
 
     Args:
-        by_rows: (2,), `gradient_part`: with U's gradient as the sum of its rows.
+        by_rows: Result of `gradient_part`, (2,): U's gradient is the sum of its rows.
         by_batch: x̄·δθ with U's batch gradient from the first pass.
-        limit: of the difference from `by_rows`, relative to its bound.
+        limit: Largest difference of the sum from `by_rows`, relative to the bound in `by_rows`.
 
-        identity_error  of the sum, relative to by_rows: the rounding of products, stored rows and sums
-        cancellation    the bound of by_rows over its value: fp32 rounds at about 1e-7 of the bound
-        rounding_error  of by_batch, relative to by_rows: one gradient summed in two orders in fp32. It is large where a
-                        young Adam divides by entries that are nearly 0: P has no more digits than they have
+    Returns:
+        pairs_sum: the sum over all pairs, in nats per token.
+        identity_error: its error relative to `by_rows`, from rounding products, stored rows and sums.
+        cancellation: the bound in `by_rows` over its value. fp32 rounds at about 1e-7 of the bound.
+        rounding_error: the error of `by_batch` relative to `by_rows`. Both sum one gradient in fp32, in different
+            orders. The error is large in Adam's first steps, which divide by entries near 0: P is only as precise as
+            these entries are.
+
+    Raises:
+        UserError: The sum over all pairs is wrong.
     """
     contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
     total = inputs.scale * float(contributions.mean())

@@ -1,21 +1,22 @@
-"""Which update sequence moves which evaluation sequence: the kernel of the checkpoint's next step, in blocks.
+"""The kernel of the checkpoint's next step, in blocks: how update sequence j moves evaluation sequence i.
 
     K(i, j) = Σ_α W_iα M_α W_jα     X̃(i, j) = Σ_α x_iα M_α W_jα          W = ∂S, x = Σ_k w_k ∂log π + u_k ∂h, x̄ = ∂H_tok
-    δH₁(gradient part) = c /(N_E N_U L) Σ_i Σ_j X̃(i, j) A_j              M = κP of THIS step, c its clipping
+    δH₁(gradient part) = c /(N_E N_U L) Σ_i Σ_j X̃(i, j) A_j              M = κP of THIS step, c its clipping factor
 
-P contains the square of this step's gradient, so there are two passes over U: the batch gradient first, which gives M,
-c and δθ; then U sequence by sequence, multiplied with a block of E's rows held in memory. With P of the previous step
-the sum would be off by percents, and without bound while v is young. Formulas, scales and costs: blocks.py.
+P contains the square of this step's gradient, so there are two passes over U. The first computes the batch gradient,
+which gives M, c and δθ. The second computes U's gradients sequence by sequence and multiplies them with a block of E's
+rows in memory. With P of the previous step the sum would be off by percents, and without bound in Adam's first
+steps. Formulas, scales and costs: blocks.py.
 
-The pairs add up to the gradient part of δH₁ only. Momentum and decay, with the same M, are in `products`: each row
-times δθ by cause.
+The pairs add up to the gradient part of δH₁ only. The parts of momentum and decay are in `products`: each row times the
+parts of δθ.
 
-Every run checks itself, or ends with an error: Σ_j A_j W_j against the batch gradient of the first pass, three rows
-against a backward of that sequence alone, and the sum over all pairs against x̄·δθ of those rows.
+Three checks guard every run, and a failed one is an error: Σ_j A_j W_j must equal the batch gradient of the first pass,
+three rows of each block must equal a backward of their sequence alone, and the sum over all pairs must equal x̄·δθ.
 
-A folder holds block-N.safetensors (rows of E, and in the first one U's side) as they are ready, each written under
-another name and moved, so that a killed run resumes after the last; at the end, kernel.safetensors. Each says of which
-kernel it is.
+Each block is written to the folder as block-N.safetensors when it is ready (its rows of E; the first one also U's
+tensors). Files are moved into place, so a killed run resumes after its last block. At the end the blocks are joined as
+kernel.safetensors. The metadata of each file identify the kernel that it belongs to.
 """
 
 from __future__ import annotations
@@ -57,21 +58,24 @@ from rl_training.records.files.atomic_write import write_atomically
 from rl_training.statistics.sketches import CountSketches
 
 BLOCK_FILE = "block-{:05d}.safetensors"
-GRADIENT_PART = "gradient_part"  # in the first block
-MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by what rows are held in
-MAX_SLACK_OF_PAIRS = 100.0  # times that at most, under autocast
+GRADIENT_PART = "gradient_part"  # a tensor of the first block
+MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by dtype of the held rows
+MAX_SLACK_OF_PAIRS = 100.0  # largest factor on that under autocast
 
 
 def calculate_kernel(
     rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path,
     about: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """Calculate the kernel of these sequences, or resume a killed run, and return its file. Processes share the blocks.
+    """Compute the kernel of these sequences, or resume a killed run, and return the path of its file. Collective.
+
+    Each process computes some of the blocks.
 
     Args:
-        about: further metadata for the file.
+        about: More metadata for the file.
 
-    Raises ValueError when the folder holds another kernel, the budget fits no row, or a proof fails.
+    Raises:
+        UserError: The folder holds another kernel, no row fits the memory budget, or a check fails.
     """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     blocks = plan_blocks(
@@ -119,10 +123,10 @@ class _Calculation:
         self._parts = torch.stack(inputs.step.parts)
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has this file already.
+        """Return whether the folder already has this file.
 
         Raises:
-            UserError: the file is another kernel's.
+            UserError: The file belongs to another kernel.
         """
         if not (self._folder / name).is_file():
             return False
@@ -137,8 +141,8 @@ class _Calculation:
         return True
 
     def calculate(self, local_blocks: range) -> None:
-        """Calculate those of these blocks that are missing; the first one has U's side too."""
-        numbers = range(len(self._blocks))  # a block of another kernel is refused by all processes
+        """Compute and write the missing ones of these blocks. The first block also has U's tensors."""
+        numbers = range(len(self._blocks))  # all of them, so that every process refuses a block of another kernel
         missing = [number for number in numbers if not self.has(BLOCK_FILE.format(number)) and number in local_blocks]
         total = sum(len(self._blocks[number]) + self._inputs.update.num_sequences for number in missing)
         with tqdm(total=total, desc="kernel", unit="sequence", disable=local_blocks.start != 0) as bar:
@@ -147,7 +151,7 @@ class _Calculation:
                 save_tensors(block, self._folder / BLOCK_FILE.format(number), self._about)
 
     def _block(self, block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
-        """Calculate the kernel's rows of a block of E, with the other tensors that its file stores."""
+        """Compute the kernel's rows of a block of E, and the other tensors that the block's file stores."""
         inputs = self._inputs
         update = self._inputs.update
         root = self._inputs.root
@@ -174,7 +178,7 @@ class _Calculation:
         return {**tables, "kernel": kernel[0], "entropy_kernel": kernel[1]}
 
     def _hold(self, block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
-        """Fill √M W_i and √M x_i of a block of E, and return the other tensors that its file stores."""
+        """Fill `w` with √M W_i and `x` with √M x_i of a block of E. Return the other tensors of the block's file."""
         inputs = self._inputs
         parts = []
         proven = {block[0], block[len(block) // 2], block[-1]}
@@ -196,9 +200,12 @@ class _Calculation:
         return _joined(parts)
 
     def _scale(self, square_norms: Tensor) -> dict[str, Tensor]:
-        """Make √M W of the rows W, (n, P), in place, and returns what is kept of each.
+        """Multiply the rows W, (n, P), by √M in place, and return what is stored of each row.
 
-        sketches  of √M W                 sq_norms  |√M W|², (n,)                products  W·δθ by cause, (n, 3)
+        Returns:
+            sketches: sketches of √M W.
+            sq_norms: |√M W|², (n,).
+            products: W·δθ by cause, (n, 3).
         """
         products = row_products(square_norms, self._parts)
         square_norms *= self._inputs.root
@@ -211,7 +218,7 @@ class _Calculation:
             save_tensors({key: part.to(self._dtype) for key, part in rows.items()}, path)
 
     def _identity(self) -> dict[str, str]:
-        """Return, as JSON, everything in which two runs must agree to be parts of one kernel."""
+        """Return what must be equal in two runs for their blocks to belong to one kernel, as JSON by name."""
         settings = dataclasses.asdict(self._settings)
         content = {
             "evaluation": _hashes(self._inputs.evaluation),
@@ -219,14 +226,14 @@ class _Calculation:
             "advantages": self._inputs.update.advantages.tolist(),
             "max_length": self._inputs.max_length,
             "parameters": {name: list(p.shape) for name, p in self._rows.parameters.items()},
-            "metric_norm": float(f"{float(self._inputs.root.double().square().sum()):.5g}"),  # P's: of this step
+            "metric_norm": float(f"{float(self._inputs.root.double().square().sum()):.5g}"),  # identifies this step's P
             "rows_per_block": len(self._blocks[0]),
             **{key: value for key, value in settings.items() if key not in ("enabled", "memory_gb")},
         }
         return {key: json.dumps(value) for key, value in content.items()}
 
     def join(self, about: Mapping[str, str]) -> None:
-        """Check the sum over all pairs, write the blocks as one file, and remove their own files."""
+        """Check the sum over all pairs, join the blocks in one file, and remove the blocks' files."""
         inputs = self._inputs
         step = self._inputs.step
         files = [self._folder / BLOCK_FILE.format(number) for number in range(len(self._blocks))]
@@ -248,7 +255,7 @@ class _Calculation:
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the parts by name. Tensors that only the first part has are returned as they are."""
+    """Concatenate the parts' tensors by name. Tensors that only the first part has are returned unchanged."""
     return {key: torch.cat([part[key] for part in parts if key in part]) for key in parts[0]}
 
 
@@ -256,14 +263,16 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as a safetensors file, atomically."""
     content = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, dict(metadata or {}))
     write_atomically({path: content}, "make room; a finished block is not calculated again")
 
 
 def _hashes(rollout: Rollout) -> list[str]:
-    """Return a hash of each sequence's tokens, prompt and response, which does not depend on padding."""
+    """Return a hash of each sequence's tokens, prompt and response, without padding."""
     return [token_hash(*tokens_of(rollout, row)) for row in range(rollout.num_sequences)]
 
 
 def token_hash(*parts: Sequence[int]) -> str:
+    """Return a hash of token sequences. It depends on where one part ends and the next begins."""
     return hashlib.sha256(json.dumps([list(part) for part in parts]).encode()).hexdigest()[:16]

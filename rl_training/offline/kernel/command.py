@@ -1,10 +1,10 @@
-"""rl-training kernel FOLDER …: read finished kernels: numbers, and their change over training.
+"""rl-training kernel FOLDER …: show finished kernels, and how they change over training.
 
 FOLDER is RUN/offline/NAME/checkpoint-N/kernel:
 
-    rl-training kernel FOLDER                             numbers; draws tables and page again
-    rl-training kernel FOLDER FOLDER … --out EVOLUTION    evolution.csv, and evolution.html with charts;
-                                                          --pictures svg: each of them as a file, too
+    rl-training kernel FOLDER                             print its numbers, and write its tables and page again
+    rl-training kernel FOLDER FOLDER … --out EVOLUTION    also write evolution.csv, and evolution.html with charts;
+                                                          --pictures svg writes each chart as a file too
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main() -> None:
 
 
 def run(folders: list[Path], out: Path | None, pictures: str = "") -> None:
-    """Print a column of numbers for each kernel, and writes reports and, for several, the evolution."""
-    # Here, because --help waits for no slow import.
+    """Print a column of numbers for each kernel, write each kernel's report, and the evolution if `out` is given."""
+    # Imported here, so that --help does not wait for slow imports.
     import pandas as pd
 
     from rl_training.offline.kernel.report import write_evolution, write_report

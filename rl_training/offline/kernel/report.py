@@ -1,8 +1,8 @@
-"""The report of a finished kernel: tables as CSV, pictures, and a page whose cells show their pair on hover.
+"""The report of a finished kernel: tables as CSV, a picture, and a page whose matrix shows each pair on hover.
 
-And the evolution over kernels of several checkpoints: how gradients, cosines and spectrum change over training. Only
-kernels whose E is the same texts (kernel.source=fixed) are strictly comparable. Their sketches are of √P W with each
-step's own P, by the same hashes.
+Also the evolution over the kernels of several checkpoints: how gradients, cosines and spectrum change over training.
+Only kernels with the same texts as E (kernel.source=fixed) are strictly comparable. Their sketches are of √M W with
+each step's own M, and use the same hashes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from rl_training.statistics.clusters import average_linkage
 
 PAGE = "kernel.html"
 EVOLUTION = "evolution.html"
-MOST_CELLS = 64  # of a side of a matrix that is drawn: of more, blocks are averaged
+MOST_CELLS = 64  # per side of a drawn matrix; larger matrices are averaged over blocks of cells
 SMALLEST_SHARE = 1e-5
 NUM_CLUSTERS = 8
 BINS = 40
-SHOWN = ("row", "reward", "advantage", "tokens", "logp", "prompt", "response")  # of a sequence
+SHOWN = ("row", "reward", "advantage", "tokens", "logp", "prompt", "response")  # a sequence's fields on the page
 DRAWN = {
     "kernel/share_coupling": "share of the gradient part from pairs of other texts",
     "kernel/cosine_same_prompt_other_text": "cosine, same prompt other text",
@@ -59,7 +59,7 @@ DRAWN = {
 
 
 def write_report(folder: Path) -> Path:
-    """Write tables, pictures and the page of the finished kernel in this folder, and returns the page."""
+    """Write tables, picture and page of the finished kernel in this folder, and return the page's path."""
     s = Structure.read(folder)
     distinct = distinct_texts(s)
     clusters, dendrogram = average_linkage(distinct.cosines, NUM_CLUSTERS)
@@ -85,7 +85,7 @@ def write_report(folder: Path) -> Path:
         "histograms": {name: torch.histc(_within_bins(s, name), BINS, -1, 1).long().tolist() for name in CLASSES},
     }
     rounded = json.loads(json.dumps(to_json(data)), parse_float=lambda text: float(f"{float(text):.3g}"))
-    picture = draw_pictures([_log_probabilities(s)], "png")  # the page draws its matrix itself, and has no charts
+    picture = draw_pictures([_log_probabilities(s)], "png")  # a file, as the page shows only its matrix
     facts = {"about": _about(s, distinct), "tables": tables, "data": rounded}
     return write_page(folder / PAGE, "kernel.html", picture, script="kernel.js", **facts)
 
@@ -109,12 +109,12 @@ def _about(s: Structure, distinct: Distinct) -> str:
 
 
 def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
-    """Return a row for each distinct text, cluster by cluster."""
+    """Return one row per distinct text, sorted by cluster."""
     rows = pd.DataFrame(distinct.rows).assign(
         cluster=clusters.numpy(), text=lambda row: row["prompt"] + row["response"]
     )
     columns = ["cluster", "text", "times", "reward", "logp", "tokens", "buffer", "prompt_hash"]
-    return rows.sort_values("cluster", kind="stable")[columns].to_dict("records")  # type: ignore[return-value]  # the names of columns are text
+    return rows.sort_values("cluster", kind="stable")[columns].to_dict("records")  # type: ignore[return-value]  # column names are strings
 
 
 def _order(rows: Sequence[Row], key: Callable[[Row], Any]) -> list[int]:
@@ -122,13 +122,13 @@ def _order(rows: Sequence[Row], key: Callable[[Row], Any]) -> list[int]:
 
 
 def _within_bins(s: Structure, name: str) -> Tensor:
-    """Return the cosines of a class of pairs, those beyond ±1 by rounding put there."""
+    """Return the finite cosines of a class of pairs, clamped to ±1, which rounding can exceed."""
     values = s.cosines[s.classes[name]]
     return values[values.isfinite()].float().clamp(-1, 1)
 
 
 def _log_probabilities(s: Structure) -> Chart:
-    """Return the chart of the measured change of log π of E's sequences against the predicted one."""
+    """Return the chart of the measured against the predicted change of log π of E's sequences."""
     rows = predictions(s)
     slope, correlation = single_predictions(s)
     predicted, measured = ([float(row[kind]) for row in rows] for kind in ("predicted", "measured"))
@@ -143,8 +143,8 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
     """Write evolution.csv, and evolution.html with its charts.
 
     Args:
-        columns: a kernel's numbers, with its `step`, for each of the structures.
-        pictures: "png" or "svg": the charts lie beside the page as such files.
+        columns: Headline numbers of each structure's kernel, with its `step`.
+        pictures: "png" or "svg" to write the charts as such files too, next to the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kernels = sorted(zip(columns, structures, strict=True), key=lambda kernel: kernel[0]["step"])
@@ -155,7 +155,7 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
     for (numbers, s), set_texts in zip(kernels, texts, strict=True):
         sketches = s.kernel.tensors["sketches"]
         norms = s.kernel.tensors["sq_norms"]
-        cosines, ratio = sketched_cosines(sketches[norms > 0], norms[norms > 0])  # of those with a gradient
+        cosines, ratio = sketched_cosines(sketches[norms > 0], norms[norms > 0])  # drop zero gradients
         first = cosines if first is None else first
         alike = set_texts == texts[0] and cosines.shape == first.shape
         pairs = torch.ones_like(cosines, dtype=torch.bool).triu(1)
@@ -178,7 +178,7 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
 
 
 def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
-    """Return a chart over steps for each of DRAWN."""
+    """Return a chart over steps for each quantity in DRAWN."""
     charts = []
     for key, title in DRAWN.items():
         known = [(row["step"], row[key]) for row in rows if math.isfinite(row[key])]
@@ -190,7 +190,7 @@ def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
 
 
 def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: bool) -> list[Chart]:
-    """Return E's matrices; of the same texts, all in the order of the first one's clusters."""
+    """Return heatmaps of E's cosines. If E has the same texts everywhere, all use the first checkpoint's clusters."""
     order = average_linkage(within[0], 1)[1]
     ordered = "in the first checkpoint's clusters" if same_texts else "in its own clusters"
     charts = []
@@ -205,7 +205,7 @@ def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: b
 
 
 def _spectrum(rows: Sequence[Row], within: Sequence[Tensor]) -> Chart:
-    """Return the chart of the eigenvalues of E's matrices of cosines, as shares of their sum."""
+    """Return the chart of the eigenvalues of E's cosine matrices, as shares of their sum."""
     series = []
     for number, (row, cosines) in enumerate(zip(rows, within, strict=True)):
         values = (torch.linalg.eigvalsh((cosines + cosines.T) / 2).flip(0) / len(cosines)).tolist()

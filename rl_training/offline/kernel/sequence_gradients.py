@@ -1,19 +1,20 @@
-"""The gradient of every single sequence of a batch, from one forward and one backward: hooks on modules.
+"""The gradient of every single sequence of a batch, from one forward and one backward with hooks on modules.
 
-Where a module's output y is linear in its parameters, each sequence's gradient is a product of what autograd already
-has: the module's input x and the derivative dy by its output, both (B, T, features):
+If a module's output y is linear in its parameters, each sequence's gradient is a product of two tensors that autograd
+already has: the module's input x and the derivative dy with respect to its output, both (B, T, features):
 
     Linear      y = W x + b      ∂W_i = Σ_t dy_it ⊗ x_it,   ∂b_i = Σ_t dy_it
     Embedding   y = W[id]        ∂W_i = Σ_t onehot(id_it) ⊗ dy_it
     all others  by the module's own vector-Jacobian product, sequence by sequence: norms, convolutions
 
-A LoRA adapter is two Linears. Uses of one parameter in several places (a head tied to the embedding) add up. `.grad` is
-not touched and no hook on a parameter fires, so neither DDP's reducer nor ZeRO notices: score the unwrapped model.
+A LoRA adapter is two Linears. A parameter used in several places (a head tied to the embedding) gets the sum over its
+uses. `.grad` is not touched and no parameter hook fires, so DDP's reducer and ZeRO are not involved: score the
+unwrapped model.
 
-What fails silently elsewhere is an error here, with the module's name: a parameter used without calling its module
-(a fused head), a module that sees tokens without their sequences (experts in one tensor) or has other inputs too
-(DoRA's magnitude), an output that gets no gradient. Hooks live only during the forward, so what non-reentrant
-checkpointing calls again in the backward is not counted twice. Checkpointing saves no memory here: the inputs are kept.
+Cases that would otherwise fail silently are errors that name the module: a parameter used without calling its module
+(a fused head), a module that sees tokens without their sequences (experts in one tensor) or has further inputs (DoRA's
+magnitude), an output that gets no gradient. Hooks exist only during the forward, so modules that non-reentrant
+checkpointing calls again in the backward are not counted twice. Checkpointing saves no memory: the inputs are kept.
 
 Source: Goodfellow 2015, "Efficient per-example gradient computations"; Yousefpour et al. 2021, "Opacus", section 3.
 """
@@ -39,16 +40,16 @@ ADVICE = "freeze it (requires_grad_(False)), or train a LoRA adapter on linear l
 
 @dataclass(frozen=True)
 class _Owner:
-    """A module with trained parameters of its own."""
+    """A module that directly owns trainable parameters."""
 
     path: str
     module: nn.Module
-    names: Mapping[str, str]  # its own name of a parameter → the trainer's
+    names: Mapping[str, str]  # a parameter's name in the module → its name in the trainer
 
 
 @dataclass(frozen=True)
 class _Use:
-    """One call of a module in the forward."""
+    """One call of a module during the forward, with its input and output."""
 
     owner: _Owner
     x: Tensor
@@ -56,11 +57,14 @@ class _Use:
 
 
 class SequenceGradients:
-    """A recorder of gradients sequence by sequence, of the trainable `parameters` (by name) of a causal language model.
+    """Records forwards of a causal language model, from which the gradient of each single sequence can be computed.
 
-    model  a transformers model, bare or with an adapter of PEFT; not wrapped by DDP. Its weights stay as they are
+    Args:
+        model: A transformers model, plain or with a PEFT adapter, not wrapped by DDP. Its weights are not changed.
+        parameters: The trainable parameters by name.
 
-    Raises ValueError, naming it, for a parameter whose gradient cannot be split by sequence.
+    Raises:
+        UserError: A parameter is not one of the model's.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -79,12 +83,13 @@ class SequenceGradients:
             raise UserError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
 
     def record(self, forward: Callable[[], Scored]) -> tuple[Scored, Recording]:
-        """Return what `forward` returns, and the recording that takes gradients of it.
+        """Run `forward`, and return its result and the recording that gradients can be computed from.
 
         Args:
-            forward: runs the model once, on a batch of sequences, with graph.
+            forward: Runs the model once on a batch of sequences, and keeps the graph.
 
-        Raises ValueError when a trained parameter was used outside a hooked module.
+        Raises:
+            UserError: The gradient of some parameter cannot be split by sequence. Names the module.
         """
         uses: list[_Use] = []
         roots: list[Tensor] = []
@@ -92,7 +97,7 @@ class SequenceGradients:
 
         def on_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
             if module is self._root:
-                if not y.requires_grad:  # frozen, under an adapter: the backward must reach everything above it
+                if not y.requires_grad:  # frozen under an adapter; the backward must get here
                     y.requires_grad_()
                 roots.append(y)
             if module in owner_of:
@@ -132,7 +137,7 @@ class SequenceGradients:
 
 
 class Recording:
-    """One forward, from which gradients can be taken any number of times."""
+    """One recorded forward, from which gradients can be computed repeatedly."""
 
     def __init__(self, layout: Layout, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
         self._layout = layout
@@ -142,11 +147,15 @@ class Recording:
     def fill(
         self, rows: Tensor, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
     ) -> None:
-        """Write into row i of `rows`, (B, P), the gradient of Σ weights[i]·outputs[i], summed over all outputs.
+        """Write the gradient of Σ weights[i]·outputs[i], summed over all outputs, into row i of `rows`, (B, P).
 
         Args:
-            outputs, weights: (B, ·) each: of log-probabilities with weights 1 it is W_i = ∂S_i.
-            keep_graph: for another call.
+            outputs: Results of the forward, (B, ·) each.
+            weights: Their weights, (B, ·) each. Log-probabilities with weights 1 give W_i = ∂S_i.
+            keep_graph: Whether to keep the graph for another call.
+
+        Raises:
+            UserError: No gradient reached some module.
         """
         entries = self._layout.by_name(self._layout.split(rows.zero_()))
         missing = dict(enumerate(self._uses))
@@ -158,7 +167,7 @@ class Recording:
         with contextlib.ExitStack() as hooks:
             for number, use in enumerate(self._uses):
                 hooks.enter_context(use.y.register_hook(functools.partial(on_backward, number)))
-            # Only gradients between roots and outputs are calculated: none of a parameter, nothing in `.grad`.
+            # Autograd computes gradients between roots and outputs only: none of parameters, and no `.grad`.
             torch.autograd.grad(outputs, self._roots, weights, retain_graph=keep_graph)
         if missing:
             path = next(iter(missing.values())).owner.path
@@ -166,7 +175,7 @@ class Recording:
 
 
 def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
-    """Add what this use of a module contributes to the gradients of its parameters, (B, entries) each by name."""
+    """Add one use of a module to the gradients of its parameters: `entries`, (B, entries) each, by name."""
     module = use.owner.module
     kind = type(use.owner.module).forward
     x = use.x
@@ -182,7 +191,7 @@ def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
         if "bias" in rows:
             rows["bias"].add_(dy.sum(dim=1))
     elif isinstance(module, nn.Embedding) and kind is nn.Embedding.forward:
-        if module.padding_idx is not None:  # autograd gives it no gradient either
+        if module.padding_idx is not None:  # like autograd, which gives padding no gradient
             dy = dy.masked_fill((x == module.padding_idx).unsqueeze(-1), 0.0)
         number = torch.arange(len(x), device=x.device).view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
         rows["weight"].index_put_((number, x), dy.to(dtype), accumulate=True)
@@ -192,7 +201,7 @@ def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
 
 
 def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of a module's own parameters, (B, *shape) each, through the module's forward once more."""
+    """Return the gradients of a module's own parameters, (B, *shape) each, by running its forward once more."""
     module = use.owner.module
     tensors = {name: getattr(module, name).detach() for name in use.owner.names}
 
@@ -204,7 +213,7 @@ def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
 
     try:
         return torch.func.vmap(of_one)(use.x, dy)
-    except Exception as error:  # it takes other inputs too, or branches on numbers
+    except Exception as error:  # the module has further inputs, or branches on values
         if is_short_of_memory(error):
             raise
         raise UserError(

@@ -1,11 +1,11 @@
-"""What a kernel shows: which kinds of pairs move entropy, and how gradients are aligned.
+"""Summaries of a finished kernel: which classes of pairs change entropy, and how gradients are aligned.
 
-Everything here is computed from the files of a finished kernel, without a model.
+Everything is computed from the kernel's files, without a model.
 
-    contribution of a pair     C(i, j) = c X̃(i, j) A_j /(N_E N_U L)     nats per token, in all δH₁'s gradient part
-    same text                  the same tokens, prompt and response: what a covariance within one sequence sees
-    coupling                   all other pairs: what sequences do to one another through shared parameters
-      same prompt, other text  E[∂S | prompt] = 0 makes these anti-aligned
+    contribution of a pair     C(i, j) = c X̃(i, j) A_j /(N_E N_U L), in nats per token; sums to δH₁'s gradient part
+    same text                  the same tokens, prompt and response: all that a covariance within one sequence can see
+    coupling                   all other pairs: the effect of sequences on one another through shared parameters
+      same prompt, other text  anti-aligned, because E[∂S | prompt] = 0
       other prompt
 """
 
@@ -38,7 +38,7 @@ CLASSES = (SAME_TEXT, SAME_PROMPT, OTHER_PROMPT)
 COUPLING = "coupling (other text)"
 KERNEL_FILE = "kernel.safetensors"
 SEQUENCES_FILE = "sequences.jsonl"
-# the buffer of a sequence
+# The buffer that a sequence belongs to.
 EVALUATION = "evaluation"
 UPDATE = "update"
 Row = dict[str, Any]
@@ -46,19 +46,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A finished kernel, as it is stored in its file."""
+    """A finished kernel: the tensors and metadata of its file."""
 
     tensors: Mapping[str, Tensor]
     about: Mapping[str, str]
 
     @property
     def scale(self) -> float:
-        """c /(N_U L), the factor that turns K(i, j) A_j into a change of log π(i)."""
+        """The factor c /(N_U L) that turns K(i, j) A_j into a change of log π(i), in nats."""
         return float(self.about["clip_coefficient"]) / (self.tensors["kernel"].shape[1] * int(self.about["max_length"]))
 
 
 def load_kernel(folder: Path) -> Kernel:
-    """Load the kernel of a folder. Raise a UserError when it is not finished."""
+    """Load the kernel of a folder. Raise a UserError if it is not finished, or damaged."""
     path = folder / KERNEL_FILE
     if not path.is_file():
         raise UserError(f"{folder} holds no {KERNEL_FILE}: run rl-training analyze kernel.enabled=true")
@@ -80,7 +80,7 @@ class Structure:
 
     @classmethod
     def read(cls, folder: Path) -> Structure:
-        """Load the kernel of a folder. Raise a UserError when it is not finished."""
+        """Load the kernel of a folder. Raise a UserError if it is not finished, or damaged."""
         kernel = load_kernel(folder)
         text = (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
         rows = [from_json(json.loads(line)) for line in text.splitlines()]  # null as nan
@@ -88,7 +88,7 @@ class Structure:
 
     @property
     def on_policy(self) -> bool:
-        """Whether E was sampled from the policy that makes the step; if not, E says nothing about its entropy."""
+        """Whether E was sampled from the policy before the step. If not, E says nothing about that policy's entropy."""
         return self.kernel.about.get("texts_of_step") == self.kernel.about.get("step")
 
     @property
@@ -97,35 +97,35 @@ class Structure:
 
     @property
     def contributions(self) -> Tensor:
-        """The change of entropy by each pair, (N_E, N_U), in nats per token."""
+        """The entropy change that each pair causes, (N_E, N_U), in nats per token."""
         pairs = self.kernel.tensors["entropy_kernel"] * self.advantages
         return self.kernel.scale * pairs / len(pairs)
 
     @property
     def cosines(self) -> Tensor:
-        """(N_E, N_U), exact; nan where a gradient is 0."""
+        """The exact cosines between gradients in the metric M, (N_E, N_U); nan where a gradient is 0."""
         tensors = self.kernel.tensors
         return tensors["kernel"] / (tensors["sq_norms"].unsqueeze(1) * tensors["update_sq_norms"]).sqrt()
 
     @property
     def log_probability_moves(self) -> Tensor:
-        """The change of log π(i) by each pair, (N_E, N_U), in nats."""
+        """The change of log π(i) that each pair (i, j) causes, (N_E, N_U), in nats."""
         return self.kernel.scale * self.kernel.tensors["kernel"] * self.advantages
 
     @cached_property
     def classes(self) -> dict[str, Tensor]:
-        """Which pairs are of each of the CLASSES, (N_E, N_U) bool."""
+        """Masks of the pairs in each of the CLASSES, (N_E, N_U) bool."""
         return _classes(self.evaluation, self.update)
 
     def right(self, rows: Sequence[Row]) -> Tensor:
-        """Return which sequences have a reward above the middle between the lowest and the highest in U."""
+        """Return for each row whether its reward is above the midpoint of U's lowest and highest reward."""
         known = [row["reward"] for row in self.update]
         middle = (min(known) + max(known)) / 2
         return torch.tensor([row["reward"] > middle for row in rows])
 
 
 def _classes(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Tensor]:
-    """Return which pairs of these rows are of each of the CLASSES, (len(a), len(b)) bool."""
+    """Return masks of the pairs of these rows in each of the CLASSES, (len(a), len(b)) bool."""
     text, prompt = (torch.tensor([[x[key] == y[key] for y in b] for x in a]) for key in ("hash", "prompt_hash"))
     return {SAME_TEXT: text, SAME_PROMPT: prompt & ~text, OTHER_PROMPT: ~prompt}
 
@@ -134,7 +134,7 @@ def _classes(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def pair_table(s: Structure) -> list[Row]:
-    """Return a row for each class of pairs: its share of the pairs and of δH₁'s gradient part, and its cosines."""
+    """Return one row per class of pairs: number of pairs, contribution to δH₁'s gradient part, cosines."""
     whole = s.contributions
     cosine = s.cosines
     moved = s.log_probability_moves
@@ -159,15 +159,16 @@ def pair_table(s: Structure) -> list[Row]:
 
 
 def _distribution(cosine: Tensor) -> Row:
-    known = pd.Series(cosine)  # which leaves nan out
+    known = pd.Series(cosine)  # its statistics skip nan
     quantiles = {f"cosine_{q}": known.quantile(q / 100) for q in (5, 50, 95)}
     return {"cosine_mean": known.mean(), "cosine_sd": known.std(), **quantiles}
 
 
 def cosine_table(s: Structure) -> list[Row]:
-    """Return a row for each class of pairs within E and within U, no sequence with itself: cosines from sketches.
+    """Return one row per class of pairs within E and within U, with cosines estimated from sketches.
 
-    cosine_stderr  the rms standard error of one such cosine: see sketches.py
+    Pairs of a sequence with itself are left out. `cosine_stderr` is the rms standard error of a single cosine: see
+    sketches.py.
     """
     tensors = s.kernel.tensors
     table = []
@@ -185,7 +186,7 @@ def cosine_table(s: Structure) -> list[Row]:
 
 
 def predictions(s: Structure) -> list[Row]:
-    """Return a row for each sequence of E: the predicted change of its log-probability, W·δθ by cause, and its own."""
+    """Return one row per sequence of E: the predicted (W·δθ, by cause) and measured change of its log-probability."""
     by_cause = s.kernel.tensors["products"]
     return [
         {"evaluation": row["row"], **dict(zip(CAUSES, parts.tolist(), strict=True)), "predicted": float(parts.sum()),
@@ -215,7 +216,7 @@ def top_pairs(s: Structure, count: int = 10) -> list[Row]:
 
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the edit distance of two token sequences: insertions, deletions, replacements. (1,2,3), (1,3) → 1."""
+    """Return the edit distance of two token sequences (insertions, deletions, replacements): (1,2,3), (1,3) → 1."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         before = row
@@ -226,7 +227,7 @@ def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def single_predictions(s: Structure) -> tuple[float, float]:
-    """Return slope and correlation of the measured change of log π of E's sequences on the predicted W_i·δθ."""
+    """Regress the measured change of log π on the predicted W_i·δθ over E. Return slope and correlation."""
     predicted = s.kernel.tensors["products"].sum(dim=1)
     measured = predicted.new_tensor([row["logp_change"] for row in s.evaluation])
     pairs = torch.stack([predicted, measured])
@@ -238,15 +239,15 @@ def single_predictions(s: Structure) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Distinct:
-    """The distinct texts of E and U, with their cosines as sketches estimate them."""
+    """The distinct texts of E and U, with their cosines estimated from sketches."""
 
-    rows: list[Row]  # with `times`, how often the text is there
+    rows: list[Row]  # `times` says how often the text occurs
     cosines: Tensor  # (n, n)
     participation_ratio: float
 
 
 def distinct_texts(s: Structure) -> Distinct:
-    """Return the distinct texts of E and U; those without a gradient are left out."""
+    """Return the distinct texts of E and U whose gradient is not 0."""
     tensors = s.kernel.tensors
     rows = [*s.evaluation, *s.update]
     sketches = torch.cat([tensors["sketches"], tensors["update_sketches"]])
@@ -262,7 +263,7 @@ def distinct_texts(s: Structure) -> Distinct:
 
 
 def sketched_cosines(sketches: Tensor, sq_norms: Tensor) -> tuple[Tensor, float]:
-    """Return the cosines of these sequences with each other, (n, n), and their participation ratio."""
+    """Return the cosines between these sequences, (n, n), and their participation ratio."""
     values, _ = cosines(sketches, sketches, sq_norms, sq_norms)
     scaled = sketches.double() / sq_norms.sqrt().view(-1, 1, 1)
     return values.fill_diagonal_(1.0), participation_ratio(torch.einsum("nsm,qsm->snq", scaled, scaled))
@@ -272,7 +273,7 @@ def sketched_cosines(sketches: Tensor, sq_norms: Tensor) -> tuple[Tensor, float]
 
 
 def headline(s: Structure) -> dict[str, float]:
-    """Return a kernel's numbers for the results of an analysis."""
+    """Return the kernel's numbers that go into the results of an analysis."""
     by_class: Mapping[str, Row] = {row["pairs"]: row for row in pair_table(s)}
     share = {name: row["share"] if s.on_policy else math.nan for name, row in by_class.items()}
     slope, correlation = single_predictions(s)
