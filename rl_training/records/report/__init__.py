@@ -1,14 +1,14 @@
-"""The report of a run: records → charts, one self-contained HTML page, and the same in short for the terminal.
+"""The report of a run: charts on one self-contained HTML page, and a summary of it for the terminal.
 
-    series.py         the records of a run as series of estimates
+    series.py         the records of a run as one table
     verdict.py        what entropy and reward do, with trends.py; advice.py and set_up.py: the one thing to change
-    opening.py        the first lines, from these; hindrance.py: what hinders the predictions
-    standing_out/     rules that name a fault, each a function of the series
+    opening.py        the first lines, from these; hindrance.py: why there are no predictions
+    standing_out/     rules that each detect one fault
     findings.py, interventions.py, sampler.py, checkpoint_analyses.py, branches.py   the sections
-    charts.py, figures.py, labels.py, writing.py                                     how they are drawn and written
-    page.py (by environment.py's templates), summary.py                              the page, and the terminal
+    charts.py, figures.py, labels.py, writing.py                                     drawing and wording
+    page.py (with environment.py's templates), summary.py                            the page, and the terminal
 
-It shows only what the records of any run hold, finished, killed or still going; a missing value is "–" with the reason.
+Records alone are enough, whether the run is finished, killed or still going. A missing value is "–" with its reason.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from rl_training.records.report.summary import step_numbers, summarize
 
 
 def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0) -> Path:
-    """Write the HTML page of a run, and return its path. Of the processes of a training, the first one writes it.
+    """Write the HTML page of a run and return its path. Only rank 0 writes.
 
-    No process waits for another, so that the first one may also call it alone.
+    Not collective: rank 0 may also call it alone.
 
-    run_dir   the folder of a run, or what `read_run` made of it
-    pictures  "png" or "svg": the page's charts lie beside it as such files, for papers and dashboards
-    reload    seconds after which an open page loads itself again; 0: never
+    Args:
+        run_dir: The folder of a run, or the result of `read_run`.
+        pictures: "png" or "svg" also writes each chart as such a file next to the page, for papers and dashboards.
+        reload: Seconds after which an open page reloads itself; 0 for never.
 
-    Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
+    Raises:
+        UserError: If the folder has no readable records; names the file.
     """
     if not _is_first_process():
         return (run_dir.folder if isinstance(run_dir, Run) else Path(run_dir)) / REPORT_FOLDER / PAGE_FILE
@@ -63,7 +65,7 @@ def write_report(run_dir: str | Path | Run, pictures: str = "", reload: int = 0)
 
 
 def print_summary(run_dir: str | Path | Run) -> None:
-    """Print what the page of `write_report` begins with: its first lines, and its tables."""
+    """Print the first lines and the tables of the page of `write_report`. Only rank 0 prints."""
     if not _is_first_process():
         return
     run = _read(run_dir)
@@ -71,7 +73,7 @@ def print_summary(run_dir: str | Path | Run) -> None:
     console.print(Text(printable(run.name), style="bold"))
     _print_opening(console, opening(run))
     table = Table(show_header=False, box=None)
-    for row in summarize(run):  # as Text: what a record says is never read as markup
+    for row in summarize(run):  # as Text, so that nothing in the records is read as markup
         label, said, note = map(printable, row)
         value = Text(said, style="bold")
         table.add_row(Text(label), value.append(f"  {note}", style="not bold dim") if note else value)
@@ -96,7 +98,7 @@ def _print_opening(console: Console, first: Opening) -> None:
 
 
 def _is_first_process() -> bool:
-    """Return whether this is rank 0, or alone. The report needs no torch: what has not been imported has no ranks."""
+    """Return whether this is rank 0 or the only process, without importing torch: without it there are no ranks."""
     distributed: Any = sys.modules.get("torch.distributed")
     has_ranks = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return not has_ranks or distributed.get_rank() == 0

@@ -1,4 +1,4 @@
-"""The one thing to change, as the first lines of a report and docs/how_to/entropy_is_falling.md say it."""
+"""The one thing to change, for the first lines of a report. docs/how_to/entropy_is_falling.md gives the same advice."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rl_training.records.report.set_up import JOB, TRL, SetUp
 from rl_training.records.report.standing_out.line import Line
 from rl_training.records.report.verdict import LOST, RISES, SPENT, STEADY, Verdict
 
-# Lines by name whose setting comes before a change of the loss, where entropy is lost, in this order.
+# If entropy is lost, the settings of these lines, in this order, come before a change of the loss.
 FIRST = ("jump", "equal", "endless", "cut_off", "unmixed", "sampler", "noise", "reference")
 NOTHING_YET = "There is nothing to do yet."
-SETTING = "Setting: "  # how a line's setting begins, where it is one
-# Fields of GRPOConfig by the intervention that does the same; a number is its strength.
+SETTING = "Setting: "  # prefix of a line's advice that is a setting
+# By intervention: the field of GRPOConfig that does the same, and its value; "" for the intervention's strength.
 FIELDS: Mapping[str, tuple[str, str]] = {
     "bonus": ("entropy_coef", ""), "max_grad_norm": ("max_grad_norm", ""), "top_entropy": ("top_entropy_quantile", ""),
     "kl": ("beta", ""), "clip_higher": ("epsilon_high", ""), "std_norm": ("scale_rewards", "group"),
@@ -53,7 +53,7 @@ def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> s
 
 
 def as_a_change(line: Line) -> str:
-    """Return what a line says to do, as the one thing to change where that is a setting."""
+    """Return a line's advice, as "To change: …" if it is a setting."""
     return f"To change: {_setting(line)}" if line.setting.startswith(SETTING) else line.setting
 
 
@@ -62,7 +62,7 @@ def _setting(line: Line) -> str:
 
 
 def _as_setting(effect: Effect, set_up: SetUp) -> str:
-    """Return the line that trains with an intervention at the strength that halves the fall, or as it was measured."""
+    """Return the setting that trains with an intervention, at the strength that halves the fall or else as measured."""
     name, _, typed_strength = effect.name.partition(":")
     strength = f"{effect.halves_at.value:.2g}" if effect.halves_at.value == effect.halves_at.value else typed_strength
     if set_up.kind == JOB:

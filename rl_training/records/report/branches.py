@@ -1,4 +1,4 @@
-"""The commands that train branches with the interventions that a report prefers, and compare them with one without."""
+"""The commands that train one branch per recommended intervention and one without, and compare them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rl_training.records.report.interventions import effects_of
 from rl_training.records.report.series import Run
 from rl_training.records.report.verdict import is_falling
 
-PLAIN_NAME = re.compile(r"[\w./:-]+")  # needs no quotes
-MOST = 4  # branches that are proposed
-BRANCH_STEPS = 40  # of each
+PLAIN_NAME = re.compile(r"[\w./:-]+")  # of a value that needs no quotes
+MOST = 4  # proposed interventions at most
+BRANCH_STEPS = 40  # steps of each branch
 
 
 def branch_commands(run: Run) -> list[str]:
-    """Return the commands that train a branch with each preferred intervention and one without, and compare them.
+    """Return the commands that train a branch with each recommended intervention and one without, and compare them.
 
-    None where nothing is preferred, or where there is no checkpoint to branch from.
+    There are none if nothing is recommended, or if there is no checkpoint to branch from.
     """
     checkpoints, names = checkpoints_of(run.folder), preferred(run)
     if not checkpoints or not names:
@@ -42,12 +42,12 @@ def branch_commands(run: Run) -> list[str]:
 
 
 def preferred(run: Run) -> list[str]:
-    """Return what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
+    """Return values of `intervention` that halve the fall or keep entropy, the cheapest MOST; [] without a fall."""
     named = run.probe("interventions").get("which")
     which = [str(name) for name in named] if isinstance(named, list) else []
     chosen = []
     for effect in effects_of(run) if is_falling(run) else ():
-        # With its file or module.
+        # The name as configured, with its file or module.
         text = next((name for name in which if name.endswith(f":{effect.name}")), effect.name)
         if math.isfinite(effect.halves_at.value):
             chosen.append(f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.halves_at.value:.2g}")
@@ -57,7 +57,7 @@ def preferred(run: Run) -> list[str]:
 
 
 def as_list(names: Sequence[str]) -> str:
-    """Return names as Hydra reads a list.
+    """Return names as a Hydra list.
 
     >>> as_list(["lr:0.5", "mis:0.5,2"])
     '[lr:0.5,"mis:0.5,2"]'
@@ -66,5 +66,5 @@ def as_list(names: Sequence[str]) -> str:
 
 
 def as_value(text: str) -> str:
-    """Return a text as Hydra reads it, in quotes where its grammar needs them."""
+    """Return a text as a Hydra value, quoted if Hydra's grammar requires it."""
     return text if PLAIN_NAME.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""Charts as Vega-Lite: series of points, the layers of templates/vega.yaml, and the words of templates/charts.yaml.
+"""Charts as Vega-Lite, made of series of points, templates/vega.yaml (layers) and templates/charts.yaml (texts).
 
-A page draws them in the browser, and vl-convert as PNG or SVG.
+A page draws them in the browser; vl-convert draws them as PNG or SVG.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import yaml
 
 from rl_training.records.report.environment import ENVIRONMENT
 
-# Okabe and Ito's colours, which everyone can tell apart. TEXT is black on a light page and white on a dark one.
+# Okabe and Ito's colours, safe for colour-blind readers. TEXT is black on a light page and white on a dark one.
 TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
-NAMED = {"text": TEXT, "blue": BLUE, "orange": ORANGE, "green": GREEN, "grey": GREY}  # in charts.yaml
-WHOLE = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : datum.label"}  # of few steps, halves too
+NAMED = {"text": TEXT, "blue": BLUE, "orange": ORANGE, "green": GREEN, "grey": GREY}  # names in charts.yaml
+WHOLE = {"tickMinStep": 1, "format": "d", "labelExpr": "datum.value % 1 ? '' : datum.label"}  # or Vega labels halves
 STEPS = {"title": "optimizer step", "scale": {"nice": False}, "axis": WHOLE}
 WIDTH, HEIGHT = 640, 280
-TITLE_LENGTH = 44  # of a line of an axis's title
-MOST_MARKS = 20  # of a line: with more points it needs none
-MOST_POINTS = 400  # of a series: a page shows no more apart
-DIGITS = 5  # of a number in a page
+TITLE_LENGTH = 44  # characters per line of an axis title
+MOST_MARKS = 20  # a line with more points has no marks
+MOST_POINTS = 400  # per series: a page cannot show more
+DIGITS = 5  # significant digits of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right")
 STYLES = ("line", "mark", "band", "faint", "text", "drop")
-MARGIN = 0.02  # of a frame beyond 0 and 1, for the line's own width
-MAX_LABELS = 40  # of rows of cells: more would overlap
+MARGIN = 0.02  # of an axis beyond 0 and 1, for the width of the line
+MAX_LABELS = 40  # labels of rows of cells; more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
 
 
@@ -42,12 +42,12 @@ def read_yaml(text: str) -> Any:
 
 @functools.cache
 def template(name: str) -> Any:
-    """Return what a file of templates/ holds that needs no filling in."""
+    """Return the content of a file in templates/ that is not a Jinja template."""
     return read_yaml((files(__package__) / "templates" / name).read_text(encoding="utf-8"))
 
 
 def declared(key: str, words: Mapping[str, Any]) -> Any:
-    """Return what charts.yaml declares of a chart, with these words in its texts, which are on one line then."""
+    """Return a chart's entry in charts.yaml, with its Jinja texts filled in with `words` and put on one line."""
 
     def filled(node: Any) -> Any:
         if isinstance(node, str) and "{" in node:
@@ -63,11 +63,15 @@ def declared(key: str, words: Mapping[str, Any]) -> Any:
 class Series:
     """A named curve or cloud of points.
 
-    low, high    ends of the interval of y        left, right    those of x
-    line, mark   whether points are joined, and marked (by its shape)
-    band         whether intervals of y are a band, else bars
-    dash         of the line: lengths of strokes and gaps        faint    0 hides it, 1 is full
-    text         beside each point, which then needs no legend; drop: pixels by which it stands lower
+    Args:
+        low, high: Ends of the interval of y; left, right: those of x.
+        line: Whether points are joined.
+        mark: Shape of the points; "" for none.
+        band: Whether intervals of y are drawn as a band; otherwise as bars.
+        dash: Lengths of the line's strokes and gaps.
+        faint: Opacity, from 0 (hidden) to 1.
+        text: Text next to each point, instead of an entry in the legend.
+        drop: Pixels by which the text is moved down.
     """
 
     label: str
@@ -88,14 +92,19 @@ class Series:
 
     @classmethod
     def of_rows(cls, label: str, color: str, rows: pd.DataFrame, mark: str = "", **style: Any) -> Series:
-        """Return the finite values of a metric's rows as a line over steps, with a band where they have an error."""
+        """Return a metric's finite values as a line over steps, with a band if they have errors."""
         known = rows[np.isfinite(rows["value"])]
         mark = mark if len(known) <= MOST_MARKS else ""
         return cls(label, color, known.index, known["value"], known["low"], known["high"], mark=mark, **style)
 
     @classmethod
     def cloud(cls, label: str, color: str, mark: str, x: Any, y: Any, times: float = 1.0, **style: Any) -> Series:
-        """Return points with bars. x, y: rows of a metric, drawn `times` their values and intervals; or places."""
+        """Return points with error bars.
+
+        Args:
+            x, y: Rows of a metric, whose values and intervals are drawn; or plain positions.
+            times: Factor on the values and intervals of rows.
+        """
         columns: dict[str, Any] = {}
         for place, rows, ends in (("x", x, ("left", "right")), ("y", y, ("low", "high"))):
             if isinstance(rows, pd.DataFrame):
@@ -106,7 +115,7 @@ class Series:
         return cls(label, color, **columns, line=False, mark=mark, band=False, **style)
 
     def part(self, number: int) -> dict[str, Any]:
-        """Return what it is drawn as, and its points by column, thinned to MOST_POINTS."""
+        """Return the style of the series, and its points by column, thinned to MOST_POINTS."""
         every = max(1, math.ceil(len(self.x) / MOST_POINTS))
         columns = {name: [_rounded(value) for value in list(getattr(self, name))[::every]] for name in COLUMNS}
         styles = {name: getattr(self, name) for name in STYLES}
@@ -114,7 +123,7 @@ class Series:
 
 
 def _rounded(value: Any) -> Any:
-    """Return a number with DIGITS digits, None where there is none; a name as it is."""
+    """Return a number with DIGITS digits, None if it is not finite; a name unchanged."""
     if isinstance(value, str):
         return value
     number = float(value)
@@ -123,23 +132,23 @@ def _rounded(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with the words that belong beside it."""
+    """A chart with the texts next to it."""
 
-    name: str  # of its files
+    name: str  # of its picture files
     title: str
     caption: str  # how to read it
-    missing: list[str]  # what is not in it, and why
-    series: list[Series] = field(default_factory=list)  # none where there is nothing to draw
-    facts: Mapping[str, Any] = field(default_factory=dict)  # that vega.yaml is filled in with
+    missing: list[str]  # what the chart lacks, and why
+    series: list[Series] = field(default_factory=list)  # empty if there is nothing to draw
+    facts: Mapping[str, Any] = field(default_factory=dict)  # values for the template vega.yaml
 
     @functools.cached_property
     def data(self) -> list[dict[str, Any]]:
-        """The table, a part for each series."""
+        """The points and styles, one part per series."""
         return [curve.part(number) for number, curve in enumerate(self.series)]
 
     @functools.cached_property
     def spec(self) -> dict[str, Any]:
-        """Vega-Lite of data named `rows`, for a page."""
+        """Vega-Lite for a page, which adds the data under the name `rows`."""
         return self._drawn(in_page=True)
 
     def _drawn(self, in_page: bool) -> dict[str, Any]:
@@ -149,11 +158,11 @@ class Chart:
 
     @property
     def legend(self) -> dict[str, Series]:
-        """The series that can be hidden, by name: the first of each. None where an axis or a text names them."""
+        """The first series of each name, to be shown or hidden; {} if the axis names them. Texts need no entry."""
         return {} if self.facts["is_named"] else _first_by_label([curve for curve in self.series if not curve.text])
 
     def standalone(self) -> dict[str, Any]:
-        """Return Vega-Lite that holds its data, with a legend: for PNG, SVG and other programs."""
+        """Return Vega-Lite with data and legend, for PNG, SVG and other programs."""
         rows = [
             {name: value[number] if isinstance(value, list) else value for name, value in part.items()}
             for part in self.data
@@ -171,11 +180,11 @@ class Section:
     sentences: list[str]
     table: list[list[str]]  # its first row is headings
     charts: list[Chart]
-    commands: Sequence[str] = ()  # that train with what is said
+    commands: Sequence[str] = ()  # that train with the recommendations
 
 
 def _first_by_label(series: Sequence[Series]) -> dict[str, Series]:
-    """Return the first series of each name."""
+    """Return the first series with each label."""
     labels = [curve.label for curve in series]
     return {label: series[labels.index(label)] for label in labels}
 
@@ -192,12 +201,16 @@ def draw(
     height: int = HEIGHT,
     **words: Any,
 ) -> Chart:
-    """Return the chart that charts.yaml calls `key`; without a point in any series, only what is missing.
+    """Return the chart that charts.yaml calls `key`. If no series has a point, it only says what is missing.
 
-    ends    of the y-axis        names   along it, instead of numbers
-    rules   straight lines across it, beside those of charts.yaml: "y" and "x", their places
-    cells   of a matrix: half of their width, the largest value, and the ends of the x-axis
-    start   what a second axis adds                     words  for its texts
+    Args:
+        missing: What the chart lacks, and why.
+        ends: Ends of the y-axis.
+        names: Labels along the y-axis, instead of numbers.
+        rules: Straight lines across the chart, in addition to those in charts.yaml: positions by axis, "x" or "y".
+        cells: For a matrix of cells: half of a cell's width, the largest value, and the ends of the x-axis.
+        start: Offset of a second y-axis, which is labelled y + start.
+        words: Values for the templates of its texts.
     """
     chart, series = declared(key, words), [curve for curve in series if len(curve.x)]
     name, title, caption = chart.get("name", key), chart["title"], chart.get("caption", "")
@@ -222,7 +235,7 @@ def draw(
         "cells": cells,
         "start": start,
         "over_steps": over_steps,
-        "is_named": set(names) == {*labels},  # the y-axis names the series
+        "is_named": set(names) == {*labels},  # the labels of the y-axis are the series' names
     }
     return Chart(name, title, caption, list(missing), series, facts)
 
@@ -230,7 +243,7 @@ def draw(
 def axis(
     chosen: Mapping[str, Any], ends: tuple[float, float] | None = None, names: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return Vega-Lite's channel along an axis: numbers, or these names."""
+    """Return the Vega-Lite channel of an axis with numbers, or with these names."""
     title = textwrap.wrap(chosen.get("title", ""), TITLE_LENGTH) or None
     shown = {"titleLimit": 0, "labelLimit": 260 if names else 0, **chosen.get("axis", {})}
     facts: dict[str, Any] = {"title": title, "axis": shown}
@@ -243,7 +256,7 @@ def axis(
 
 
 def heatmap(key: str, table: pd.DataFrame, largest: float, missing: Sequence[str] = (), **words: Any) -> Chart:
-    """Return a chart of cells: a row for each of the table's, a place on x for each column; ± largest saturate."""
+    """Return a chart of cells from a table: a row per row, its columns along x. Colours saturate at ±`largest`."""
     labels = [str(label) for label in table.index]
     rows = [
         Series(label, GREY, list(table.columns), [label] * table.shape[1], low=row, line=False)
@@ -257,18 +270,20 @@ def heatmap(key: str, table: pd.DataFrame, largest: float, missing: Sequence[str
 
 
 def diagonal(clouds: Sequence[Series], label: str = "prediction = truth") -> Series:
-    """Return the line y = x across these clouds."""
+    """Return the line y = x across the range of these clouds."""
     values = [value for cloud in clouds for value in (*cloud.x, *cloud.y)]
     ends = [min(values), max(values)]
     return Series(label, GREY, ends, ends, dash=(5, 3))
 
 
 def framed(rows: pd.DataFrame, is_share: bool = False, floor: float = 0.0) -> tuple[float, float]:
-    """Return the ends of an axis for these rows of metrics: all values and typical bands, for a few wide ones would
-    press all curves into one line. What is small beside its error stays small.
+    """Return the ends of an axis for these rows of metrics: all values, and intervals of typical width.
 
-    is_share  it does not go beyond 0 and 1 where no value does
-    floor     it goes beyond the values by this part of their size at least: a token of 200 is no news
+    A few wide intervals would flatten all curves. Changes that are small compared with their errors keep looking small.
+
+    Args:
+        is_share: The axis stays within 0 and 1, unless a value lies outside.
+        floor: Least margin as a share of the values' median size, so that small changes look small.
     """
     values = rows["value"]
     span, errors = float(np.ptp(values)), rows["stderr"]

@@ -1,4 +1,4 @@
-"""Analyses of a run's checkpoints: their charts, one table, one page, for RUN/offline/NAME and the run's report."""
+"""Analyses of a run's checkpoints: charts, a table and a page, for RUN/offline/NAME and for the run's report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_training.records.report.series import Run
 from rl_training.records.report.writing import MILLI, MISSING, Z_95, normal_milli
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
-STYLES = {  # of a result: its name, colour and marker
+STYLES = {  # by key of a result: label, colour and marker
     "deltaH1": ("predicted", BLUE, "circle"),
     "deltaH_true": ("measured", TEXT, "diamond"),
     "paired_error": ("predicted − measured", ORANGE, "triangle"),
@@ -31,12 +31,12 @@ STYLES = {  # of a result: its name, colour and marker
 }
 IN_TABLE = list(STYLES)[:5]
 SPLITS = {"part": "cause", "kind": "kind", "layer": "layer"}
-KEYS, HALF = ("deltaH1", "deltaH_true", "paired_error"), 0.5  # of the verdict
-MOST_ROWS = 40  # of a split; a deep model's layers are in the table of results
+KEYS, HALF = ("deltaH1", "deltaH_true", "paired_error"), 0.5  # for the verdict
+MOST_ROWS = 40  # parts of a split that are drawn; a deep model has more layers, see the table of results
 
 
 def write_analyses_page(folder: Path, section: Section) -> Path:
-    """Return the page that it wrote of the analyses in RUN/offline/NAME; a CSV table lies beside it."""
+    """Write the page of the analyses in RUN/offline/NAME, with a CSV table next to it, and return its path."""
     table = as_csv(analysis_results(folder))
     return write_page(folder / PAGE_FILE, "analyses.html", {TABLE_FILE: table}, section=section)
 
@@ -48,9 +48,10 @@ def analyses_of(run: Run) -> list[Section]:
 
 
 def describe_analyses(folder: Path, run: Run | None) -> Section:
-    """Return what is to be shown of the analyses in a folder: charts of what was varied, and a row per checkpoint.
+    """Return the section on the analyses in a folder: charts of what was varied, and a table row per checkpoint.
 
-    run  whose in-loop predictions are drawn beside them
+    Args:
+        run: The run whose predictions during training are drawn too.
     """
     results, name = analysis_results(folder), folder.name
     contents = [read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")]
@@ -75,7 +76,7 @@ def describe_analyses(folder: Path, run: Run | None) -> Section:
 
 
 def _cells(row: Mapping[Any, Any]) -> list[str]:
-    """Return the cells of an analysis in the table."""
+    """Return an analysis's row of the table."""
     filtered = ", filtered" if row["update_filtered"] else ""
     return [
         str(row["step"] + 1),
@@ -87,22 +88,23 @@ def _cells(row: Mapping[Any, Any]) -> list[str]:
 
 
 def verdict(step: int, results: Mapping[str, float]) -> str:
-    """Return the sentence for a step (counted from 1) at which the first order fails; "" where it holds or is unknown.
+    """Return the sentence for a step (counted from 1) at which first order fails; "" if it holds or is unknown.
 
-    It fails where its difference from what was measured on the same sequences is beyond its own error (95 %), and at
-    least half of the prediction, or of the prediction's standard error where that is larger: less would not show. A
-    second-order difference scales with the square of the step: at η times the step its share of the prediction is η
-    times as large. So some η = 1/2, 1/4, … makes it less than half.
+    First order fails if its difference from the measurement on the same sequences exceeds the difference's own error
+    (95 %) and half of the prediction, or half of the prediction's standard error if that is larger: less would not
+    show. If the difference is second order, it scales with the square of the step, so at η times the step its share of
+    the prediction is η times as large. Hence some η = 1/2, 1/4, … brings it below half.
 
-    results  of a checkpoint analysis: numbers by key, with `…_se`; nan where there is none
+    Args:
+        results: Numbers of a checkpoint analysis by key, with `…_se`; nan if not available.
     """
     known = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
     predicted, apart = known["deltaH1"], known["paired_error"]
-    size = max(abs(predicted), known["deltaH1_se"])  # the first where the second is nan
+    size = max(abs(predicted), known["deltaH1_se"])  # max keeps the first if the second is nan
     if not (abs(apart) > Z_95 * known["paired_error_se"] and abs(apart) >= HALF * size):
         return ""
     times = abs(apart) / (HALF * size) if size > 0 else math.inf
-    if math.isinf(times):  # nothing is predicted, and no step is small enough
+    if math.isinf(times):  # the prediction is 0, and no step is small enough
         return ""
     does = "add to" if apart * predicted <= 0 else "outweigh" if abs(apart) > 1.5 * abs(predicted) else "cancel"
     halvings = math.floor(math.log2(times)) + 1
@@ -115,7 +117,7 @@ def verdict(step: int, results: Mapping[str, float]) -> str:
 
 
 def _holds(analysis: Mapping[str, Any]) -> str:
-    """Return the sentence for a step at which the prediction does not fail: it holds, or that is not known."""
+    """Return the sentence for a step at which the prediction does not fail: it holds, or that is unknown."""
     step, results = analysis["step"] + 1, analysis["results"]
     known = all(math.isfinite(results.get(f"{key}{se}", math.nan)) for key in KEYS for se in ("", "_se"))
     if not known:
@@ -134,14 +136,14 @@ def _holds(analysis: Mapping[str, Any]) -> str:
 
 
 def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
-    """Return the core numbers of an analysis for dashboards, under offline/…, without those that are not available."""
+    """Return an analysis's available core numbers under offline/…, for dashboards."""
     names = ("deltaH1", "deltaH_true", "deltaH_odd", "paired_error", "H_orig", "ESS", "avg_reward")
     results = analysis["results"]
     return {f"offline/{name}": results[name] for name in names if math.isfinite(results.get(name, math.nan))}
 
 
 def _numbers(content: Mapping[str, Any]) -> Chart:
-    """Return the chart of a result.json: a row for each number with its 95 % interval, per token."""
+    """Return the chart of a result.json: a row for each number per token, with its 95 % interval."""
     known = {
         key: value for key, value in content["results"].items() if isinstance(value, float) and math.isfinite(value)
     }
@@ -159,7 +161,7 @@ def _numbers(content: Mapping[str, Any]) -> Chart:
 
 
 def estimated(table: pd.DataFrame, key: str) -> pd.DataFrame:
-    """Return the numbers of a column with their 95 % intervals; without, where no error is known."""
+    """Return the numbers of a column with their 95 % intervals, nan if the error is unknown."""
     value, half = table[key], Z_95 * table.get(f"{key}_se", math.nan)
     return pd.DataFrame({"value": value, "low": value - half, "high": value + half})
 
@@ -193,7 +195,7 @@ def _relative_error(table: pd.DataFrame) -> Chart:
 
 
 def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
-    """Return slope and R² of log|ΔH| on log η: 1 where the change is of first order.
+    """Return slope and R² of log|ΔH| against log η. The slope is 1 if the change is first order.
 
     >>> slope, fit = log_slope(np.array([0.25, 0.5, 1.0]), np.array([-0.5, -1.0, -2.0]))
     >>> round(slope, 6), round(fit, 6)

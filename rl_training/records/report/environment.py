@@ -1,4 +1,4 @@
-"""The Jinja environment of the pages, templates/*.html, and of the charts' texts, templates/charts.yaml."""
+"""The Jinja environment of the pages (templates/*.html) and of the charts' texts (templates/charts.yaml)."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ from rl_training.records.report.series import Run, finite, to_estimates, what_is
 from rl_training.records.report.writing import MILLI, in_words
 from rl_training.statistics.calibration import calibration
 
-MAX_BARS = 80  # with more points than this, error bars would hide them
-OFFSET = 0.14  # of a step: keeps the two error bars of a step apart
+MAX_BARS = 80  # with more points, error bars would hide them
+OFFSET = 0.14  # in steps; keeps the two error bars of a step apart
 HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
 
 
 def draw_figures(run: Run) -> list[Chart]:
-    """Return the charts of this run. Of what cannot be drawn there is only why."""
+    """Return the charts of this run. A chart without data only says why."""
     drawn = [_reward(run), _entropy(run), _delta_h(run), *_calibration(run)]
     if len(run.measured("delta_h/part/momentum")):
         drawn += [_causes(run), _layers(run)]
@@ -45,7 +45,7 @@ def draw_figures(run: Run) -> list[Chart]:
 
 
 def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float = 0.0) -> list[Series]:
-    """Return values as points with error bars; of very many points, the running mean."""
+    """Return values as points with error bars, or a great many as dots with their running mean."""
     known = finite(rows)
     if len(known) > MAX_BARS:
         return dots(known["value"], color, mark, label, label)
@@ -53,7 +53,7 @@ def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float 
 
 
 def dots(values: pd.Series[float], color: str, mark: str, label: str, mean: str) -> list[Series]:
-    """Return values as dots and, of many, their running mean, labelled `mean`."""
+    """Return values as dots and, if there are many, their running mean with the label `mean`."""
     window = running_window(len(values))
     smooth = len(values) >= 2 * window
     cloud = Series.cloud(label, color, mark, values.index, values, faint=0.35 if smooth else 1)
@@ -62,7 +62,7 @@ def dots(values: pd.Series[float], color: str, mark: str, label: str, mean: str)
 
 
 def running_window(num_values: int) -> int:
-    """Return the odd number of values in a running mean: 5, in a long run about a twentieth of it."""
+    """Return the window of a running mean, an odd number of values: 5, or about a twentieth of a long run."""
     return max(5, num_values // 20 // 2 * 2 + 1)
 
 
@@ -74,7 +74,14 @@ def _declared(
     without: Sequence[str] = (),
     **words: Any,
 ) -> Chart:
-    """Return a chart whose series charts.yaml names: lines with bands, without some, after further series."""
+    """Return a chart whose series charts.yaml lists, as lines with bands.
+
+    Args:
+        source: Where the metrics come from, as in `Run.measured`.
+        further: Series drawn first.
+        without: Labels of series to leave out.
+        words: Values for the templates of its texts.
+    """
     chart = charts.declared(key, words)
     looks = chart["series"]
     quantities = {label: run.measured(look["metric"], source) for label, look in looks.items()}
@@ -111,7 +118,7 @@ def _entropy(run: Run) -> Chart:
         Series.of_rows("naive product (biased)", ORANGE, naive, "triangle", dash=(5, 3)),
     ]
     missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
-    series = [curve for curve in drawn if len(curve.x) > 1]  # the 0 of a start says nothing
+    series = [curve for curve in drawn if len(curve.x) > 1]  # a single point is the initial 0
     starts = findings.origins(run)
     at_start = run.values("entropy/token").get(starts[0]) if len(starts) == 1 else None
     return draw("entropy", series, missing or [findings.NO_LATER_BATCH] * (not series), start=at_start)
@@ -132,7 +139,7 @@ def _delta_h(run: Run) -> Chart:
 
 
 def _calibration(run: Run) -> list[Chart]:
-    """Return the chart of each step's true change of entropy against forward; none where no truth was measured."""
+    """Return the chart of true against predicted (forward) changes of entropy; [] if none were measured."""
     forward, true = run.known("delta_h/forward"), run.known("delta_h/true")
     steps = forward.index.intersection(true.index)
     if steps.empty:
@@ -160,7 +167,7 @@ def _layers(run: Run) -> Chart:
     labels = sorted(parts, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
     missing = what_is_missing({"layers": run.measured("delta_h/forward")}, bands=False)
     table = pd.DataFrame(parts).sort_index().T.reindex(labels)  # a row per layer, a column per step
-    # A quantile, not the largest: the first steps of Adam would take the colour from all others.
+    # A quantile rather than the maximum: Adam's first steps would leave all others colourless.
     sizes = table.abs().to_numpy(dtype=float).ravel()
     sizes = sizes[~np.isnan(sizes)]
     largest = (float(np.quantile(sizes, 0.9)) or float(sizes.max()) or 1.0) if len(sizes) else 1.0
@@ -175,7 +182,7 @@ def _noise_scale(run: Run) -> Chart:
         return draw("noise_scale", [], missing)
     batch = known["value"] * run.measured("gns/batch_ratio")["value"].reindex(known.index)
     top = 1.5 * max(known["value"].iloc[len(known) // 4 :].max(), batch.max())
-    known[["low", "high"]] = known[["low", "high"]].clip(upper=2 * top)  # a band without an end
+    known[["low", "high"]] = known[["low", "high"]].clip(upper=2 * top)  # cuts off an infinite end of the band
     series = [
         Series.of_rows("noise scale, running average", BLUE, known, "circle"),
         Series("batch in use", TEXT, batch.index, batch, dash=(5, 3)),
@@ -184,7 +191,7 @@ def _noise_scale(run: Run) -> Chart:
 
 
 def _predictors(run: Run) -> Chart:
-    """Return the chart of delta_h/forward and −Cov(log π, A) of each step against the measured change."""
+    """Return the chart of each step's delta_h/forward and −Cov(log π, A) against the measured change."""
     truth, source = findings.measured_changes(run)
     looks = {"forward": ("delta_h/forward", BLUE, "circle"),
              "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip

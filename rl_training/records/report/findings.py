@@ -1,4 +1,4 @@
-"""What a run's records come to: rates, sums and costs. Statistics, which neither draw nor write."""
+"""Statistics of a run's records: rates, sums and costs. Nothing here draws or writes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from rl_training.statistics.estimate import Estimate
 
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
-MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
-LAST_STEPS = 10  # over which the present rate is taken
-MIN_POINTS = 3  # of a correlation, or of a line whose slope is to mean something
+MAX_WINDOW = 5  # logged steps averaged at either end of a run, because a single batch is too noisy
+LAST_STEPS = 10  # measured steps that a present rate averages
+MIN_POINTS = 3  # for a correlation, or a line with a meaningful slope
 TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
 KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
-SAMPLED_STEPS = 5  # of which sequences are shown, from the first recorded one to the last
-# Of a sequence that somebody else has recorded.
+SAMPLED_STEPS = 5  # steps whose sequences are shown, spread over the recorded ones
+# Defaults for a sequence that another program recorded.
 NOT_RECORDED = {"prompt": "", "response": "", "length": "", **dict.fromkeys(("reward", "advantage", "logp"), math.nan)}
-OF_A_STEP = 3  # sequences shown, of different prompts
+OF_A_STEP = 3  # sequences shown per step, from different prompts
 
 
 def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
-    """Return the known values of a metric of probe `measured`, each divided by the steps that it is of."""
+    """Return the finite values of a metric of the probe `measured`, per step: divided by the steps that each spans."""
     rows = run.known(name)
     steps = run.measured("measured/steps")["value"].reindex(rows.index)
     return finite(rows.assign(**{column: rows[column] / steps for column in ("value", "stderr", "low", "high")}))
 
 
 def mean_of_last(rows: pd.DataFrame) -> Estimate | None:
-    """Return the mean of the last LAST_STEPS rows; None of no row."""
+    """Return the mean of the last LAST_STEPS rows; None if there are none."""
     return mean_of_rows(rows.tail(LAST_STEPS))
 
 
 def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:
-    """Return the mean of these rows of a metric, whose errors are independent; None of no row."""
+    """Return the mean of these rows of a metric, whose errors are independent; None if there are none."""
     if rows.empty:
         return None
     stderr = math.sqrt((rows["stderr"] ** 2).sum(skipna=False)) / len(rows)
@@ -52,19 +52,20 @@ def mean_of_rows(rows: pd.DataFrame) -> Estimate | None:
 
 
 def ends_of(values: pd.Series[float]) -> list[tuple[float, int, int]]:
-    """Return (mean, first step, last step) of the first few values and of the last few; of one value, one."""
+    """Return (mean, first step, last step) of the first few values and of the last few; for one value, one entry."""
     window = min(MAX_WINDOW, max(len(values) // 2, 1))
     parts = (values.iloc[:window], values.iloc[window:].tail(window))
     return [(part.mean(), part.index[0], part.index[-1]) for part in parts if len(part)]
 
 
 def naive_of(run: Run) -> pd.DataFrame:
-    """Return the naive product's sum at each measured step s, to be held against the cumulative estimates there,
+    """Return the sum of the naive product at each measured step s, for comparison with the cumulative estimates:
 
-        naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0:
+        naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0.
 
-    the change from the first batch to batch s is that of the updates before s. It is 0 wherever their sums are, and nan
-    where they began in another run, and after a step that was not measured. Its error is a bias: it has no error bar.
+    The change from the first batch to batch s is due to the updates before s. It is 0 wherever the cumulative sums
+    start, and nan if they started in another run, or after a step that was not measured. It has no error bar: its error
+    is a bias.
     """
     reuse = run.estimates("delta_h/reuse")
     if goes_on(run):
@@ -87,24 +88,24 @@ def naive_of(run: Run) -> pd.DataFrame:
 
 
 def origins(run: Run) -> list[int]:
-    """Return the steps at which the cumulative sums are exactly 0: the first batch, and where a probe began anew."""
+    """Return the steps at which the cumulative sums are exactly 0: the first batch, and where a probe started over."""
     sums = run.measured("delta_h/cumulative_measured")
     return sums.index[(sums["value"] == 0) & (sums["stderr"] == 0)].to_list()
 
 
 def goes_on(run: Run) -> bool:
-    """Say whether the cumulative sums began in another run, which this one has branched off from."""
+    """Return whether the cumulative sums started in another run, which this one branched off from."""
     return not origins(run) and not run.known("delta_h/cumulative_measured").empty
 
 
 def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
-    """Return the rewards on prompts that training never sees, for each way in which they were measured."""
+    """Return the rewards on prompts that training never sees, by the evaluation that measured them."""
     rewards = {f"evaluation {name}": run.known("reward", name) for name in (IN_TRAINING, *run.evaluations)}
     return {label: rows for label, rows in rewards.items() if len(rows)}
 
 
 def measured_changes(run: Run) -> tuple[pd.Series[float], str]:
-    """Return the measured change by each step's update, and what it was measured on."""
+    """Return the measured change of entropy by each step's update, and a text that says how it was measured."""
     true = run.values("delta_h/true")
     if len(true) >= MIN_POINTS:
         return true, "change on separate sequences"
@@ -114,12 +115,12 @@ def measured_changes(run: Run) -> tuple[pd.Series[float], str]:
 
 
 def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Return the values times the factor of the least squares to the truth."""
+    """Return the values times the factor that fits them to `truth` by least squares."""
     return values * (truth @ values) / (values @ values)
 
 
 def token_classes(run: Run) -> tuple[list[list[str]], int]:
-    """Return the table of the classes that have tokens, by the last running means; and how many steps these are of."""
+    """Return the table of token classes, from the last running means, and the number of steps that these average."""
     rows, steps = [], 0
     for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.names()) if match):
         metric = f"tokens/{kind}/{name}"
@@ -134,7 +135,7 @@ def token_classes(run: Run) -> tuple[list[list[str]], int]:
 
 
 def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
-    """Return the first responses to the first prompts of a few recorded steps; none where none were recorded."""
+    """Return the first response to each of the first prompts of a few recorded steps; [] if none were recorded."""
     samples: dict[int, dict[int, Mapping[str, Any]]] = {}
     for row in iterate_rollouts(run.folder / LOGS_FOLDER):
         rows = samples.setdefault(int(row["step"]), {})
@@ -145,15 +146,15 @@ def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
 
 
 def gaps(run: Run) -> list[Any]:
-    """Return the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps.
+    """Return the reasons for every nan in probes.jsonl, each once, sorted by first step.
 
-    With reason, `what` is missing for it ("value" or "error bar"), names, first_step and num_steps.
+    Each has `reason`, `what` is missing ("value" or "error bar"), `names`, `first_step` and `num_steps`.
     """
     measured = run.table[run.table["source"] == PROBES_FILE]
-    is_nan = ~np.isfinite(measured["value"] + measured["stderr"])  # else the reason is a remark
+    is_nan = ~np.isfinite(measured["value"] + measured["stderr"])  # otherwise the reason is only a remark
     rows = measured[is_nan & (measured["reason"] != "")]
     rows = rows.assign(what=rows["value"].isna().map({True: "value", False: "error bar"}))
-    order = measured["name"].unique().tolist().index  # as they were first recorded
+    order = measured["name"].unique().tolist().index  # order of first appearance
     listed = rows.groupby(["reason", "what"], sort=False).agg(
         names=("name", lambda names: sorted(names.unique(), key=order)),
         first_step=("step", "min"),
@@ -163,7 +164,7 @@ def gaps(run: Run) -> list[Any]:
 
 
 def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
-    """Return (name, mean, largest, number) of each `probe_cost/` metric at the steps that were measured."""
+    """Return (name, mean, largest, number of measured steps) of each `probe_cost/` metric."""
     costs = finite(run.table[(run.table["source"] == METRICS_FILE) & run.table["name"].str.startswith("probe_cost/")])
     table = costs.groupby("name", sort=False)["value"].agg(["mean", "max", "count"])
     return [(str(name), *row) for name, *row in table.itertuples()]

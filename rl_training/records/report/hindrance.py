@@ -1,4 +1,4 @@
-"""What hinders a run's predictions, which is the first thing that its report says."""
+"""What prevents predictions in a run; a report says it first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORWARD = "delta_h/forward"
 
 
 def hindrance(run: Run) -> str:
-    """Return the reason that measuring has ended early, or that no step has a prediction with an error bar; or ""."""
+    """Return why measuring ended early, or why no prediction has a value or an error bar; "" without such a problem."""
     failure = str(in_whole_characters(read_failure(run.folder)))
     if failure:
         return f"{failure[:1].upper()}{failure[1:]}: see logs/probe_error.txt."

@@ -1,6 +1,6 @@
-"""The report's section on interventions, as their probe measured them: effect and price.
+"""The report's section on interventions: their effects and prices, as the probe measured them.
 
-Values are the probe's running means at its last measured step, `intervention/NAME/mean_…`, with that step's own beside.
+Values are the probe's running means (`intervention/NAME/mean_…`) at the last measured step, and that step's own effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
-# Of an intervention, in the order of the fields of Effect.
+# Metrics of an intervention, in the order of the fields of Effect.
 QUANTITIES = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
 HEADINGS = [
     "intervention", "halves the fall", "price", "entropy, one step", "when kept", "last step alone", "reward, one step",
@@ -33,31 +33,31 @@ CAVEAT = (
     "compare."
 )
 NO_FALL = "entropy does not fall significantly now"
-PLANE_HEIGHT = 360  # pixels, as charts.yaml has it
-PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
+PLANE_HEIGHT = 360  # pixels, the same as in charts.yaml
+PRICES = (1.0, 3.0, 10.0)  # of the dotted lines: thousandths of reward per thousandth of a nat
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What an intervention changes, compared with the step as it is: the probe's running means at its last step."""
+    """What an intervention changes relative to the plain step: the probe's running means at its last step."""
 
     name: str
     delta_h: Estimate  # nats per token
     delta_reward: Estimate
     price: Estimate
-    at_last_step: Estimate  # its change of entropy at that step alone
-    kept: Estimate  # its change of entropy when it is kept
-    halves_at: Estimate  # the strength that halves the fall, when it is kept
-    steps: int  # measured ones
+    at_last_step: Estimate  # change of entropy at the last measured step alone
+    kept: Estimate  # change of entropy if the intervention is kept
+    halves_at: Estimate  # strength that halves the fall if the intervention is kept
+    steps: int  # number of measured steps
 
     @property
     def bare_name(self) -> str:
-        """Its name without a strength."""
+        """The name without a strength."""
         return self.name.partition(":")[0]
 
 
 def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | None:
-    """Return what is said of the interventions that were measured, and commands to train with them; None of none."""
+    """Return the section on the measured interventions, with commands that train with them; None if there are none."""
     effects = effects_of(run)
     if not effects:
         return None
@@ -73,9 +73,10 @@ def interventions_of_run(run: Run, commands: Sequence[str] = ()) -> Section | No
 
 
 def effects_of(run: Run) -> list[Effect]:
-    """Return the interventions at the last step at which they were measured.
+    """Return the effect of each intervention at the last step that measured it.
 
-    The cheapest come first, of those that keep entropy; those that spend more of it significantly come last.
+    Interventions that keep entropy significantly come first, those that spend significantly more come last; each group
+    is sorted by price.
     """
     effects, falls = [], is_falling(run)
     for name in (match[1] for match in map(NAMES.match, run.names()) if match):
@@ -96,13 +97,13 @@ def _place(effect: Effect) -> tuple[int, bool, float]:
 
 
 def halving(effects: Sequence[Effect]) -> list[Effect]:
-    """Return those with a strength that halves the fall: of each intervention the first."""
+    """Return the effects with a strength that halves the fall, the first of each intervention."""
     by_name = {effect.bare_name: effect for effect in reversed(effects) if not math.isnan(effect.halves_at.value)}
     return [effect for effect in effects if by_name.get(effect.bare_name) is effect]
 
 
 def keeping(effects: Sequence[Effect]) -> list[Effect]:
-    """Return those that keep entropy significantly, as they are set."""
+    """Return the effects that significantly keep entropy at their own strength."""
     return [effect for effect in effects if effect.delta_h.bounds()[0] > 0]
 
 
@@ -163,9 +164,9 @@ def _at_price(effect: Effect) -> str:
 
 
 def certain_order(effects: Sequence[Effect], name: str) -> str:
-    """Return the sentence that says how certain the order of their prices is; "" of fewer than two known ones.
+    """Return the sentence on how certain the order of the prices is; "" if fewer than two prices are known.
 
-    Two whose 95 % intervals do not overlap differ. What they share of the noise makes that a cautious answer.
+    Two prices differ if their 95 % intervals do not overlap. This is cautious, because they share part of their noise.
     """
     ends = {getattr(effect, name): effect.price.bounds() for effect in effects if math.isfinite(effect.price.value)}
     if len(ends) < 2:
@@ -180,14 +181,14 @@ def certain_order(effects: Sequence[Effect], name: str) -> str:
 
 
 def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
-    """Return how many more measured steps would make its present value significant, and the most that count.
+    """Return how many more measured steps would make the present effect significant, and how many the mean can hold.
 
-    None where more would be needed than the mean remembers.
+    The first is None if more would be needed than the mean remembers.
     """
     settings = {"decay": 0.9, "every": 1} | run.probe("interventions")
     known = all(isinstance(settings[key], int | float) for key in ("decay", "every")) and 0 <= settings["decay"] < 1
-    decay = settings["decay"] ** settings["every"] if known else 1.0  # from a measured step to the next
-    most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # effective number of steps in the mean, at most
+    decay = settings["decay"] ** settings["every"] if known else 1.0  # between two measured steps
+    most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # largest effective number of steps in the mean
     times = (effect.delta_h.half_width() / effect.delta_h.value) ** 2 if effect.delta_h.value else math.inf
     needed = max(effect.steps, 1) * times
     return (None if needed > most else max(1, math.ceil(needed - effect.steps))), most
@@ -197,7 +198,7 @@ def _needed(run: Run, effect: Effect) -> tuple[int | None, float]:
 
 
 def _cells(effect: Effect) -> list[str]:
-    """Return the cells of an intervention, under HEADINGS."""
+    """Return an intervention's table row, under HEADINGS."""
     unknown = math.isnan(effect.halves_at.value)
     reasons = dict.fromkeys([effect.delta_h.reason, effect.halves_at.reason if unknown else ""])
     cells = [
@@ -211,9 +212,9 @@ def _cells(effect: Effect) -> list[str]:
 
 
 def plane(effects: Sequence[Effect]) -> Chart:
-    """Return the chart: each intervention is a cross of two bars, with its name; the step as it is lies at 0, 0.
+    """Return the chart of effects: each intervention is a labelled cross of error bars, the plain step lies at (0, 0).
 
-    Unknown and exactly zero changes are not drawn.
+    Unknown changes and changes of exactly zero are not drawn.
     """
     ordered = sorted(effects, key=lambda effect: -effect.delta_h.value)
     rewards, entropies = (

@@ -1,22 +1,20 @@
-"""Where the labels of a chart's points stand, so that no two overlap on any screen."""
+"""Positions for the labels of a chart's points, so that no two overlap on any screen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-PHONE, LETTER, LINE_HEIGHT = 250.0, 7.0, 14.0  # pixels: a chart's width on a phone, and those of its text
+PHONE, LETTER, LINE_HEIGHT = 250.0, 7.0, 14.0  # pixels: width of a chart on a phone, of a letter, height of a line
 
 
 def drops(points: Mapping[str, tuple[float, float]], height: float) -> dict[str, float]:
-    """Return by how many pixels each label has to stand lower than its place (higher below 0), so that no two overlap.
+    """Return by how many pixels each label must move down (up if negative) so that no two overlap.
 
-    A label takes the free place that is nearest, within the chart as long as there is one.
+    A label takes the nearest free position, within the chart if there is one.
 
     Args:
-        points: the places of the labels, by their texts, as shares of the chart's width and height from its top left
-            corner.
-        height: of the chart, in pixels. Its width is taken as that on a phone: on a wider screen labels are further
-            apart.
+        points: Position of each label by its text, as shares of the chart's width and height from the top left corner.
+        height: Height of the chart in pixels. Its width is that on a phone; on wider screens labels are further apart.
     """
     placed: list[tuple[float, float, float]] = []  # left, right and middle of each label, in pixels
     lower = {}
@@ -31,7 +29,7 @@ def drops(points: Mapping[str, tuple[float, float]], height: float) -> dict[str,
 
 
 def _nearest(middle: float, taken: list[float], height: float) -> float:
-    """Return the height nearest to `middle` that is a line's height from all of `taken`, in the chart if one is."""
+    """Return the height nearest to `middle` that is at least a line from all in `taken`, if possible in the chart."""
     places = [middle, *(other + side * LINE_HEIGHT for other in taken for side in (-1, 1))]
     free = [place for place in places if all(abs(place - other) >= LINE_HEIGHT - 1e-9 for other in taken)]
     within = [place for place in free if 0.5 * LINE_HEIGHT <= place <= height - 0.5 * LINE_HEIGHT or place == middle]

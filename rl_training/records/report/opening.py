@@ -1,4 +1,4 @@
-"""How a report opens: is entropy spent on reward or lost, what to change, and are the predictions right."""
+"""The first lines of a report: is entropy spent on reward or lost, what to change, and do the predictions hold."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from rl_training.statistics.welch import difference, is_significant
 class Opening:
     """The first lines of a report.
 
-    headline  what is said of entropy and reward, which `evidence` goes on with
-    advice    the one thing to change
-    further   sentences on the predictions and on a bound of the steps
-    lines     what stands out
+    Args:
+        headline: What happens to entropy and reward.
+        evidence: The rest of that sentence.
+        advice: The one thing to change.
+        further: Sentences on the predictions and on bounded steps.
+        lines: What stands out.
     """
 
     headline: str
@@ -51,7 +53,7 @@ def opening(run: Run) -> Opening:
 
 
 def _never_unequal(run: Run, lines: Sequence[Line]) -> Line | None:
-    """Return the line that all rewards are equal, where they have been since the first logged step."""
+    """Return the line about equal rewards if all have been equal since the first logged step; otherwise None."""
     rewards = run.logged("reward")
     return next((line for line in lines if line.name == "equal" and line.since <= rewards.index[0]), None)
 
@@ -69,13 +71,13 @@ def _whether_predictions_hold(run: Run) -> str:
         return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
     if is_significant(apart):
         return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
-    if 2.0 * apart.bounds()[1] - 2.0 * apart.value > abs(truth.value):  # twice its half-width
+    if 2.0 * apart.bounds()[1] - 2.0 * apart.value > abs(truth.value):  # twice the half-width
         return f"Whether the predictions hold cannot be told yet, the intervals are too wide: {figures}."
     return f"The predictions hold so far: {figures}."
 
 
 def _bound(run: Run) -> str:
-    """Say how steps were bounded by their KL, where they were."""
+    """Describe how the KL bound has shortened steps, if there was one."""
     kl, tries, rates = (run.known(f"bound/{name}")["value"] for name in ("kl", "tries", "learning_rate"))
     if kl.empty:
         return ""

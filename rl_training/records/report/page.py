@@ -1,7 +1,7 @@
-"""Pages: one HTML file each that fetches nothing. What draws its charts is in it, and everything is escaped.
+"""Self-contained HTML pages: each is one file with its own scripts that loads nothing, and all content is escaped.
 
-vl-convert has a process of its own: its threads do not survive a fork of the process that has used it, and its memory
-is not the training's.
+vl-convert runs in its own process: its threads do not survive a fork of a process that has used it, and its memory
+should not add to the training's.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rl_training.records.report.charts import Chart, template
 from rl_training.records.report.environment import ENVIRONMENT
 from rl_training.version import VERSION
 
-CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # filled in when the rest is there
+CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # placeholders, replaced after rendering
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
-VEGA_LITE = "6.1"  # of those that vl-convert has; 6.4 loses what a pointed-at point says
-KINDS = ("png", "svg")  # of pictures
+VEGA_LITE = "6.1"  # one that vl-convert bundles; 6.4 breaks tooltips of points
+KINDS = ("png", "svg")  # formats of pictures
 PICTURES = """
 import base64, json, sys, vl_convert
 kind, specs = json.load(sys.stdin)
@@ -50,16 +50,17 @@ PAGES = ENVIRONMENT.overlay(autoescape=True)
 
 
 def write_page(page: Path, name: str, beside: Mapping[str, bytes] | None = None, **values: Any) -> Path:
-    """Return the path of the page that it wrote of this template, with the files `beside` it, by their names."""
+    """Write the page from a template, and the files `beside` it by name; return the page's path."""
     files = {page.with_name(file_name): content for file_name, content in (beside or {}).items()}
     write_atomically({**files, page: render(name, **values).encode()})
     return page
 
 
 def render(name: str, script: str = "", **values: Any) -> str:
-    """Return the page of this template, with its list of contents; whatever is put into it is escaped.
+    """Return the page from a template, with its table of contents. All values are escaped.
 
-    script  that it runs instead of what draws charts: a file of templates/
+    Args:
+        script: A file of templates/ that the page runs instead of the chart libraries and page.js.
     """
     script_text = (files(__package__) / "templates" / (script or "page.js")).read_text(encoding="utf-8")
     scripts = [script_text] if script else [javascript(), script_text]
@@ -76,7 +77,7 @@ def _csp_hash(text: str) -> str:
 
 
 def _as_json(value: Any) -> Markup:
-    """Return JSON that may stand in a script: a name in it may contain "</script>"."""
+    """Return JSON that is safe inside a script element, since a name may contain "</script>"."""
     return Markup(json.dumps(all_printable(value), separators=(",", ":")).replace("<", "\\u003c"))
 
 
@@ -84,7 +85,7 @@ PAGES.filters["as_json"], PAGES.globals["marks"] = _as_json, STROKES
 
 
 def _with_contents(page: str) -> str:
-    """Return the page with numbered headings, and a link to each where the template asks for them."""
+    """Return the page with numbered headings, and links to them where the template puts CONTENTS."""
     links: list[str] = []
 
     def numbered(heading: re.Match[str]) -> str:
@@ -97,9 +98,10 @@ def _with_contents(page: str) -> str:
 
 
 def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
-    """Return a picture of each chart that has something to draw, black on white, by the name of its file.
+    """Return a picture of each chart that has data, on a white background, by file name.
 
-    kind  one of KINDS; "": none
+    Args:
+        kind: One of KINDS, or "" for no pictures.
     """
     if kind and kind not in KINDS:
         raise UserError(f"pictures={kind!r}: give {' or '.join(map(repr, KINDS))}")
@@ -108,14 +110,14 @@ def pictures(charts: Sequence[Chart], kind: str) -> dict[str, bytes]:
         return {}
     specs = all_printable([chart.standalone() for chart in drawn])
     lines = _run(PICTURES, json.dumps([kind, specs])).splitlines()
-    names = (printable(f"{chart.name}.{kind}").replace("/", "_") for chart in drawn)  # some are metrics
+    names = (printable(f"{chart.name}.{kind}").replace("/", "_") for chart in drawn)  # names of metrics contain slashes
     return {name: base64.b64decode(line) for name, line in zip(names, lines, strict=True)}
 
 
 def javascript() -> str:
-    """Return the JavaScript of Vega, Vega-Lite and vega-embed, which vl-convert holds; kept in the user's cache.
+    """Return the JavaScript of Vega, Vega-Lite and vega-embed from vl-convert, cached in the user's cache folder.
 
-    Putting it together takes vl-convert two seconds.
+    Bundling takes vl-convert two seconds.
     """
     name = f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-training" / name
@@ -129,7 +131,7 @@ def javascript() -> str:
 
 
 def _run(program: str, text: str = "") -> str:
-    command = [sys.executable, "-P", "-c", program, VEGA_LITE]  # -P: a json.py of the working folder is not imported
+    command = [sys.executable, "-P", "-c", program, VEGA_LITE]  # -P: ignore a json.py in the working folder
     environment = {**os.environ, "PYTHONUTF8": "1"}
     ended = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", env=environment, check=False)
     if ended.returncode:

@@ -1,15 +1,15 @@
-"""What a report says of the distance between the policy that generates and the one that is trained."""
+"""The report's section on the distance between the policy that samples and the policy that is trained."""
 
 from __future__ import annotations
 
 from rl_training.records.report.series import Run
 from rl_training.records.report.writing import in_words, spoken, two_digits
 
-HALF_IS_LEFT = 0.35  # KL of a whole response at which weights leave half of the sequences: ESS/N is about exp(−2 KL T)
+HALF_IS_LEFT = 0.35  # KL of a whole response at which ESS/N ≈ exp(−2 KL T) is a half
 
 
 def sampler_and_trainer(run: Run) -> list[str]:
-    """Return the sentences of the section, by the last measured step; none where the probe `sampler` was not there."""
+    """Return the sentences of the section, for the last measured step; [] if the probe `sampler` did not run."""
     kl, ess, ratio = (run.last(f"sampler/{name}") for name in ("kl", "ess", "mean_ratio"))
     if kl is None:
         return []

@@ -1,4 +1,4 @@
-"""A run's records as one table: a row per number, whichever file it was recorded in."""
+"""A run's records as one table: a row per number, from all files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE
 from rl_training.statistics.estimate import Estimate
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
-# source: the file of logs/, or the name of the evaluation. low, high: the ends of the 95 % interval; is_interval where
-# they are not value ± half of it. measured_steps: those that a running mean is of
+# source: a file of logs/, or the name of an evaluation. low, high: ends of the 95 % interval. is_interval: they were
+# recorded, instead of following from stderr. measured_steps: number of steps that a running mean averages.
 NUMBERS = ["value", "stderr", "num_samples", "low", "high", "measured_steps"]
 COLUMNS = ["source", "name", "step", "about_step", *NUMBERS, "is_interval", "reason"]
 
@@ -37,9 +37,9 @@ class Run:
     """The records of a run, read once."""
 
     folder: Path
-    steps: list[int]  # that were logged
+    steps: list[int]  # logged steps
     table: pd.DataFrame  # with COLUMNS
-    config: str | None  # config.yaml as it stands, secrets masked; None when there is none
+    config: str | None  # text of config.yaml, secrets masked; None if there is none
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What config.yaml holds; nothing where it holds nothing. ValueError where it cannot be read."""
+        """The content of config.yaml, {} if there are no settings. Raises UserError if it cannot be read."""
         return settings_in(self.folder)
 
     def probe(self, name: str) -> dict[str, Any]:
@@ -56,12 +56,12 @@ class Run:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Where the run comes from, as its config.yaml says."""
+        """The run's provenance, from its config.yaml."""
         return _mapping(self.settings.get("provenance"))
 
     @cached_property
     def places(self) -> Mapping[Any, Any]:
-        """The rows of each metric, by its (source, name)."""
+        """The row numbers of each metric in the table, by (source, name)."""
         return self.table.groupby(["source", "name"], sort=False).indices
 
     def names(self, source: str = PROBES_FILE) -> list[str]:
@@ -69,44 +69,44 @@ class Run:
 
     @property
     def evaluations(self) -> list[str]:
-        """The evaluations of checkpoints."""
+        """Names of the evaluations of checkpoints."""
         sources = dict.fromkeys(source for source, _ in self.places)
         return [source for source in sources if source not in (METRICS_FILE, PROBES_FILE, IN_TRAINING)]
 
     @cached_property
     def _rows(self) -> dict[tuple[str, str, bool], pd.DataFrame]:
-        """The tables that were asked for: a report asks for most of them many times."""
+        """A cache of tables, because a report asks for most of them many times."""
         return {}
 
     def measured(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
-        """Return this metric's rows by step, not to be changed; none where it was not recorded."""
+        """Return this metric's rows by step, empty if it was not recorded. Do not change the table: it is cached."""
         key = source, name, False
         if key not in self._rows:
             self._rows[key] = self.table.iloc[self.places.get((source, name), [])].set_index("step")
         return self._rows[key]
 
     def known(self, name: str, source: str = PROBES_FILE) -> pd.DataFrame:
-        """Return those of this metric's rows whose value is finite, not to be changed."""
+        """Return the rows of this metric with a finite value, by step. Do not change the table: it is cached."""
         key = source, name, True
         if key not in self._rows:
             self._rows[key] = finite(self.measured(name, source))
         return self._rows[key]
 
     def estimates(self, name: str, source: str = PROBES_FILE) -> dict[int, Estimate]:
-        """Return this metric by step as estimates, for statistics."""
+        """Return this metric's estimates by step."""
         return to_estimates(self.measured(name, source))
 
     def last(self, name: str) -> Estimate | None:
-        """Return the last of this metric's finite values as an estimate; None where there is none."""
+        """Return the last finite value of this metric as an estimate, or None."""
         return last_of(self.known(name))
 
     def measured_steps(self, name: str) -> int:
-        """Return how many measured steps are behind the last of this metric's running means."""
+        """Return the number of measured steps that the last of this metric's running means averages."""
         known = self.known(name)["measured_steps"]
         return 0 if known.empty or not math.isfinite(known.iloc[-1]) else int(known.iloc[-1])
 
     def with_interval(self, name: str) -> pd.DataFrame:
-        """Return this metric's rows with the intervals that are recorded beside them, NAME_low and NAME_high."""
+        """Return this metric's rows with the intervals that were recorded separately, as NAME_low and NAME_high."""
         rows = self.measured(name)
         low, high = (self.measured(f"{name}_{end}")["value"].reindex(rows.index) for end in ("low", "high"))
         beside = low.notna() & high.notna()
@@ -118,22 +118,22 @@ class Run:
         return self.known(name, source)["value"]
 
     def logged(self, name: str) -> pd.Series[float]:
-        """Return this metric of metrics.jsonl by step, where it is a finite number."""
+        """Return the finite values of this metric in metrics.jsonl, by step."""
         return self.values(name, METRICS_FILE)
 
     def token_entropy(self) -> pd.Series[float]:
-        """Return token entropy by step, nats: as a probe measured it, else as the trainer logged it."""
+        """Return token entropy by step, in nats: from a probe, or as logged by the trainer if no probe measured it."""
         measured = self.values("entropy/token")
         return measured if len(measured) else self.logged("entropy")
 
     @property
     def last_step(self) -> int:
-        """The last one that is known of: logged, measured, or saved in a checkpoint."""
+        """The last known step: logged, measured, or saved in a checkpoint."""
         saved = (int(path.name.rpartition("-")[2]) for path in checkpoints_of(self.folder))
         return max([self.steps[-1], *self.table["step"].unique().tolist(), *saved])
 
     def until(self, step: int) -> Run:
-        """Return its records up to this step."""
+        """Return the run with its records up to this step."""
         steps = [logged for logged in self.steps if logged <= step]
         return replace(self, steps=steps, table=self.table[self.table["step"] <= step])
 
@@ -141,8 +141,8 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Return the records of the run in `folder`.
 
-    Raises FileNotFoundError when there are none, and ValueError, naming the file, when they cannot be read, or a link
-    leads out of the run.
+    Raises:
+        UserError: If there are none, they cannot be read, or a link leads out of the run; names the file.
     """
     refuse_links_out(folder)
     logged, measured, evaluated = metrics(folder), probes(folder), evaluations(folder)
@@ -165,7 +165,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_config(folder: Path) -> str | None:
-    """Return the text of a run's config.yaml, for people: secrets are masked; None when there is none."""
+    """Return the text of a run's config.yaml for people, with secrets masked; None if there is none."""
     config = folder / CONFIG_FILE
     if not config.is_file():
         return None
@@ -175,9 +175,10 @@ def read_config(folder: Path) -> str | None:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Return what a run's config.yaml holds, secrets masked; nothing where it holds no settings.
+    """Return the content of a run's config.yaml with secrets masked; {} if there are no settings.
 
-    Raises ValueError when it cannot be read.
+    Raises:
+        UserError: If it cannot be read.
     """
     return without_secrets(_settings_with_secrets(folder))
 
@@ -189,7 +190,7 @@ def _settings_with_secrets(folder: Path) -> dict[str, Any]:
     text = plain_yaml(config)
     try:
         settings = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no YAML, or a day that there is not
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not YAML, or a date that does not exist
         where = " ".join(str(error).split())
         raise UserError(f"{config} cannot be read ({where}): mend or delete it") from error
     return settings if isinstance(settings, dict) else {}
@@ -216,7 +217,7 @@ def to_estimates(rows: pd.DataFrame) -> dict[int, Estimate]:
 
 
 def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
-    """Return a row for each estimate, as `Run.measured` does."""
+    """Return a row for each estimate, in the format of `Run.measured`."""
     rows = [
         (e.value, e.stderr, e.num_samples, *e.bounds(), e.interval is not None, e.reason) for e in estimates.values()
     ]
@@ -229,12 +230,12 @@ def to_rows(estimates: Mapping[Any, Estimate]) -> pd.DataFrame:
 
 
 def last_of(rows: pd.DataFrame) -> Estimate | None:
-    """Return the last of these rows as an estimate; None of no row."""
+    """Return the last of these rows as an estimate; None if there are no rows."""
     return next(iter(to_estimates(rows.tail(1)).values()), None)
 
 
 def ending_reason(rows: pd.DataFrame) -> str:
-    """Return the reason that a quantity is missing, with the step it begins at, or "" where the last value is there."""
+    """Return why a quantity is missing and from which step on, or "" if its last value is there."""
     if rows.empty:
         return NO_PROBE
     last, known = rows.iloc[-1], finite(rows).index
@@ -245,7 +246,7 @@ def ending_reason(rows: pd.DataFrame) -> str:
 
 
 def what_is_missing(quantities: Mapping[str, pd.DataFrame], values: bool = True, bands: bool = True) -> list[str]:
-    """Return a line for each reason why quantities are not in a chart, or not to its end, or have no error bar."""
+    """Return a line for each reason why quantities are missing from a chart, end before it, or have no error bars."""
     ends: dict[str, list[str]] = {}
     for label, rows in quantities.items():
         ends.setdefault(ending_reason(rows), []).append(label)

@@ -1,4 +1,4 @@
-"""How a run is set up, and the line that would change it: an override of the job, or a field of GRPOConfig."""
+"""How a run is set up, and the text of a setting that changes it: a job's override, or a field of GRPOConfig."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from rl_training.records.report.series import Run
 
 JOB, TRL, LOOP = "job", "trl", "loop"
 KEPT_STEP = "target_kl_share"
-SHARE = 2e-3  # of docs/how_to/bound_the_step.md
+SHARE = 2e-3  # recommended in docs/how_to/bound_the_step.md
 
 
 @dataclass(frozen=True)
 class SetUp:
-    """The settings of a run, whichever trainer has made it.
+    """The settings of a run, whichever trainer made it.
 
-    kind      JOB: `rl-training train`; TRL: a trainer of TRL's with probes attached; LOOP: any other loop
-    settings  all that are recorded
+    Args:
+        kind: JOB for `rl-training train`, TRL for a TRL trainer with attached probes, LOOP for any other loop.
+        settings: All recorded settings.
     """
 
     kind: str
@@ -31,36 +32,36 @@ class SetUp:
         fields = settings.get("trainer")
         if not isinstance(fields, dict):
             return cls(LOOP, settings)
-        return cls(TRL if "class" in fields else JOB, settings)  # a command's has a _target_
+        return cls(TRL if "class" in fields else JOB, settings)  # a job's trainer has a _target_ instead
 
     def trainer(self, name: str, default: Any = None) -> Any:
-        """Return a field of GRPOConfig; `default` where it is not recorded, or None."""
+        """Return a field of GRPOConfig; `default` if it is None or not recorded."""
         fields = self.settings.get("trainer")
         value = fields.get(name) if isinstance(fields, dict) else self.settings.get(name)
         return default if value is None else value
 
     def number(self, name: str, default: float = math.nan) -> float:
-        """Return a field of GRPOConfig that is a number; `default` where it is none."""
+        """Return a field of GRPOConfig that is a number; otherwise `default`."""
         value = self.trainer(name, default)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
     @property
     def sequences(self) -> float:
-        """Sequences of an optimizer step, over all processes; nan where that is not recorded."""
+        """Sequences per optimizer step, over all ranks; nan if not recorded."""
         batch = self.settings.get("batch")
         value = batch.get("sequences_per_step") if isinstance(batch, dict) else self.settings.get("sequences_per_step")
         return float(value) if isinstance(value, int | float) else math.nan
 
     @property
     def trained_parameters(self) -> int | None:
-        """How many parameters are trained; None where that is not recorded."""
+        """Number of trained parameters; None if not recorded."""
         model = self.settings.get("model")
         value = model.get("trained_parameters") if isinstance(model, dict) else self.settings.get("trained_parameters")
         return value if isinstance(value, int) else None
 
     @property
     def responses(self) -> float:
-        """Responses to a prompt; nan where that is not recorded."""
+        """Responses per prompt; nan if not recorded."""
         return self.number("num_generations", self.number("responses_per_prompt"))
 
     @property
@@ -68,14 +69,14 @@ class SetUp:
         return self.sequences / self.responses if self.responses > 0 else math.nan
 
     def line(self, **fields: Any) -> str:
-        """Return the line that sets these fields: `trainer.X=V`, `GRPOConfig(X=V)`, or X=V in a loop."""
+        """Return the text that sets these fields: `trainer.X=V`, `GRPOConfig(X=V)`, or X=V in a loop."""
         texts = [f"{name}={_written(value)}" for name, value in fields.items()]
         if self.kind == JOB:
             return " ".join(f"trainer.{text}" for text in texts)
         return f"GRPOConfig({', '.join(texts)})" if self.kind == TRL else ", ".join(texts)
 
     def larger_batch(self, times: int) -> str:
-        """Return the line that makes a batch of so many times the prompts."""
+        """Return the text of a setting that multiplies the prompts of a step by `times`."""
         if self.kind == JOB and math.isfinite(self.sequences):
             return f"batch.sequences_per_step={times * self.sequences:.0f}"
         accumulated = self.number("gradient_accumulation_steps")
@@ -84,7 +85,7 @@ class SetUp:
         return f"{times} times as many prompts in a step"
 
     def bounded_step(self) -> str:
-        """Return the line that bounds how far a step moves the policy."""
+        """Return the text of a setting that bounds how far a step moves the policy."""
         if self.kind == JOB:
             return f"trainer.{KEPT_STEP}={SHARE:g}"
         whose = "DrGRPOConfig" if "DrGRPO" in str(self.trainer("class", "")) else "attach"
@@ -92,7 +93,7 @@ class SetUp:
         return f"{whose}({KEPT_STEP}={SHARE:g})" if whose == "DrGRPOConfig" else f"{whose}(…, {KEPT_STEP}={SHARE:g})"
 
     def probe(self, name: str) -> str:
-        """Return how a probe is asked for."""
+        """Return the text of a setting that adds a probe."""
         return f"probe=[simple,{name}]" if self.kind == JOB else f'probes=["simple", "{name}"]'
 
 

@@ -1,4 +1,4 @@
-"""The summary of a report: a line for each of what changed, what it was measured with, and what it cost."""
+"""The summary table of a report: what changed, how it was measured, and what that cost."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rl_training.records.report.verdict import SPENT, is_falling, judge
 from rl_training.records.report.writing import MILLI, MISSING, in_words, on_one_line
 from rl_training.statistics.estimate import Estimate
 
-STEP_NUMBERS = {  # what a step does: how it is shown, as it was measured, as it was predicted
+STEP_NUMBERS = {  # by label: factor, measured metric, predicted metric of a step's effect
     "entropy, 1e-3 nats per token": (MILLI, "measured/delta_h", "delta_h/forward"),
     "reward, 1e-3": (MILLI, "measured/delta_reward", "delta_reward/forward"),
     "length, tokens": (1.0, "measured/delta_length", "delta_length/forward"),
     "KL to the step before, 1e-3 nats per token": (MILLI, "measured/kl", "kl/forward"),
 }
-FIT = (0.5, 2.0)  # the batch over the noise scale: outside of these another size pays
+FIT = (0.5, 2.0)  # batch over noise scale: outside of this range another batch size pays
 
 
 class Row(NamedTuple):
-    """A line of the summary. `value` is MISSING when it is not available, and `note` then says why."""
+    """A line of the summary. If `value` is MISSING, `note` says why."""
 
     label: str
     value: str
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def step_numbers(run: Run) -> list[list[str]]:
-    """Return the table of STEP_NUMBERS, measured and predicted; nothing where there is only one."""
+    """Return the table of STEP_NUMBERS, measured and predicted; [] if fewer than two rows have a number."""
     rows = []
     cut_off = run.logged("completions/clipped_ratio").tolist()[-1:]
     for label, (times, measured, predicted) in STEP_NUMBERS.items():
@@ -46,7 +46,7 @@ def step_numbers(run: Run) -> list[list[str]]:
 
 
 def summarize(run: Run) -> list[Row]:
-    """Return the lines of the summary: where reward and entropy went, and predicted against measured change."""
+    """Return the lines of the summary: reward, entropy and its change, noise scale, interventions, cost."""
     lines = [
         *_rewards(run), *_changes(run), *_noise_scale(run), *_effective_sample(run), *_interventions(run), _cost(run)
     ]  # fmt: skip
@@ -70,7 +70,7 @@ def _rewards(run: Run) -> Iterator[Row]:
 
 
 def _entropy(run: Run) -> Row:
-    """Return the line of entropy: at the very steps that its change below is of, where a probe measured it."""
+    """Return the line on entropy, at the same steps as the change of entropy below it if a probe measured them."""
     first, last = _span(run)
     levels = run.estimates("entropy/token")
     ends = {step: levels[step] for step in (first, last) if step in levels and math.isfinite(levels[step].value)}
@@ -83,14 +83,14 @@ def _entropy(run: Run) -> Row:
 
 
 def _span(run: Run) -> tuple[int | None, int]:
-    """Return the first and the last step of the measured change of entropy; no first where it began in another run."""
+    """Return the first and last step of the measured change of entropy; None as first if it started in another run."""
     sums = run.measured("delta_h/cumulative_measured")
     last = max(finite(sums).index, default=max(sums.index, default=0))
     return max((step for step in findings.origins(run) if step <= last), default=None), last
 
 
 def _from_to(label: str, ends: Sequence[tuple[float, int, int]], unit: str) -> Row:
-    """Return the line of a number at either end of the run, from (mean, first step, last step) of each."""
+    """Return the line on a number at both ends of the run, from (mean, first step, last step) of each end."""
     if not ends:
         return Row(label, MISSING, "no finite value was logged")
     values = " → ".join(f"{mean:.3f}" for mean, _, _ in ends)
@@ -103,7 +103,7 @@ def _from_to(label: str, ends: Sequence[tuple[float, int, int]], unit: str) -> R
 
 
 def _changes(run: Run) -> Iterator[Row]:
-    """Yield the measured change of entropy at the last step that has it, with the sums of predictions there."""
+    """Yield the measured change of entropy at the last step that has one, and the sums of predictions up to there."""
     sums = [run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
     first, last = _span(run)
     changes = [Estimate.missing(findings.NO_LATER_BATCH)] * 3
@@ -146,7 +146,7 @@ def _noise_scale(run: Run) -> Iterator[Row]:
 
 
 def _advice(ratio: tuple[float, float] | None) -> str:
-    """Say whether another batch size pays, by the 95 % interval of the batch over the noise scale."""
+    """Say whether another batch size pays, from the 95 % interval of batch size over noise scale."""
     unknown = "whether another batch size pays is not known yet"
     if ratio is None:
         return unknown

@@ -1,12 +1,12 @@
-"""Is entropy being spent on reward, or lost? What the first lines of a report say, and the intervals they rest on.
+"""Is entropy being spent on reward, or lost? The verdict that a report opens with, and the intervals that support it.
 
-Both are read as lines through the logged steps up to the last one (trends.py). Entropy *falls* where the 95 % interval
-of its rate lies below 0 over the last half of the run, 10 steps at least and 50 at most. It then is
+Entropy *falls* if the 95 % interval of its present rate (`entropy_now`) lies below 0. That rate covers the last half of
+the run, but at least 10 and at most 50 logged steps. Longer stretches, up to the last step, are fitted with lines
+(trends.py). Falling entropy is
 
-lost    where reward stands still: over some stretch up to the last step the interval of its rate reaches 0 or lies
-        below, and its upper end, in standard deviations of the rewards, is less than ENOUGH times the share of entropy
-        that is lost in it
-spent   where that is not so, and reward has risen: its interval lies above 0
+lost    if, over some stretch in which it falls, reward stands still: the interval of reward's slope is not above 0, and
+        its upper end allows a gain, in standard deviations of the rewards, below ENOUGH times the share of entropy lost
+spent   otherwise, if over some stretch in which it falls the interval of reward's slope lies above 0
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import is_significant
 
 SPENT, LOST, STEADY, RISES, UNKNOWN = "spent", "lost", "steady", "rises", "unknown"
-LEAST_NOW, MOST_NOW = 10, 50  # logged steps that are called now
-ENOUGH = 0.5  # standard deviations of reward that a whole entropy must have bought at the least
-STEADY_WITHIN = 0.5  # of the level: so much may a steady entropy have changed in the steps of now
-NEXT_TO_NOTHING = 0.02  # of the level: a smaller change is none to act on, however sure it is
-MOST_STARTS = 60  # of stretches that are looked at
-PARTED = 0.3  # of forward: with half of forward − backward beyond it, forward says nothing
+LEAST_NOW, MOST_NOW = 10, 50  # least and largest number of logged steps that count as now
+ENOUGH = 0.5  # least gain in reward for all of the entropy, in standard deviations
+STEADY_WITHIN = 0.5  # of the level: largest possible change now of a steady entropy
+NEXT_TO_NOTHING = 0.02  # of the level: a smaller change is steady, even if it is significant
+MOST_STARTS = 60  # number of stretches that are tried
+PARTED = 0.3  # of forward: if half of forward − backward is larger, forward is not used
 SAID = {
     SPENT: "Entropy is being spent on reward",
     LOST: "Entropy is being lost",
@@ -42,12 +42,15 @@ SAID = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of entropy and reward.
+    """What a report says of entropy and reward.
 
-    since            the first step of the stretch that it rests on
-    entropy, reward  their changes by a step over it
-    source           what `entropy` is: a line, a mean of what was measured, or of predictions
-    why              why nothing can be said
+    Args:
+        kind: SPENT, LOST, STEADY, RISES or UNKNOWN.
+        since: First step of the stretch that it is based on.
+        last: Last logged step.
+        entropy, reward: Their changes per step over that stretch.
+        source: What `entropy` is: a line, or a mean of measurements or of predictions.
+        why: Why nothing more can be said.
     """
 
     kind: str
@@ -64,7 +67,7 @@ class Verdict:
 
     @property
     def evidence(self) -> str:
-        """The rest of the sentence: since when, and the intervals."""
+        """The rest of the sentence: since which step, and the intervals."""
         rates = [
             f"{what} by {in_words(rate, signed=True, times=MILLI)} thousandths{unit}"
             for what, rate, unit in (("entropy", self.entropy, " of a nat"), ("reward", self.reward, ""))
@@ -78,11 +81,11 @@ class Verdict:
 
 
 def entropy_now(run: Run) -> tuple[Estimate, int, str]:
-    """Return entropy's change by a step now, the first step that it is of, and what it is.
+    """Return entropy's present change per step, the first step that it covers, and its source.
 
-    Of the line through the levels, the mean of what each step was measured to change, and the mean of what it was
-    predicted to, that with the smallest interval: chosen by its width, and never by its value. Predictions are left out
-    where forward and backward part: steps are too large for them then.
+    Of the line through the levels, the mean measured change and the mean predicted change it is the one with the
+    narrowest interval; the value never decides. Predictions are left out if forward and backward differ too much,
+    because steps are then too large for them.
     """
     levels = run.token_entropy()
     window = min(max(len(levels) // 2, LEAST_NOW), MOST_NOW)
@@ -102,7 +105,7 @@ def entropy_now(run: Run) -> tuple[Estimate, int, str]:
 
 
 def predictions_part(run: Run) -> bool:
-    """Return whether forward and backward of the same steps differ by more than their errors and by much."""
+    """Return whether forward and backward of the same steps differ significantly and by more than PARTED allows."""
     apart = forward_and_backward(run)
     if apart is None:
         return False
@@ -126,14 +129,14 @@ def forward_and_backward(run: Run) -> tuple[Estimate, Estimate] | None:
 
 
 def is_falling(run: Run) -> bool:
-    """Return whether entropy falls significantly now; where nothing else is known, by the interventions' mean step."""
+    """Return whether entropy now falls significantly. If its rate is unknown, the interventions' plain step decides."""
     now = entropy_now(run)[0]
     fall = now if math.isfinite(now.value) else run.last("intervention/plain_mean_delta_h")
     return fall is not None and fall.bounds()[1] < 0
 
 
 def judge(run: Run) -> Verdict:
-    """Return what there is to say of entropy and reward by the last logged step."""
+    """Return the verdict on entropy and reward up to the last logged step."""
     rewards, levels = run.logged("reward"), run.token_entropy()
     now, since, source = entropy_now(run)
     reward_now = line_through(rewards[rewards.index >= since])
@@ -161,11 +164,11 @@ def judge(run: Run) -> Verdict:
     return Verdict(UNKNOWN, *by_now, why="Entropy falls; whether reward rises is not known yet")
 
 
-Stretch = tuple[int, Estimate, Estimate]  # its first step, and the rates of entropy and reward
+Stretch = tuple[int, Estimate, Estimate]  # first step, and slopes of entropy and reward
 
 
 def _stretches(rewards: pd.Series[float], levels: pd.Series[float]) -> list[Stretch]:
-    """Return the stretches up to the last step, the longest first."""
+    """Return stretches that end at the last step, the longest first."""
     steps = rewards.index.intersection(levels.index)
     most = len(steps) - MIN_STEPS + 1
     starts = np.unique(np.linspace(0, most - 1, max(min(most, MOST_STARTS), 0)).astype(int))
@@ -174,20 +177,20 @@ def _stretches(rewards: pd.Series[float], levels: pd.Series[float]) -> list[Stre
 
 
 def _still_since(rewards: pd.Series[float], levels: pd.Series[float], spread: float) -> Stretch | None:
-    """Return the longest stretch in which entropy falls and reward stands still; None without one."""
+    """Return the longest stretch in which entropy falls and reward stands still, or None."""
     for first, entropy, reward in _stretches(rewards, levels):
         part = levels[levels.index >= first]
         long = float(part.index[-1] - first)
         at_start = float(part.mean()) - 0.5 * long * entropy.value
         lost = -entropy.value * long / at_start if at_start > 0 else math.nan
-        gained = max(reward.bounds()[1] * long, 0.0)  # at most
+        gained = max(reward.bounds()[1] * long, 0.0)  # upper bound
         if entropy.bounds()[1] < 0 and not reward.bounds()[0] > 0 and gained < ENOUGH * lost * spread + 1e-12:
             return first, entropy, reward
     return None
 
 
 def _rising_since(rewards: pd.Series[float], levels: pd.Series[float]) -> Stretch | None:
-    """Return the longest stretch in which entropy falls and reward rises; None without one."""
+    """Return the longest stretch in which entropy falls and reward rises, or None."""
     for first, entropy, reward in _stretches(rewards, levels):
         if entropy.bounds()[1] < 0 and reward.bounds()[0] > 0:
             return first, entropy, reward
@@ -195,7 +198,7 @@ def _rising_since(rewards: pd.Series[float], levels: pd.Series[float]) -> Stretc
 
 
 def _spread(run: Run) -> float:
-    """Return the standard deviation of the rewards, the mean over steps; where TRL logs no other, within prompts."""
+    """Return the standard deviation of the rewards, as a mean over steps; within prompts if TRL logs no other."""
     single = [name for name in run.names("metrics.jsonl") if name.startswith("rewards/") and name.endswith("/std")]
     spread = run.logged(single[0] if len(single) == 1 else "reward_std")
     return float(spread.mean()) if len(spread) else 0.0

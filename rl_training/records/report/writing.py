@@ -1,4 +1,4 @@
-"""How pages write a number, an estimate always with its 95 % interval, and a sentence."""
+"""How pages write numbers, estimates (always with their 95 % interval) and sentences."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rl_training.statistics.estimate import Estimate
 
 MISSING = "–"
 MILLI, Z_95 = 1e3, 1.96  # changes of a step are shown in thousandths
-ROUNDING = 1e-6  # of a number and its interval together: nobody acts on less, and what makes it is rounding
+ROUNDING = 1e-6  # a value whose whole interval is closer to 0 is rounding error
 
 
 def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0) -> str:
-    """Return value ± half of the 95 % interval, with two digits of the latter, times a factor; MISSING without one.
+    """Return `times` value ± half of its 95 % interval, with two digits of the latter; MISSING if there is no value.
 
-    Of an interval that is not symmetric: value (low … high).
+    An interval that is not symmetric gives: value (low … high).
     """
     if estimate is None or math.isnan(estimate.value):
         return MISSING
@@ -30,12 +30,12 @@ def in_words(estimate: Estimate | None, signed: bool = False, times: float = 1.0
 
 
 def milli(estimate: Estimate | None) -> str:
-    """Return a change in thousandths, with its sign and half of the 95 % interval."""
+    """Return a change in thousandths, signed, ± half of its 95 % interval."""
     return in_words(estimate, signed=True, times=MILLI)
 
 
 def plus_minus(value: float, half: float, sign: str = "") -> str:
-    """Return value ± half, with two digits of `half`; the value alone where that is 0 or not known.
+    """Return value ± half, with two digits of `half`; the value alone if `half` is 0 or unknown.
 
     >>> plus_minus(1.8234, 0.2618, "+")
     '+1.82 ± 0.26'
@@ -48,7 +48,7 @@ def plus_minus(value: float, half: float, sign: str = "") -> str:
 
 
 def normal_milli(value: float, stderr: float) -> str:
-    """Return a change in thousandths, with its sign ± 1.96 standard errors; MISSING without a value.
+    """Return a change in thousandths, signed, ± 1.96 standard errors; MISSING without a value.
 
     >>> normal_milli(-1.5e-3, 1e-4)
     '-1.50 ± 0.20'
@@ -59,7 +59,7 @@ def normal_milli(value: float, stderr: float) -> str:
 
 
 def _is_rounding(value: float, half: float) -> bool:
-    """Return whether all of value ± half is within ROUNDING of 0, but not 0 itself."""
+    """Return whether all of value ± half is within ROUNDING of 0, but value is not 0 itself."""
     return value != 0 and half > 0 and abs(value) + half < ROUNDING
 
 
@@ -68,7 +68,7 @@ def _near_0(times: float) -> str:
 
 
 def short(value: Any) -> str:
-    """Return a number with three digits; a text or a whole number as it is, MISSING for nan.
+    """Return a number with three digits; texts and whole numbers unchanged, MISSING for nan.
 
     >>> short(0.5), short(-0.00012345), short(7), short(float("nan"))
     ('0.500', '-1.23e-4', '7', '–')
@@ -83,12 +83,12 @@ def short(value: Any) -> str:
 
 
 def _decimals(half: float) -> int:
-    """Return how many decimals say two digits of a half width: the rest of the value is noise."""
+    """Return the number of decimals that shows two digits of a half-width; further digits of the value are noise."""
     return max(0, 1 - math.floor(math.log10(half))) if math.isfinite(half) else 0
 
 
 def two_digits(number: float) -> str:
-    """Return a number rounded to two digits, written out.
+    """Return a number rounded to two significant digits, without an exponent.
 
     >>> two_digits(34567.0), two_digits(math.inf)
     ('35,000', 'inf')
@@ -97,10 +97,10 @@ def two_digits(number: float) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Return a text without line breaks and double spaces, which a recorded reason or name may have."""
+    """Return a text without line breaks and repeated spaces, which recorded reasons and names may contain."""
     return " ".join(text.split())
 
 
 def spoken(*sentences: str) -> list[str]:
-    """Return those sentences that are not empty, each on one line."""
+    """Return the sentences that are not empty, each on one line."""
     return [line for sentence in sentences if (line := on_one_line(sentence))]

@@ -1,6 +1,6 @@
-"""What stands out of a run's records: at most three lines, each with its evidence, its step and the setting.
+"""What stands out in a run's records: at most three lines, each with its evidence, its first step and a setting.
 
-Statements of what was measured, and no guesses at causes. Where a thing explains others it stands before them.
+They state what was measured and do not guess at causes. A line that explains others comes before them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RULES: tuple[Callable[[Recorded], Line | None], ...] = (
 
 
 def standing_out(run: Run) -> list[Line]:
-    """Return what stands out, what explains other things first; of lines about one setting, the first."""
+    """Return what stands out, explanations first. Of several lines on one setting only the first is kept."""
     recorded, by_setting = Recorded.of(run), dict[str, Line]()
     for rule in RULES:
         line = rule(recorded)

@@ -1,4 +1,4 @@
-"""A line of "What stands out", and what its rules look at."""
+"""A line of "What stands out", and the records that its rules look at."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_training.statistics.estimate import Estimate
 
 @dataclass(frozen=True)
 class Line:
-    """What a run shows: the evidence with its interval, the step since when, and the setting that it is about."""
+    """What a run shows: the evidence with its interval, the step since when, and the setting to change."""
 
     name: str
     since: int
@@ -33,7 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records of a run, as the rules ask for them. `recent` is the last ten logged steps."""
+    """The records of a run, as the rules need them. `recent` takes the last ten logged steps."""
 
     run: Run
     set_up: SetUp
@@ -48,12 +48,12 @@ class Recorded:
 
     @functools.cached_property
     def mixed(self) -> pd.Series[float]:
-        """The share of prompts whose responses have unequal rewards, by step."""
+        """Share of prompts whose responses have unequal rewards, by step."""
         return 1 - self.run.logged("frac_reward_zero_std")
 
     @functools.cached_property
     def cut_off(self) -> pd.Series[float]:
-        """The share of responses cut off at the maximum length, by step."""
+        """Share of responses cut off at the maximum length, by step."""
         return self.run.logged("completions/clipped_ratio")
 
     @functools.cached_property
@@ -62,18 +62,21 @@ class Recorded:
 
     @functools.cached_property
     def spread(self) -> pd.Series[float]:
-        """The standard deviation of the rewards, by step: of all, or within prompts where TRL logs no other."""
+        """Standard deviation of all rewards, by step; within prompts if TRL logs no other."""
         single = [
             name for name in self.run.names(METRICS_FILE) if name.startswith("rewards/") and name.endswith("/std")
         ]
         return self.run.logged(single[0] if len(single) == 1 else "reward_std")
 
     def of_responses(self, shares: pd.Series[float]) -> Estimate:
-        """Return the share of the responses of these steps; of steps where their number is not recorded."""
+        """Return the mean of these shares, with its interval as a share of all responses in these steps.
+
+        If the number of responses per step is not recorded, each step counts as one.
+        """
         return _share(shares, self.set_up.sequences)
 
     def of_prompts(self, shares: pd.Series[float]) -> Estimate:
-        """Return the share of the prompts of these steps."""
+        """Return the mean of these shares, with its interval as a share of all prompts in these steps."""
         return _share(shares, self.set_up.prompts)
 
 
@@ -87,7 +90,7 @@ def recent(values: pd.Series[float]) -> pd.Series[float]:
 
 
 def in_percent(share: Estimate) -> str:
-    """Return a share with its interval.
+    """Return a share with its interval, in percent.
 
     >>> in_percent(share_of(0, 100))
     '0% (0% … 3.6%)'
@@ -105,6 +108,6 @@ def _percent(share: float) -> str:
 
 
 def steps_of(values: pd.Series[float] | Sequence[int]) -> str:
-    """Return which steps values are of."""
+    """Return the range of steps of these values, as text."""
     steps = list(values.index) if isinstance(values, pd.Series) else list(values)
     return f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]}–{steps[-1]}"

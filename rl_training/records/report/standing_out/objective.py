@@ -1,4 +1,4 @@
-"""What stands out of the loss: its KL term or its entropy bonus wins over the reward."""
+"""What stands out in the loss: its KL term or its entropy bonus outweighs the reward."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from rl_training.records.report.standing_out.line import Line, Recorded, steps_o
 from rl_training.records.report.trends import MIN_STEPS, line_through, mean_of_recent
 from rl_training.records.report.writing import in_words, milli
 
-WORTH = 0.25  # standard deviations of the reward: what the KL term leaves to gain, at least
-RISEN = 0.25  # of its level at the start, by which entropy has risen where a bonus wins
+WORTH = 0.25  # least gain that the KL term must allow, in standard deviations of the reward
+RISEN = 0.25  # least rise of entropy for a bonus to win, as a share of its initial level
 
 
 def reference_wins(recorded: Recorded) -> Line | None:
-    """Say that the KL term leaves next to nothing of the reward to gain.
+    """Report a KL term that allows next to no gain in reward.
 
-    With KL of a response weighed by beta the best policy gains about Var(A)/beta of the advantage A: Var(A) = 1 where
-    rewards are divided by their spread, else it is the spread's square.
+    If the KL of a response is weighted by beta, the best policy gains about Var(A)/beta of the advantage A. Var(A) is 1
+    if rewards are divided by their spread, otherwise it is the spread squared.
     """
     beta, spread = recorded.set_up.number("beta", 0.0), float(recorded.spread.mean()) if len(recorded.spread) else 0.0
     rate = line_through(recorded.reward)
@@ -37,7 +37,7 @@ def reference_wins(recorded: Recorded) -> Line | None:
 
 
 def bonus_wins(recorded: Recorded) -> Line | None:
-    """Say that the entropy bonus raises entropy while reward does not rise."""
+    """Report an entropy bonus that raises entropy while reward does not rise."""
     weight, levels = recorded.set_up.number("entropy_coef", 0.0), recorded.run.token_entropy()
     rise, rate = line_through(levels), line_through(recorded.reward)
     if not weight > 0 or not rise.bounds()[0] > 0 or rate.bounds()[0] > 0:

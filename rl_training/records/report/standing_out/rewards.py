@@ -1,4 +1,4 @@
-"""What stands out of the rewards: none to learn from, a jump, and a length that grows with them."""
+"""What stands out in the rewards: nothing to learn from, a jump, or a response length that grows with them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rl_training.records.report.writing import in_words
 from rl_training.statistics.estimate import Estimate
 from rl_training.statistics.welch import difference, mean_of
 
-FEW_STEPS = 3  # without a difference between rewards, before that is said
+FEW_STEPS = 3  # steps with equal rewards, before it is reported
 LEARNED = "Stop here, or give harder prompts, or a reward that still differs between responses."
-FEW_MIXED = 0.1  # of the prompts
-VISIBLE = 0.5  # of the responses: so many cut off are what is seen beside rewards that are all equal
-BEFORE, AFTER = 4, 3  # steps on either side of a jump
-FAR_OFF = 6.0  # standard errors of a jump: every step is such a test
-GROWN, MOVES_WITH = 0.15, 0.4  # of the length; and the least correlation of length and reward from step to step
+FEW_MIXED = 0.1  # share of prompts
+VISIBLE = 0.5  # share of responses cut off from which it is mentioned along with equal rewards
+BEFORE, AFTER = 4, 3  # steps averaged before and after a jump
+FAR_OFF = 6.0  # standard errors of a jump; high, because every step is tested
+GROWN, MOVES_WITH = 0.15, 0.4  # least growth of length, and least correlation of the changes of length and reward
 
 
 def all_equal(recorded: Recorded) -> Line | None:
-    """Say that every response earns the same."""
+    """Report that every response earns the same reward."""
     spread = recorded.run.logged("reward_std").reindex(recorded.reward.index)
     if recorded.reward.empty:
         return None
@@ -63,7 +63,7 @@ def _longer(recorded: Recorded, length: float) -> str:
 
 
 def hardly_mixed(recorded: Recorded) -> Line | None:
-    """Say that hardly any prompt has responses with unequal rewards."""
+    """Report that hardly any prompt has responses with unequal rewards."""
     shares = recent(recorded.mixed)
     if len(shares) < MIN_STEPS or not shares.any():
         return None
@@ -84,7 +84,7 @@ def hardly_mixed(recorded: Recorded) -> Line | None:
 
 
 def jump(recorded: Recorded) -> Line | None:
-    """Say that reward jumped from one step to the next, by more than the step between is measured to have made."""
+    """Report a jump of reward between two steps, larger than the update in between was measured to make."""
     reward, noise = recorded.reward, _noise_of_a_step(recorded)
     made = recorded.run.estimates("measured/delta_reward")
     largest: tuple[float, Line] | None = None
@@ -92,7 +92,7 @@ def jump(recorded: Recorded) -> Line | None:
         before, after = reward.iloc[max(place - BEFORE, 0) : place], reward.iloc[place : place + AFTER]
         step = int(after.index[0])
         moves = pd.concat([before, after]).diff().abs()
-        if moves[step] < moves.max():  # the jump is at another step nearby
+        if moves[step] < moves.max():  # a neighbouring step has the larger jump
             continue
         error = noise * math.sqrt(1 / len(before) + 1 / len(after))
         change = Estimate(float(after.mean() - before.mean()), error, len(reward))
@@ -104,7 +104,7 @@ def jump(recorded: Recorded) -> Line | None:
             beyond, between = change, "The policy hardly moved in the step between."
         else:
             continue
-        # The steps on either side, too, move the reward: as far as the one between is measured to.
+        # The other averaged steps move the reward too, by about as much as this one was measured to.
         size = abs(beyond.value) - (abs(known.value) if known is not None and math.isfinite(known.value) else 0.0)
         score = size / max(beyond.stderr, 1e-12)
         if (
@@ -119,13 +119,13 @@ def jump(recorded: Recorded) -> Line | None:
 
 
 def _moves_little(recorded: Recorded, step: int) -> bool:
-    """Return whether the KL of a response by the step before this one is known, and below a hundredth of a nat."""
+    """Return whether the KL per response of the update before this step is known and below a hundredth of a nat."""
     kl = recorded.run.values("measured/kl").get(step)
     return kl is not None and kl * float(recorded.length.get(step, math.nan)) < 0.01
 
 
 def _noise_of_a_step(recorded: Recorded) -> float:
-    """Return the standard error of a step's mean reward: by its differences from step to step, or by its spread."""
+    """Return the standard error of a step's mean reward: by step-to-step changes or by spread, whichever is larger."""
     steps = recorded.reward.diff().dropna()
     scatter = 1.4826 * float((steps - steps.median()).abs().median()) / math.sqrt(2) if len(steps) else 0.0
     number = recorded.set_up.sequences
@@ -134,7 +134,7 @@ def _noise_of_a_step(recorded: Recorded) -> float:
 
 
 def length_with_reward(recorded: Recorded) -> Line | None:
-    """Say that responses grow longer as reward rises, and that both move together from step to step."""
+    """Report that responses grow longer as reward rises, and that both move together from step to step."""
     length, reward = recorded.length.align(recorded.reward, join="inner")
     slope, rate = line_through(length), line_through(reward)
     if not (slope.bounds()[0] > 0 and rate.bounds()[0] > 0):

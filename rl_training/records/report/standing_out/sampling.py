@@ -1,4 +1,4 @@
-"""What stands out of the responses: most are cut off, none ends, or another policy samples them."""
+"""What stands out in the responses: most are cut off, none ends, or they are sampled by another policy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rl_training.records.report.standing_out.line import Line, Recorded, in_perc
 from rl_training.records.report.trends import first_of_trailing, mean_of_recent
 from rl_training.records.report.writing import in_words
 
-MOST = 0.5  # of the responses
+MOST = 0.5  # share of responses
 FEW_STEPS = 3
-FAR = 0.8  # of the sequences: what importance weights leave of a batch that is no longer the policy's
-WHOLE = 0.97  # mean ratio of the policy to its sampler, which is 1 of one that leaves nothing out
-# What cuts a sampler's distribution, with the value at which it cuts nothing.
+FAR = 0.8  # ESS as a share of the sequences, below which the batch is no longer the policy's
+WHOLE = 0.97  # mean ratio of policy to sampler; it is 1 if the sampler leaves no token out
+# Settings that truncate the sampling distribution, with the value that truncates nothing.
 CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 def no_end(recorded: Recorded) -> Line | None:
-    """Say that no response ends by itself."""
+    """Report that no response ends by itself."""
     cut = recent(recorded.cut_off)
     if len(cut) < FEW_STEPS or not (cut >= 1).all():
         return None
@@ -33,7 +33,7 @@ def no_end(recorded: Recorded) -> Line | None:
 
 
 def most_cut_off(recorded: Recorded) -> Line | None:
-    """Say that most responses are cut off at the maximum length."""
+    """Report that most responses are cut off at the maximum length."""
     cut = recent(recorded.cut_off)
     share = mean_of_recent(recorded.cut_off)
     if len(cut) < FEW_STEPS or (cut >= 1).all() or not share.bounds()[0] > MOST:
@@ -47,7 +47,7 @@ def most_cut_off(recorded: Recorded) -> Line | None:
 
 
 def other_sampler(recorded: Recorded) -> Line | None:
-    """Say that the policy that samples is not the one that is trained: by its settings, or by what was measured."""
+    """Report that the sampling policy is not the one that is trained: by settings, or by measurement."""
     return _by_settings(recorded) or _by_measurement(recorded)
 
 

@@ -1,4 +1,4 @@
-"""What stands out of the steps: they move nothing, they are too large, or they follow noise."""
+"""What stands out in the steps: they move nothing, are too large, or follow noise."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rl_training.records.report.verdict import forward_and_backward, predictions
 from rl_training.records.report.writing import in_words, milli
 from rl_training.statistics.welch import mean_of
 
-NOTHING = 0.02  # of the range of the reward: all steps together can have moved no more
-SURVIVES = 0.5  # of a step, after rounding
-TOO_FAR = 0.1  # KL of a step, per token, over the entropy per token: fifty times what target_kl_share is set to
-LEFT = 0.5  # of the sequences, after importance weights: less is no estimate
-NOTABLE = 0.05  # nats of a response, below which no step is called large
-OFTEN = 0.2  # of the steps
-BEST = 3  # steps at which reward was best
-FAR_OFF = 4.0  # standard errors of a fall from there
-GONE = 0.5  # share of the best that is gone
-TURNED = 0.5  # share of entropy by which it changes then
-NOISY = 0.25  # the batch over the noise scale
-STILL = 0.25  # standard deviations of the reward: where it can have gained more, it need not stand still
-STEPS_OF_NOISE = 12  # that reward must have had to rise in
+NOTHING = 0.02  # of the reward's range: steps that all together move it less move nothing
+SURVIVES = 0.5  # share of a step that must survive rounding
+TOO_FAR = 0.1  # a step's KL over entropy, both per token; fifty times the recommended target_kl_share
+LEFT = 0.5  # ESS as a share of the sequences; with less there is no estimate
+NOTABLE = 0.05  # KL per response, in nats, below which no step counts as large
+OFTEN = 0.2  # share of steps
+BEST = 3  # steps that the best reward averages
+FAR_OFF = 4.0  # standard errors that reward has fallen below its best
+GONE = 0.5  # share of the best reward that is gone
+TURNED = 0.5  # share by which entropy changes after the best step
+NOISY = 0.25  # batch over noise scale
+STILL = 0.25  # standard deviations of the reward: if it may have gained more, it may be learning
+STEPS_OF_NOISE = 12  # logged steps that reward must have had to rise
 
 
 def moves_nothing(recorded: Recorded) -> Line | None:
-    """Say that the steps hardly move the policy, and what is recorded of why."""
+    """Report steps that hardly move the policy, with the recorded reasons."""
     return _lost_to_rounding(recorded) or _hardly_moves(recorded) or _no_rate(recorded)
 
 
@@ -47,7 +47,7 @@ def _lost_to_rounding(recorded: Recorded) -> Line | None:
 
 
 def _hardly_moves(recorded: Recorded) -> Line | None:
-    """By the KL of the steps: √(½ (Σ √KL)²) bounds what they have changed of a reward in its range (Pinsker)."""
+    """Report it by the steps' KL: √(½ (Σ √KL)²) bounds a reward's total change, as a share of its range (Pinsker)."""
     kl, length = recorded.run.values("measured/kl").align(recorded.length, join="inner")
     if len(kl) < MIN_STEPS:
         return None
@@ -92,24 +92,24 @@ def _more(recorded: Recorded) -> str:
 
 
 def too_large(recorded: Recorded) -> Line | None:
-    """Say that steps are too large: by how far they move the policy, or by forward against backward."""
+    """Report steps that are too large: by how far they move the policy, by forward against backward, or by reward."""
     return (
         _one_is_beyond_all(recorded) or _too_far(recorded) or _first_order_fails(recorded) or _reward_is_gone(recorded)
     )
 
 
 def _far(recorded: Recorded) -> tuple[pd.DataFrame, pd.Series[float]]:
-    """Return the KL of each step, by the step that it is of, and the entropy of the policy before it."""
+    """Return the rows of each step's KL and the entropy of the policy before it, both by the step that moved."""
     kl = recorded.run.known("measured/kl")
     kl = kl.set_index(kl["about_step"].astype(int)) if len(kl) else kl
     return kl, recorded.run.token_entropy().reindex(kl.index)
 
 
 def _one_is_beyond_all(recorded: Recorded) -> Line | None:
-    """By one step that moved the policy by more than all of its entropy."""
+    """Report one step whose KL exceeded all of the policy's entropy."""
     kl, entropy = _far(recorded)
     beyond = kl["low"] > entropy.clip(lower=1e-12)
-    beyond &= kl["value"] * recorded.length.reindex(kl.index).fillna(0.0) > 1.0  # a nat of a response
+    beyond &= kl["value"] * recorded.length.reindex(kl.index).fillna(0.0) > 1.0  # above one nat per response
     if not beyond.any():
         return None
     step = int(kl.index[beyond.to_numpy()][0])
@@ -122,7 +122,7 @@ def _one_is_beyond_all(recorded: Recorded) -> Line | None:
 
 
 def _too_far(recorded: Recorded) -> Line | None:
-    """By how often steps moved the policy far."""
+    """Report that many steps moved the policy far."""
     rows, entropy = _far(recorded)
     kl, ess = rows["value"], recorded.run.values("measured/ess").reindex(recorded.run.known("measured/kl").index)
     if len(kl) < MIN_STEPS:
@@ -155,7 +155,7 @@ def _first_order_fails(recorded: Recorded) -> Line | None:
 
 
 def _reward_is_gone(recorded: Recorded) -> Line | None:
-    """Where no KL is recorded: reward has gone and stays away, and entropy changed by half or more as it went."""
+    """Without recorded KL, report that reward fell for good and that entropy changed by half or more as it did."""
     reward, levels = recorded.reward, recorded.run.token_entropy()
     if len(recorded.run.values("measured/kl")) or len(reward) < MIN_STEPS or not recorded.set_up.sequences > 0:
         return None
@@ -180,12 +180,12 @@ def _reward_is_gone(recorded: Recorded) -> Line | None:
 
 
 def follows_noise(recorded: Recorded) -> Line | None:
-    """Say that the batch is far below the noise scale, where reward does not rise."""
+    """Report a batch far below the noise scale, if reward does not rise."""
     ratio = last_of(recorded.run.with_interval("gns/batch_ratio"))
     rate = line_through(recorded.reward)
     if ratio is None or len(recorded.reward) < STEPS_OF_NOISE or not ratio.bounds()[1] < NOISY:
         return None
-    gained = rate.bounds()[1] * float(recorded.reward.index[-1] - recorded.reward.index[0])  # at most
+    gained = rate.bounds()[1] * float(recorded.reward.index[-1] - recorded.reward.index[0])  # upper bound
     if rate.bounds()[0] > 0 or gained > STILL * float(recorded.spread.mean()) or recent(recorded.spread).max() == 0:
         return None
     low, high = ratio.bounds()
