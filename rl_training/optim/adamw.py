@@ -1,12 +1,12 @@
-"""The steps of AdamW and Adam as PyTorch takes them, in parts that add up, and the gradient clipping before them.
+"""The steps of AdamW and Adam as in PyTorch, split into parts that add up, and the gradient clipping before them.
 
     m ← β1 m + (1−β1) g          v ← β2 v + (1−β2) g²          t ← t + 1
     P = 1 / (√(v / (1−β2^t)) + ε)                               the preconditioner of THIS step
     δθ = −lr · P · m / (1−β1^t)  −  lr · λ · θ
 
-split by cause into momentum (from the old m), gradient (from this g) and decay (λ). The preconditioner must be this
-step's: the one before is 1/ε where v was still 0, which would dominate everything. Adam has its decay coupled: λθ is
-added to g before all else, and δθ has no last term.
+The causes are momentum (from the old m), gradient (from this g) and decay (λ). The preconditioner must be this step's:
+the previous one is 1/ε wherever v was still 0, which would dominate everything. Adam's decay is coupled: λθ is first
+added to g, and δθ has no last term.
 
 Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algorithm 2; torch.optim.AdamW.
 """
@@ -36,7 +36,7 @@ NO_DECAY = (
 
 @dataclass(frozen=True)
 class AdamWState(OptimizerState):
-    """AdamW's (or Adam's) view of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
+    """AdamW's (or Adam's) state of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
 
     exp_avg: Tensor  # m, shaped like the parameter
     exp_avg_sq: Tensor  # v, shaped like the parameter
@@ -44,7 +44,7 @@ class AdamWState(OptimizerState):
     lr: float
     betas: tuple[float, float]
     eps: float
-    weight_decay: float | Tensor  # λ, one for all entries; of AdamW it may be a tensor, by entry
+    weight_decay: float | Tensor  # λ, one for all entries; for AdamW it may be a tensor with one per entry
     decoupled: bool = True  # True for AdamW, False for Adam
     moves: bool = True
 
@@ -66,7 +66,7 @@ class AdamWState(OptimizerState):
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         scale, root = self._scale_and_root(param, grad)
-        return torch.tensor(scale, dtype=root.dtype) / root  # a number over a tensor would take two passes
+        return torch.tensor(scale, dtype=root.dtype) / root  # dividing a Python number would take two passes
 
     def _scale_and_root(self, param: Tensor, grad: Tensor) -> tuple[float, Tensor]:
         """Return −lr (1−β1) / (1−β1^t) and √v̂ + ε of this step."""
@@ -83,7 +83,7 @@ class AdamWState(OptimizerState):
         return self.betas[0] / (1.0 - self.betas[0])
 
     def _seen(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient that updates the moments. Adam adds its decay to it."""
+        """Return the gradient that updates the moments. Adam's includes the decay."""
         return grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
 
     @property
@@ -97,7 +97,7 @@ class AdamWState(OptimizerState):
 
     @property
     def goes_by_sign(self) -> bool:
-        """True at the first step, in which v̂ is g²."""
+        """True at the first step, where v̂ = g²."""
         return self.moves and self.is_fresh
 
     @property
@@ -112,8 +112,8 @@ class AdamWState(OptimizerState):
     def preconditioner(self) -> Tensor | None:
         """Return P = 1/(√v̂ + ε) of the step BEFORE, (n,); None until v̂ has averaged enough gradients to be a scale.
 
-        Entries with v = 0 are 0: their P would be 1/ε and dominate everything else. A parameter that stays put adds
-        nothing in any metric, and has one from the beginning.
+        Entries with v = 0 get 0, because their P would be 1/ε and dominate everything else. A parameter that does not
+        move contributes nothing in any metric, so it has a P from the beginning.
         """
         if self.step < WARM_STEPS and self.moves:
             return None
@@ -124,7 +124,7 @@ class AdamWState(OptimizerState):
 
 
 def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
-    """Return Adam's view of one parameter. Before the first step torch has no state, and the moments are zero."""
+    """Return Adam's state of one parameter. Before the first step torch has none, and the moments are zero."""
     return AdamWState(
         exp_avg=state["exp_avg"] if state else torch.zeros_like(weights),
         exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(weights),
@@ -158,9 +158,9 @@ def adamw_delta(
     weight_decay: float,
     decoupled: bool = True,
 ) -> UpdateParts:
-    """Return the change δθ that torch.optim.AdamW would make, by cause; with decoupled=False, torch.optim.Adam's.
+    """Return the change δθ that torch.optim.AdamW would make (torch.optim.Adam with decoupled=False), by cause.
 
-    `exp_avg`, `exp_avg_sq` and `step` are those BEFORE the step. In the first step Adam moves by the gradient's sign:
+    `exp_avg`, `exp_avg_sq` and `step` are those BEFORE the step. Adam's first step follows the gradient's sign:
 
     >>> param, grad, zeros = torch.zeros(2), torch.tensor([3.0, -0.2]), torch.zeros(2)
     >>> adamw_delta(param, grad, zeros, zeros, 0, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0).total

@@ -1,7 +1,8 @@
-"""The contract of an optimizer whose step is a formula.
+"""The interface of an optimizer whose step is a formula.
 
-An optimizer is one file of this folder and one line in supported.py. The file has an `OptimizerState`, which calculates
-the step of a parameter, and a `StepFormula`, which says whose step that is and reads the state. sgd.py is the shortest.
+To add an optimizer, write one file in this folder and one line in supported.py. The file has an `OptimizerState`, which
+calculates a parameter's step, and a `StepFormula`, which names the optimizer's class and reads its state. sgd.py is the
+shortest example.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from rl_training.statistics.limit import Limit
 
 
 class UpdateParts(NamedTuple):
-    """The parts of a parameter's change by cause, which add up to the change."""
+    """A parameter's change split by cause. The parts add up to the change."""
 
-    momentum: Tensor  # from the moments before the step
-    gradient: Tensor  # from this step's gradient
-    decay: Tensor  # from weight decay
+    momentum: Tensor  # due to the moments before the step
+    gradient: Tensor  # due to this step's gradient
+    decay: Tensor  # due to weight decay
 
     @property
     def total(self) -> Tensor:
@@ -31,85 +32,85 @@ class UpdateParts(NamedTuple):
 
 
 class OptimizerState(abc.ABC):
-    """One parameter BEFORE a step: its moments, and the hyperparameters of its group.
+    """The optimizer's state of one parameter BEFORE a step: its moments, and the hyperparameters of its group.
 
-    Subclasses are frozen dataclasses. Their tensors have the parameter's shape: neighbouring parameters that differ in
-    their tensors alone are joined to one vector, and large ones are cut, so the step must be elementwise.
+    Subclasses are frozen dataclasses whose tensors have the parameter's shape. The step must be elementwise, because
+    neighbouring parameters that differ only in their tensors are joined into one vector, and large ones are cut.
     """
 
-    # Share of its norm by which a step may differ from `total` before it counts as another one.
+    # A step counts as another one than the formula's if it differs from `total` by more than this share of its norm.
     error_limit: ClassVar[float] = 1e-3
 
     lr: float
-    weight_decay: float | Tensor  # a number per parameter, or with `joins_decays` perhaps one per entry
-    moves: bool  # False where the parameter got no gradient at all: torch takes no step, not even of decay
+    weight_decay: float | Tensor  # one number per parameter; with `joins_decays` it may be one per entry
+    moves: bool  # False if the parameter got no gradient at all: torch then takes no step, not even weight decay
 
     @abc.abstractmethod
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         """Return the change that the optimizer would make with this gradient, by cause. Nothing is modified.
 
         Args:
-            param: before the step.
-            grad: after clipping, (..., *param.shape). Each entry of the leading dimensions is a separate step from the
-                same state, as leave-fold-out needs.
+            param: The parameter before the step.
+            grad: The gradient after clipping, (..., *param.shape). Each entry of the leading dimensions is a separate
+                step from the same state, which leave-fold-out needs.
         """
 
     def total(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the sum of the parts of `delta`. This is a hot path: override it where fewer passes are enough."""
+        """Return the sum of the parts of `delta`. This is a hot path: override it if fewer passes are enough."""
         return self.delta(param, grad).total
 
     @abc.abstractmethod
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return the factor a ≤ 0, elementwise or (), for which `delta(param, grad).gradient` is a · grad."""
+        """Return the factor a ≤ 0, elementwise or (), that makes `delta(param, grad).gradient` equal a · grad."""
 
     @property
     @abc.abstractmethod
     def is_fresh(self) -> bool:
-        """Whether no step has been taken yet: the moments are missing or zero."""
+        """Whether no step has been taken yet, so that moments are missing or zero."""
 
     @property
     @abc.abstractmethod
     def steady_state_factor(self) -> float:
-        """What a step does once all of the momentum includes a change of gradients, as a multiple of its effect now."""
+        """A lasting gradient change's effect once momentum includes all of it, relative to its effect on this step."""
 
     @property
     def goes_by_sign(self) -> bool:
-        """Whether the size of this step does not depend on the gradient's, so that no part of it has a share."""
+        """Whether this step's size is independent of the gradient's, so that parts of the gradient have no share."""
         return False
 
     @property
     def joins_decays(self) -> bool:
-        """Whether parameters may be joined whose `weight_decay` differs, which is a tensor then."""
+        """Whether parameters with different `weight_decay` may be joined, which makes it a tensor."""
         return False
 
     @property
     def remark(self) -> str:
-        """What the user should know of these moments when a training begins; "" for nothing."""
+        """A remark on these moments for the user when training begins; "" for none."""
         return ""
 
     def preconditioner(self) -> Tensor | None:
-        """Return P of the step BEFORE, (n,), in whose metric gradients are measured; None where it is no metric."""
+        """Return P of the step BEFORE, (n,), the metric that gradients are measured in; None if there is none."""
         return None
 
     def not_updated(self) -> Self:
-        """Return the state of a parameter that this step does not touch."""
+        """Return the state with the mark that this step does not update the parameter."""
         return self.replace(lr=0.0, moves=False)
 
     def replace(self, **fields: Any) -> Self:
-        """Return the state with other values of these fields."""
+        """Return the state with these fields replaced."""
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]
 
 
 def no_limit(optimizer: torch.optim.Optimizer) -> Limit | None:
-    """Return None: any setting of the optimizer has a formula."""
+    """Return None: every setting of the optimizer has a formula."""
     return None
 
 
 @dataclass(frozen=True)
 class StepFormula:
-    """Whose step is calculated, and how its state is read."""
+    """The class of optimizer whose step is calculated, and how its state is read."""
 
-    optimizer: str  # the full name of the class, whose library need not be installed
-    # From the weights (n,), the optimizer's state of them, empty before the first step, and their parameter group.
+    optimizer: str  # the full name of the class; its library need not be installed
+    # Reads (weights, (n,); the optimizer's state of them, empty before the first step; their parameter group).
     read: Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], OptimizerState]
-    limit: Callable[[torch.optim.Optimizer], Limit | None] = no_limit  # why these settings have no formula
+    limit: Callable[[torch.optim.Optimizer], Limit | None] = no_limit  # why the optimizer's settings have no formula

@@ -1,6 +1,6 @@
-"""The optimizer's steps without each fold, δθ_(−k), from g_(−k) = (N g − n_k g_k) / (N − n_k).
+"""The optimizer's updates without each fold, δθ_(−k), from g_(−k) = (N g − n_k g_k) / (N − n_k).
 
-They are calculated a piece at a time where their products with an entropy gradient are taken, and are never stored.
+They are never stored: each piece is calculated when its product with an entropy gradient is taken.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ EVERY_FOLD = slice(None)
 
 @dataclass(frozen=True)
 class FoldMeans:
-    """This process's entries of a gradient: its mean g over all folds, and the mean g_k over each fold."""
+    """This rank's entries of a gradient: the mean g over all folds, and the mean g_k over each fold."""
 
     mean: Entries  # g
     rows: Vector  # g_k, (F, n) per bucket, perhaps in host memory or in bf16
-    sizes: Tensor  # (F,) fp64, n_k
-    share_of_mean: Tensor  # (F, 1), the factor of g in g_(−k), on the entries' device
-    share_of_fold: Tensor  # (F, 1), the factor of g_k in g_(−k)
+    sizes: Tensor  # n_k, (F,) fp64
+    share_of_mean: Tensor  # the factor of g in g_(−k), (F, 1), on the entries' device
+    share_of_fold: Tensor  # the factor of g_k in g_(−k), (F, 1)
 
     def without(self, folds: int | slice, piece: OptimizerPiece, mean: Tensor | None = None) -> Tensor:
         """Return a piece's entries of g_(−k), (n,) for one fold or (folds, n) for a slice, on the parameters' device.
 
         Args:
             folds: k, or a slice of folds.
-            piece: whose entries are returned.
-            mean: g in this piece, where the caller has it already.
+            piece: The piece whose entries are returned.
+            mean: g in this piece, if the caller has it already.
         """
         mean = piece.of(self.mean) if mean is None else mean
         rows = piece.of(self.rows)[folds].to(mean)
@@ -46,13 +46,13 @@ def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | N
     """Return a gradient by fold, with the factors that leave one fold out.
 
     Args:
-        mean: over all folds.
-        rows: (F, n) per bucket, the mean over each fold.
-        sizes: (F,), sequences of each fold.
-        total_size: sequences of all folds; None: the sum of `sizes`.
+        mean: The mean gradient over all folds.
+        rows: The mean gradient of each fold, (F, n) per bucket.
+        sizes: The number of sequences in each fold, (F,).
+        total_size: The number of sequences in all folds. None: the sum of `sizes`.
 
     Raises:
-        ValueError: one fold holds everything.
+        ValueError: One fold holds everything.
     """
     entries = next(iter(mean.values() if isinstance(mean, Mapping) else mean))
     shares = torch.stack(leave_out_coefficients(sizes, total_size)).to(entries).unsqueeze(2)
@@ -60,7 +60,17 @@ def fold_means(mean: Entries, rows: Vector, sizes: Tensor, total_size: float | N
 
 
 class LeaveOneOutUpdates:
-    """The steps that the optimizer would make without each fold, each clipped by the norm of its own gradient."""
+    """The updates that the optimizer would make without each fold, each clipped by the norm of its own gradient.
+
+    The constructor calculates the clipping factors in one pass over all entries. Collective.
+
+    Args:
+        pieces: The parameters and their optimizer state.
+        gradient: The gradient by fold, before clipping.
+        max_grad_norm: The clipping threshold.
+        reduce: Sums a tensor over ranks.
+        clip: The clipping factor of the gradient over all folds.
+    """
 
     def __init__(
         self,
@@ -70,34 +80,25 @@ class LeaveOneOutUpdates:
         reduce: Callable[[Tensor], Tensor],
         clip: float = 1.0,
     ) -> None:
-        """Calculate the clipping factors, in one pass over all entries. A collective.
-
-        Args:
-            pieces: of the parameters.
-            gradient: before clipping.
-            max_grad_norm: the clipping threshold.
-            reduce: sums a tensor over the processes.
-            clip: the clipping factor of the gradient over all folds.
-        """
         self.pieces = pieces
         self.gradient = gradient
         self.max_grad_norm = max_grad_norm
         self.clip = clip
         squares = torch.zeros_like(gradient.share_of_mean[:, 0], dtype=torch.float64)
         for piece in pieces:
-            # From the vectors themselves: products of g and g_k would cancel where one fold is nearly all of g.
+            # Not from products of g and g_k, which would cancel if one fold is nearly all of g.
             squares += gradient.without(EVERY_FOLD, piece).square_().sum(dim=-1).double()
-        # (F,) fp64 in host memory, the clipping factor of the gradient without each fold.
+        # The clipping factor of the gradient without each fold, (F,) fp64 in host memory.
         self.clips = clipping(reduce(squares).cpu(), max_grad_norm)
 
     def changes(self, piece: OptimizerPiece) -> Iterator[Tensor]:
-        """Yield, fold by fold, the change of the step's parts without that fold in this piece, (causes, n)."""
+        """Yield for each fold how leaving it out changes the parts of the update in this piece, (causes, n)."""
         mean = piece.of(self.gradient.mean)
         whole = torch.stack(piece.delta(self.clip * mean))
         for fold, clip in enumerate(self.clips.tolist()):
             yield torch.stack(piece.delta(self.gradient.without(fold, piece, mean).mul_(clip))).sub_(whole)
 
     def parts(self, fold: int) -> Iterator[tuple[OptimizerPiece, UpdateParts]]:
-        """Yield each piece with the parts of the step without a fold."""
+        """Yield each piece with the parts of the update without `fold`."""
         for piece in self.pieces:
             yield piece, piece.delta(self.gradient.without(fold, piece).mul_(float(self.clips[fold])))

@@ -1,12 +1,12 @@
-"""Lion's step, in the same parts as AdamW's.
+"""Lion's step, split into the same parts as AdamW's.
 
     c = β1 m + (1−β1) g          δθ = −lr · (sign(c) + λ θ)          m ← β2 m + (1−β2) g
 
-The parts by cause: `momentum` is −lr sign(m), the step that the old m alone would make, `gradient` is what this g
-changes of it, −lr (sign(c) − sign(m)), and `decay` comes from λ. (β1 m / |c| and (1−β1) g / |c| would add up too, but
-where c is nearly 0 they are huge and cancel.)
+By cause: `momentum` is −lr sign(m), the step that the old m would make without g. `gradient` is how this g changes it,
+−lr (sign(c) − sign(m)). `decay` comes from λ. (β1 m / |c| and (1−β1) g / |c| would add up too, but they are huge and
+cancel if c is nearly 0.)
 
-bitsandbytes' optimizer with moments of 32 bits steps so: in a trainer, optim=lion_32bit.
+bitsandbytes' Lion with 32-bit moments takes this step: optim=lion_32bit in a trainer.
 
 Source: Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2.
 """
@@ -30,23 +30,23 @@ NOT_32_BITS = Limit(
 
 @dataclass(frozen=True)
 class LionState(OptimizerState):
-    """Lion's view of one parameter BEFORE a step: its momentum and the hyperparameters of its group."""
+    """Lion's state of one parameter BEFORE a step: its momentum and the hyperparameters of its group."""
 
-    # Rounding of the clipped gradient may turn the sign of an entry whose c is nearly 0, which moves the step by
-    # 2 / √entries of its norm: .004 where 2^18 entries are compared. Below 10,000 entries one turned sign is too much.
+    # Rounding of the clipped gradient may flip the sign of an entry whose c is nearly 0, which moves the step by
+    # 2 / √entries of its norm: 0.004 for 2^18 compared entries. Below 10,000 entries one flipped sign is too much.
     error_limit: ClassVar[float] = 0.02
 
     exp_avg: Tensor  # m, shaped like the parameter
     step: int  # steps already taken
     lr: float
     betas: tuple[float, float]
-    weight_decay: float | Tensor  # λ, one for all entries or a tensor, by entry
+    weight_decay: float | Tensor  # λ, one for all entries, or a tensor with one per entry
     moves: bool = True
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         """Return the change δθ that Lion would make, by cause. Nothing is modified.
 
-        Only the second entry's gradient is large enough to turn the step that the momentum would make:
+        Only the second entry's gradient is large enough to reverse the step that the momentum would make:
 
         >>> state = LionState(torch.tensor([1.0, 1.0]), step=5, lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
         >>> state.delta(torch.zeros(2), torch.tensor([-5.0, -20.0])).total
@@ -75,7 +75,7 @@ class LionState(OptimizerState):
 
     @property
     def steady_state_factor(self) -> float:
-        """(1 − β1 β2^t) / (1 − β1) after t steps: the share of c that is from gradients over that of this one."""
+        """(1 − β1 β2^t) / (1 − β1) after t steps: the weight of all gradients in c over the weight of this one."""
         return (1.0 - self.betas[0] * self.betas[1] ** self.step) / (1.0 - self.betas[0])
 
     @property
@@ -88,7 +88,7 @@ class LionState(OptimizerState):
 
 
 def _read(weights: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> LionState:
-    """Return Lion's view of one parameter. Before the first step bitsandbytes has no state, and m is zero."""
+    """Return Lion's state of one parameter. Before the first step bitsandbytes has none, and m is zero."""
     return LionState(
         exp_avg=state["state1"] if state else torch.zeros_like(weights),
         step=int(state["step"]) if state else 0,

@@ -1,4 +1,4 @@
-"""Rounding of a change to weights that are kept in fewer bits than fp32."""
+"""Rounding of a change of weights that are kept in fewer bits than fp32."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def rounded_update(param: Tensor, change: Tensor) -> Tensor:
-    """Return round(θ + δ) − θ, rounded to nearest in the dtype of θ; δ itself where both have one dtype.
+    """Return round(θ + δ) − θ, rounded to nearest in the dtype of θ; δ itself if both have the same dtype.
 
-    δ may have leading dimensions. The neighbours of a bf16 weight of 1 lie 2⁻⁷ above and 2⁻⁸ below it:
+    δ may have leading dimensions. The bf16 neighbours of 1 are 2⁻⁷ above and 2⁻⁸ below it:
 
     >>> rounded_update(torch.ones(3, dtype=torch.bfloat16), torch.tensor([0.003, 0.005, -0.005]))
     tensor([ 0.0000,  0.0078, -0.0039])
@@ -21,5 +21,5 @@ def rounded_update(param: Tensor, change: Tensor) -> Tensor:
 
 
 def kept_share(param: Tensor, change: Tensor) -> Tensor:
-    """Return the share of δ that rounding keeps, `rounded_update` over δ, elementwise; 0 where δ is 0."""
+    """Return the share of δ that rounding keeps, `rounded_update` divided by δ, elementwise; 0 where δ is 0."""
     return rounded_update(param, change) / torch.where(change == 0.0, 1.0, change)

@@ -1,9 +1,9 @@
-"""The step of stochastic gradient descent as PyTorch takes it, in the same parts as AdamW's.
+"""The step of stochastic gradient descent as in PyTorch, split into the same parts as AdamW's.
 
     d = g + λ θ          b ← μ b + (1−τ) d, or d itself at the first step          δθ = −lr · b
     Nesterov:            δθ = −lr · (d + μ b)
 
-The parts by cause: `momentum` comes from the old b, `gradient` from this g, `decay` from λ.
+By cause: `momentum` comes from the old b, `gradient` from this g, `decay` from λ.
 
 Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"; torch.optim.SGD.
 """
@@ -25,9 +25,9 @@ NO_MAXIMIZE = Limit("no_formula", "maximize has no formula here")
 
 @dataclass(frozen=True)
 class SGDState(OptimizerState):
-    """SGD's view of one parameter BEFORE a step: its momentum and the hyperparameters of its group."""
+    """SGD's state of one parameter BEFORE a step: its momentum and the hyperparameters of its group."""
 
-    momentum_buffer: Tensor | None  # None before the first step, and without momentum
+    momentum_buffer: Tensor | None  # None before the first step, and always without momentum
     lr: float
     momentum: float
     dampening: float

@@ -1,4 +1,4 @@
-"""The optimizer of a training loop before its step: gradients, hyperparameters and states."""
+"""A training loop's optimizer before its step: gradients, hyperparameters and states."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ NOT_IN_OPTIMIZER = Limit("not_in_optimizer", "parameter {name} is trainable but 
 class OptimizerView:
     """The optimizer before its step."""
 
-    states: Mapping[str, OptimizerState] | None  # by parameter name; None where the step has no formula
-    max_grad_norm: float  # gradient clipping threshold; inf when there is none
-    limit: Limit | None = None  # the reason why `states` is None
-    rounded: str = ""  # names weights kept in less than fp32, so that rounding decides what is left of a step
+    states: Mapping[str, OptimizerState] | None  # by parameter name; None if the step has no formula
+    max_grad_norm: float  # gradient clipping threshold; inf if there is none
+    limit: Limit | None = None  # why `states` is None
+    rounded: str = ""  # names a parameter kept in less than fp32 and its dtype, if rounding changes the step
 
     @property
     def goes_by_sign(self) -> bool:
-        """Whether the size of some parameter's step does not depend on its gradient's: Adam's first, Lion's always."""
+        """Whether some parameter's step has a size independent of its gradient's: Adam's first step, Lion's every."""
         return any(state.goes_by_sign for state in (self.states or {}).values())
 
     @property
     def error_limit(self) -> float:
-        """Share of its norm by which a step may differ from the formula before it counts as another one."""
+        """How far a step may differ from the formula before it counts as another one, as a share of its norm."""
         return max((state.error_limit for state in (self.states or {}).values()), default=OptimizerState.error_limit)
 
     @property
     def steady_state_factor(self) -> float:
-        """What a step does once all of the momentum includes a change of gradients, as a multiple of its effect now.
+        """A lasting gradient change's effect once momentum includes all of it, relative to its effect on this step.
 
-        It is nan where parameters differ.
+        It is nan if parameters differ in it.
         """
         factors = {state.steady_state_factor for state in (self.states or {}).values() if state.moves}
         return factors.pop() if len(factors) == 1 else math.nan
@@ -52,14 +52,14 @@ class OptimizerView:
 def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, Tensor], OptimizerView]:
     """Read the step's gradient, and mark in the optimizer's view the parameters that it will not update.
 
-    A parameter that the loss does not reach gets zeros here, and torch's optimizers do not update it. (ZeRO's do: for
-    them zeros are a gradient.)
+    A parameter that the loss does not reach gets a gradient of zeros here, and torch's optimizers do not update it.
+    (ZeRO's optimizers do: they treat zeros as a gradient.)
 
     Returns:
-        This process's entries of the gradient by name, (n,) each, in at least fp32, before clipping; and the view.
+        This rank's entries of the gradient before clipping, by name, (n,) each, in at least fp32. Then the marked view.
 
     Raises:
-        UserError: no parameter has a gradient.
+        UserError: No parameter has a gradient.
     """
     local = shard.gradients()
     unreached = {name for name, gradient in local.items() if gradient is None}
@@ -78,7 +78,7 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
 
 
 def view_optimizer(shard: Shard) -> OptimizerView:
-    """Return the optimizer before its step: this process's states by parameter name, or why there is no formula."""
+    """Return the optimizer before its step: this rank's states by parameter name, or why there is no formula."""
     optimizer = shard.optimizer
     max_grad_norm = shard.max_grad_norm
     formula = formula_of(optimizer, shard.readable_optimizers)
@@ -102,7 +102,7 @@ def view_optimizer(shard: Shard) -> OptimizerView:
 
 
 def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Read all step numbers from the device at once, where fused optimizers keep them, and return the states."""
+    """Return the states with step numbers as ints. Fused optimizers keep them on the device: all are read at once."""
     steps = {name: state["step"] for name, state in states.items() if isinstance(state.get("step"), Tensor)}
     if not steps:
         return dict(states)

@@ -1,4 +1,4 @@
-"""The optimizers whose step is a formula: the one table that is searched for them."""
+"""The table of optimizers whose step is a formula."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def formula_of(optimizer: torch.optim.Optimizer, readable: Collection[str] | Non
     """Return the formula of an optimizer's step, or why there is none.
 
     Args:
-        optimizer: of exactly one of the classes in FORMULAS: a subclass may step otherwise.
-        readable: full names of the classes whose states can be read as they lie here; None: of all.
+        optimizer: The optimizer. Its class must be exactly one of FORMULAS, because a subclass may step differently.
+        readable: Full names of the classes whose states can be read in this kind of shard. None: all classes.
     """
     full_name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     formulas = {f.optimizer: f for f in FORMULAS if readable is None or f.optimizer in readable}
     if full_name not in formulas:
-        # With its library: bitsandbytes has an AdamW with 8-bit states.
+        # The message names the library, because bitsandbytes has an AdamW too, with 8-bit states.
         return NO_FORMULA.filled(optimizer=_with_library(full_name), supported=list_names(formulas))
     formula = formulas[full_name]
     return formula.limit(optimizer) or formula
 
 
 def _with_library(full_name: str) -> str:
-    """Return "Muon" for one of torch's, and "bitsandbytes' AdamW" for another library's."""
+    """Return "Muon" for torch's class, and "bitsandbytes' AdamW" for another library's."""
     library, name = full_name.partition(".")[0], full_name.rpartition(".")[2]
     return name if library == "torch" else f"{_possessive(library)} {name}"
 
 
 def list_names(full_names: Collection[str]) -> str:
-    """Return "torch's AdamW, Adam and SGD, and bitsandbytes' Lion", as a sentence has them."""
+    """Return the classes as part of a sentence: "torch's AdamW, Adam and SGD, and bitsandbytes' Lion"."""
     by_library: dict[str, list[str]] = {}
     for full_name in full_names:
         by_library.setdefault(full_name.partition(".")[0], []).append(full_name.rpartition(".")[2])

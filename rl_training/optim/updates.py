@@ -1,10 +1,10 @@
-"""The parameter change of an optimizer step, piece by piece: the real one, and the one without each fold.
+"""The update of an optimizer step, piece by piece: the real one, and the one without each fold.
 
     whole       δθ of the step, from the mean gradient g
-    without k   δθ_(−k), the step that the other folds alone would have made, from g_(−k) = (N g − n_k g_k) / (N − n_k)
+    without k   δθ_(−k), the update from the other folds alone, from g_(−k) = (N g − n_k g_k) / (N − n_k)
 
-Each is the optimizer's step from its present state, clipped by the norm of its own gradient. leave_one_out.py has the
-steps without a fold.
+Each is the optimizer's step from its present state, clipped by the norm of its own gradient. Updates without a fold are
+in leave_one_out.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rl_training.optim.formula import OptimizerState, UpdateParts
 from rl_training.optim.rounding import kept_share, rounded_update
 from rl_training.parallel.vectors import Layout, Vector, constant, join, sums_of_spans
 
-CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
+CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in order
 
-# A vector by bucket, or the tensors by name that its owner holds, which are joined a piece at a time.
+# A vector by bucket, or its tensors by parameter name, which are joined one piece at a time.
 Entries = Vector | Mapping[str, Tensor]
 
 
@@ -32,42 +32,42 @@ Entries = Vector | Mapping[str, Tensor]
 class ParameterSpan:
     """Neighbouring entries of one bucket that the optimizer treats alike."""
 
-    bucket: int
-    columns: slice  # of the bucket
-    flat: slice  # of the entries of all parameters, one after another
+    bucket: int  # index of the bucket
+    columns: slice  # the span within the bucket
+    flat: slice  # the span within the entries of all parameters, one after another
     names: tuple[str, ...]  # the parameters that the optimizer treats alike
-    cut: slice  # of the joined entries of `names`
-    parameters: slice  # the numbers of `names` among all parameters
-    sizes: tuple[int, ...]  # how many entries of each parameter are in the span, perhaps 0
+    cut: slice  # the span within the joined entries of `names`
+    parameters: slice  # the indices of `names` among all parameters
+    sizes: tuple[int, ...]  # how many entries of each of `names` are in the span, perhaps 0
 
     def of(self, vector: Entries) -> Tensor:
-        """Return the span's entries of a vector, (n,), or of several, (rows, n)."""
+        """Return the span's entries of one vector, (n,), or of several, (rows, n)."""
         if isinstance(vector, Mapping):
             return self.joined(vector[name] for name in self.names)
         return vector[self.bucket][..., self.columns]
 
     def joined(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return the span's entries, (n,), of the tensors of `names`. A single tensor is not copied."""
+        """Return the span's entries, (n,), given the tensors of `names` in order. A single tensor is not copied."""
         return join([tensor.detach().reshape(-1) for tensor in tensors])[self.cut]
 
 
 @dataclass(frozen=True)
 class OptimizerPiece(ParameterSpan):
-    """A span with its parameters and their optimizer state as vectors."""
+    """A span with its weights and their optimizer state as vectors."""
 
-    param: Tensor  # (n,), before the step, in the dtype of the weights
-    state: OptimizerState  # of (n,) tensors, in at least fp32
+    param: Tensor  # the weights before the step, (n,), in their own dtype
+    state: OptimizerState  # with (n,) tensors, in at least fp32
 
     def intended(self, gradient: Tensor) -> Tensor:
-        """Return the optimizer's step with a clipped gradient, (…, n), before the weights are rounded."""
+        """Return the update for a clipped gradient, (…, n), before the weights are rounded."""
         return self.state.total(self.param.to(gradient.dtype), gradient)
 
     def total(self, gradient: Tensor) -> Tensor:
-        """Return the optimizer's step with a clipped gradient, (…, n), after the weights are rounded."""
+        """Return the update for a clipped gradient, (…, n), after the weights are rounded."""
         return rounded_update(self.param, self.intended(gradient))
 
     def delta(self, gradient: Tensor) -> UpdateParts:
-        """Return the parts of `total`. Rounding keeps the same share of each part of an entry."""
+        """Return the parts of `total`. In each entry, rounding keeps the same share of every part."""
         parts = self.state.delta(self.param.to(gradient.dtype), gradient)
         if self.param.dtype == gradient.dtype:
             return parts
@@ -75,7 +75,7 @@ class OptimizerPiece(ParameterSpan):
         return UpdateParts(*(share * part for part in parts))
 
     def gradient_factor(self, gradient: Tensor) -> Tensor:
-        """Return the elementwise factor a for which `delta(gradient).gradient` is a · gradient."""
+        """Return the elementwise factor a that makes `delta(gradient).gradient` equal a · gradient."""
         factor = self.state.gradient_factor(self.param.to(gradient.dtype), gradient)
         if self.param.dtype == gradient.dtype:
             return factor
@@ -83,10 +83,16 @@ class OptimizerPiece(ParameterSpan):
 
 
 class OptimizerPieces:
-    """The parameters and their optimizer state as consecutive pieces; no pieces where the step has no formula.
+    """The parameters and their optimizer state as consecutive pieces; no pieces if the step has no formula.
 
-    Small neighbours with the same settings are joined (decoupled weight decay may differ). The copies live only while
-    their piece is in use, unless the model is small. Large parameters are cut and not copied.
+    Small neighbours with the same settings are joined (decoupled weight decay may differ), which copies them. Unless
+    the model is small, a copy lives only while its piece is in use. Large parameters are cut and not copied.
+
+    Args:
+        layout: The layout of the parameters.
+        parameters: This rank's entries before the step, by name.
+        states: The optimizer's states, by name. None: the step has no formula.
+        chunk_size: The largest number of entries in a piece. None: the layout's.
     """
 
     def __init__(
@@ -96,14 +102,6 @@ class OptimizerPieces:
         states: Mapping[str, OptimizerState] | None,
         chunk_size: int | None = None,
     ) -> None:
-        """Plan the pieces.
-
-        Args:
-            layout: of the parameters.
-            parameters: this process's entries before the step, by name.
-            states: of the optimizer, by name; None: there is no formula.
-            chunk_size: the largest number of entries of a piece; None: the layout's.
-        """
         self._layout = layout
         self._parameters = parameters
         self._states = states or {}
@@ -115,7 +113,7 @@ class OptimizerPieces:
         return self._made() if self._kept is None else iter(self._kept)
 
     def halved(self) -> OptimizerPieces:
-        """Return pieces half as long, for callers that hold several vectors per piece; small models' are unchanged."""
+        """Return pieces half as long, for callers that hold several vectors per piece. Small models' stay the same."""
         if self._kept is not None:
             return self
         return OptimizerPieces(self._layout, self._parameters, self._states, max(1, self._chunk_size // 2))
@@ -128,12 +126,12 @@ class OptimizerPieces:
                 for key, value in vars(alike[0]).items()
                 if isinstance(value, Tensor)
             }
-            if len({state.weight_decay for state in alike}) > 1:  # as of matrices and norms
+            if len({state.weight_decay for state in alike}) > 1:  # as for matrices and norms
                 moments["weight_decay"] = run.joined(map(self._decays, run.names))
             yield OptimizerPiece(**vars(run), param=run.of(self._parameters), state=alike[0].replace(**moments))
 
     def _decays(self, name: str) -> Tensor:
-        """Return a parameter's weight decay by entry, expanded without memory."""
+        """Return a parameter's weight decay by entry, as an expanded scalar that takes no memory."""
         decay = constant(self._states[name].weight_decay, self._layout.dtype, self._layout.device)
         return decay.expand_as(self._parameters[name])
 
@@ -141,7 +139,7 @@ class OptimizerPieces:
 def _runs(
     layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, OptimizerState], chunk_size: int
 ) -> Iterator[ParameterSpan]:
-    before = 0  # parameters in the buckets before
+    before = 0  # number of parameters in the previous buckets
     for number, bucket in enumerate(layout.buckets):
         bounds = [columns for _, columns in bucket.bounds()]
         for first, last in _alike(bucket.names, parameters, states):
@@ -165,7 +163,7 @@ def _runs(
 def _alike(
     names: Sequence[str], parameters: Mapping[str, Tensor], states: Mapping[str, OptimizerState]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of the longest runs of parameters with the same settings; `joins_decays` lets decays differ."""
+    """Yield the bounds of the longest runs of parameters with equal settings; `joins_decays` lets decays differ."""
 
     def settings(name: str) -> tuple[Any, ...]:
         state = states[name]
@@ -182,7 +180,7 @@ def _alike(
 
 
 def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
-    """Return the clipping factors of gradients with these square norms."""
+    """Return the clipping factors of gradients with these squared norms."""
     return clip_coefficient(square_norm.double().sqrt(), max_grad_norm)
 
 
@@ -197,12 +195,12 @@ def compute_update(layout: Layout, pieces: Iterable[OptimizerPiece], gradient: E
 def split_products(
     parts: Iterable[tuple[OptimizerPiece, UpdateParts]], directions: Sequence[Vector], num_parameters: int
 ) -> Tensor:
-    """Return the products X · δθ of one step by cause and by parameter.
+    """Return the products X · δθ of one update by cause and by parameter.
 
     Args:
-        parts: each piece with the step's parts in it, (n,).
-        directions: X, one vector each.
-        num_parameters: over all pieces.
+        parts: Each piece, with the parts of the update in it, (n,) each.
+        directions: The X, one vector each.
+        num_parameters: The number of parameters in all pieces.
 
     Returns:
         (causes + parameters, directions) fp64.
@@ -214,14 +212,14 @@ def split_products(
         for target, x in enumerate(directions):
             sums = sums_of_spans((causes * piece.of(x)).flatten(), piece.sizes * len(CAUSES))
             by_both[:, piece.parameters, target].add_(sums.view(len(CAUSES), -1))
-        del causes  # before the next piece is made
+        del causes  # free them before the next piece is made
     return torch.cat([by_both.sum(dim=1), by_both.sum(dim=0)])
 
 
 def sqrt_preconditioner(
     layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, OptimizerState] | None
 ) -> Vector:
-    """Return √P of the step before, (n,) per bucket; nan for parameters whose state has no metric."""
+    """Return √P of the previous step, (n,) per bucket; nan for parameters whose state has no metric."""
     sqrt_p = [torch.full_like(part, torch.nan) for part in layout.zeros()]
     for piece in OptimizerPieces(layout, parameters, states):
         preconditioner = piece.state.preconditioner()
