@@ -1,4 +1,4 @@
-"""A model's inputs to score some sequences: tokens, what goes with them, and where completions are predicted."""
+"""A model's inputs to score some sequences: tokens, further inputs, and where completions are predicted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rl_training.policy.rollout import Rollout
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Some rows of a rollout as a model takes them, W columns wide."""
+    """Some rows of a rollout as inputs of a model, W columns wide."""
 
     ids: Tensor  # (B, W)
-    inputs: dict[str, Any]  # images and the like, by the names of the model's arguments
+    inputs: dict[str, Any]  # images and the like, by the model's argument names
     columns: Tensor  # (B, T), the columns of `ids` at which a completion's tokens are predicted
     targets: Tensor  # (B, T), the completion's tokens
     mask: Tensor  # (B, T), 1 on sampled tokens
@@ -24,11 +24,11 @@ class ModelInputs:
 
     def sampled_tokens(self) -> Tensor:
         """Return the indices of the sampled tokens among all B·T tokens of the completions."""
-        # nonzero() would make the host wait for its size.
+        # nonzero() would make the host wait for the device.
         return self.mask.flatten().argsort(descending=True, stable=True)[: self.num_sampled]
 
     def at_tokens(self, tokens: Tensor) -> Tensor:
-        """Return the indices among all B·W columns at which tokens, given by their indices, are predicted."""
+        """Return where `tokens`, indices among all B·T tokens, are predicted: indices among all B·W columns."""
         return tokens // self.mask.shape[1] * self.ids.shape[1] + self.columns.flatten()[tokens]
 
 
@@ -65,12 +65,12 @@ def left_padded_inputs(sequences: Rollout, rows: Tensor) -> ModelInputs:
 
 
 def _further_inputs(sequences: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
-    """Return the model's inputs beside tokens for some rows; token types are moved to `columns` with the tokens."""
+    """Return the model's inputs other than tokens for some rows. Token types move to `columns`, as tokens do."""
     inputs: dict[str, Any] = {}
     for name, values in (sequences.images or {}).items():
         if not isinstance(values, Tensor):
             of_rows = [values[row] for row in rows.tolist()]
-            if isinstance(of_rows[0], Tensor):  # otherwise it counts a row's images, and is no input of the model
+            if isinstance(of_rows[0], Tensor):  # otherwise it counts a row's images and is not a model input
                 inputs[name] = torch.cat(of_rows)
         elif columns is not None and name.endswith("token_type_ids"):
             inputs[name] = values[rows].gather(1, columns)

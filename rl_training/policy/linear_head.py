@@ -1,12 +1,12 @@
-"""Log-probabilities and exact entropies behind a linear head, with gradients, without ever holding all logits.
+"""Log-probabilities and exact entropies behind a linear head, with gradients, without ever storing all logits.
 
     z = c tanh(s (W x + b) / c) / τ           without a softcap: z = s (W x + b) / τ
     log p(t) = z_t − m − log S,     S = Σ_v e^(z_v − m),     m = max_v z_v
-    h = −Σ_v p_v log p_v = log S + Σ_v p_v (m − z_v)           two terms ≥ 0: nothing cancels where h is small
+    h = −Σ_v p_v log p_v = log S + Σ_v p_v (m − z_v)           two terms ≥ 0: nothing cancels if h is small
     ∂(w log p(t) + u h) / ∂z = w (onehot_t − p) − u p ⊙ (log p + h)
 
-The forward keeps two numbers per position, and the backward recomputes each chunk's logits. N positions, V tokens,
-H features. Products of half-precision factors are summed in fp32, and everything after them is computed in fp32.
+The forward saves two numbers per position, and the backward recomputes each chunk's logits. Products of half-precision
+factors are summed in fp32, and everything after them is computed in fp32. N positions, V tokens, H features.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class LogitMap:
 
     @classmethod
     def from_config(cls, config: Any, temperature: float) -> LogitMap:
-        """Read the map from a model's config, in which the scale goes by many names."""
+        """Read the map from a model's config. The scale's name depends on the model."""
         text = config.get_text_config()
         factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
         scaling = getattr(text, "logits_scaling", None)
-        if scaling is not None:  # most models divide by it
+        if scaling is not None:  # most models divide by it, hyperclovax multiplies
             factors.append(scaling if text.model_type == "hyperclovax" else 1 / scaling)
         scale = next((factor for factor in factors if factor is not None), 1.0)
         return cls(scale, getattr(text, "final_logit_softcapping", None), temperature)
@@ -45,7 +45,7 @@ class LogitMap:
         return (product * (self.scale / self.softcap)).tanh() * (self.softcap / self.temperature)
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """Return ∂z/∂y at the y that is mapped to z."""
+        """Return ∂z/∂y at the y that maps to z."""
         slope = self.scale / self.temperature
         return slope if self.softcap is None else slope * (1 - (z * (self.temperature / self.softcap)).square())
 
@@ -68,16 +68,16 @@ def scores_of_hidden(
     dtype: torch.dtype,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the targets' log-probabilities and the entropies, (N,) each, in fp32, or in fp64 where `dtype` is fp64.
+    """Return the targets' log-probabilities and the entropies, (N,) each, in fp32; in fp64 if `dtype` is fp64.
 
     Args:
-        hidden: (N, H), rounded to `dtype` before it is multiplied, like `weight` and `bias`.
-        weight: (V, H).
-        bias: (V,).
-        targets: (N,), the tokens whose log-probabilities are returned.
-        logit_map: from the head's output to logits.
-        dtype: of the factors of the product.
-        chunk: the number of logits to hold at once; at least one position's.
+        hidden: The head's input, (N, H). It is rounded to `dtype` before the product, like `weight` and `bias`.
+        weight: The head's weight, (V, H).
+        bias: The head's bias, (V,).
+        targets: The tokens whose log-probabilities are returned, (N,).
+        logit_map: Maps the head's output to logits.
+        dtype: Dtype of the product's factors.
+        chunk: The number of logits to hold at once; at least one position's.
     """
     rows = max(1, chunk // len(weight))
     logps, entropies = _LinearHead.apply(  # type: ignore[no-untyped-call]
@@ -147,7 +147,7 @@ class _LinearHead(torch.autograd.Function):
 def _by_logits(
     z: Tensor, targets: Tensor, log_sums: Tensor, entropies: Tensor, w: Tensor | None, u: Tensor | None
 ) -> Tensor:
-    """Return dz, (n, V), of w log p(t) + u h. It overwrites z."""
+    """Return ∂(w log p(t) + u h)/∂z, (n, V). Overwrites z."""
     logp = z.sub_(log_sums.unsqueeze(-1))
     p = logp.exp()
     if u is None:
@@ -161,9 +161,9 @@ def _by_logits(
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, dtype: torch.dtype, rows: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield each chunk's positions, their logits, and the factors x and W as they are multiplied."""
+    """Yield each chunk's positions, their logits, and the factors x and W in the dtype of the product."""
     exact = torch.promote_types(dtype, torch.float32)
-    # A GPU multiplies half-precision numbers and sums in fp32. Elsewhere the same rounded numbers are fp32 factors.
+    # A GPU multiplies half-precision factors and sums in fp32. Elsewhere, the rounded factors are converted to fp32.
     factor = dtype if hidden.device.type == "cuda" else exact
     matrix = weight.to(dtype).to(factor)
     for start in range(0, len(hidden), rows):
@@ -174,7 +174,7 @@ def _chunks(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in place, summed in its precision."""
+    """Add a @ b to `total` in place, summed in the precision of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,4 +1,4 @@
-"""Whether a response's log-probability is independent of the padding on the left of its prompt."""
+"""Checks that a response's log-probability does not depend on the padding to the left of its prompt."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rl_training.policy.rollout import Rollout, first_tokens
 from rl_training.policy.rotary import depends_on_longest_row
 from rl_training.statistics.limit import Limit
 
-ROWS = 4  # responses per rank, those with the most padding
-TOKENS = 128  # tokens of each response, the first ones
-LIMIT = 0.01  # of the mean difference per token, in nats
+ROWS = 4  # responses per rank: those with the most padding
+TOKENS = 128  # the first tokens of each response
+LIMIT = 0.01  # nats: largest mean difference per token
 LIMIT_ROUNDED = 0.1  # the same for weights below fp32
 PADDING_MATTERS = Limit(
     "padding_matters",
@@ -25,9 +25,9 @@ PADDING_MATTERS = Limit(
 
 
 class PaddingCheck:
-    """A comparison of a few responses' scores with and without padding, at measured steps 1, 10, 100, …
+    """Compares a few responses' scores with and without padding, at measured steps 1, 10, 100, …
 
-    It takes the mean difference over tokens, not the largest: in bf16 one of thousands of tokens is always far off.
+    It uses the mean difference over tokens, not the largest: in bf16, one of thousands of tokens is always far off.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class PaddingCheck:
         self._limit: Limit | None = None
 
     def limit(self, rollout: Rollout, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> Limit | None:
-        """Return the limit of a model for which padding matters, or None. A collective: all ranks get the same one."""
+        """Return the limit if padding matters for this model, else None; the same on every rank. Collective."""
         self._count += 1
         if self._limit or self._count < self._next or depends_on_longest_row(policy.model):
-            # Models with such tables do not tell padding from length here: step/score_check.py does.
+            # For models with such tables, this cannot tell padding from length: step/score_check.py checks them.
             return self._limit
         self._next *= 10
         rollout = first_tokens(rollout, TOKENS)

@@ -1,4 +1,4 @@
-"""The policy as probes see it, whatever loop trains it: scores, fresh samples, other parameters."""
+"""The policy as probes see it, whichever loop trains it: scores, fresh samples, other parameters."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from rl_training.policy.scores import Scores
 class Policy(abc.ABC):
     """The policy with its parameters at the moment of a call. Calls do not affect training.
 
-    Passes are local to a rank, unless weights are sharded: then every pass is a collective. A host's subclass adds what
-    the model does not say: how the loop samples and decodes.
+    Passes are local to a rank unless weights are sharded: then every pass is collective. Each host has a subclass,
+    which adds how the loop samples and decodes.
     """
 
     def __init__(self, model: nn.Module, scorer: Scorer, batch_size: int) -> None:
         """Take the model that a loop trains.
 
         Args:
-            model: as it is trained, unwrapped.
-            scorer: of the model.
-            batch_size: rows of one forward pass without graph.
+            model: The model that is trained, unwrapped.
+            scorer: The model's scorer.
+            batch_size: Number of rows in a forward pass without graph.
         """
         self.model = model
         self.scorer = scorer
         self._batch_size = batch_size
-        self.has_text = True  # whether `decode` returns text, alike on all processes; without a tokenizer: token ids
-        self.in_lockstep: Ranks | None = None  # set where all processes must run equally many passes
+        self.has_text = True  # whether `decode` returns text rather than token ids; the same on all ranks
+        self.in_lockstep: Ranks | None = None  # set if all ranks must run the same number of passes
         self.shard: Shard | None = None  # set once training has begun
 
     def score(self, rollout: Rollout, rows: Tensor) -> Scores:
-        """Score some rows WITH graph, as wide as the longest of these rows.
+        """Score some rows WITH graph. The scores are as wide as the longest of these rows.
 
-        It runs in training's precision with training's dropout; inside `measuring`, in IEEE fp32 without dropout.
+        It uses training's precision and dropout; inside `measuring`, IEEE fp32 without dropout.
         """
         return self.scorer.score(rollout, rows)
 
@@ -55,10 +55,10 @@ class Policy(abc.ABC):
         """Score all rows, (B, T), without graph, as a measurement: in IEEE fp32 without dropout.
 
         Args:
-            rollout: the sequences.
-            scorer: of another model; None: the policy's own.
-            as_training: use training's precision instead.
-            dropout: with `as_training`, use training's dropout too.
+            rollout: The sequences.
+            scorer: Another model's scorer; None: the policy's own.
+            as_training: Use training's precision instead.
+            dropout: With `as_training`, use training's dropout too.
         """
         scorer = scorer or self.scorer
         context: AbstractContextManager[None] = scorer.measuring()
@@ -76,13 +76,13 @@ class Policy(abc.ABC):
         )
 
     def in_batches(self, rows: Tensor, size: int) -> list[Tensor]:
-        """Split rows into batches of `size`; in lockstep, pad with the first batch to every process's number."""
+        """Split rows into batches of `size`; in lockstep, repeat the first until every rank has the same number."""
         parts = list(rows.split(size))
         return parts if self.in_lockstep is None else self.in_lockstep.pad_to_equal_count(parts, parts[0])
 
     @property
     def reference(self) -> Scorer | None:
-        """The scorer of the loop's reference model; None where the loop keeps none."""
+        """The scorer of the loop's reference model; None if the loop keeps none."""
         return None
 
     @property
@@ -91,7 +91,7 @@ class Policy(abc.ABC):
         return self.reference is not None or hasattr(self.model, "disable_adapter")
 
     def reference_logps(self, rollout: Rollout) -> Tensor | None:
-        """Return the reference model's log-probabilities, (B, T), as a measurement; None without such a model."""
+        """Return the reference model's log-probabilities, (B, T), as a measurement; None if there is no such model."""
         if not self.has_reference:
             return None
         reference = self.reference
@@ -105,12 +105,12 @@ class Policy(abc.ABC):
         return self.scorer.measuring()
 
     def shifted(self, shift: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which parameters point to copies that are moved by `shift`."""
+        """Return a context in which parameters point to copies shifted by `shift`."""
         return self.pointing_to({name: self.model.get_parameter(name).data + delta for name, delta in shift.items()})
 
     @contextlib.contextmanager
     def pointing_to(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let parameters point to other tensors inside the context; their own tensors are never written to."""
+        """Point parameters to other tensors inside the context. Their own tensors are never written to."""
         parameters = {name: self.model.get_parameter(name) for name in weights}
         originals = {name: param.data for name, param in parameters.items()}
         try:
@@ -123,10 +123,10 @@ class Policy(abc.ABC):
 
     @contextlib.contextmanager
     def with_weights(self, entries: Mapping[str, Tensor]) -> Iterator[None]:
-        """Load other trained weights inside the context, then restore them bitwise. A collective.
+        """Load other trained weights inside the context, then restore the current ones bitwise. Collective.
 
         Args:
-            entries: of this process, as `shard.copy_local_weights()` returns them.
+            entries: This rank's entries, in the form that `shard.copy_local_weights()` returns.
         """
         assert self.shard is not None
         originals = self.shard.copy_local_weights()
@@ -139,13 +139,13 @@ class Policy(abc.ABC):
     def _load(self, entries: Mapping[str, Tensor]) -> None:
         assert self.shard is not None
         self.shard.load_local_weights(entries)
-        torch.clear_autocast_cache()  # it holds half-precision copies of weights where the loop's autocast is on
+        torch.clear_autocast_cache()  # the loop's autocast may have cached half-precision copies of weights
 
     @abc.abstractmethod
     def sample(self, num_sequences: int, seed: int) -> Rollout:
-        """Sample `num_sequences` fresh responses over all ranks, one each to random prompts of the training set.
+        """Sample `num_sequences` fresh responses over all ranks, each to a random prompt of the training set.
 
-        The same seed gives the same prompts and the same random numbers, whatever the parameters.
+        The same seed gives the same prompts and the same random numbers for any parameters.
 
         Returns:
             This rank's share.
@@ -153,4 +153,4 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: Tensor) -> str:
-        """Return the text of one sequence of tokens without special tokens."""
+        """Return the text of one sequence of tokens, without special tokens."""

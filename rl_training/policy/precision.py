@@ -13,14 +13,14 @@ from rl_training.parallel.sharding import dtype_name
 from rl_training.policy.rng import preserve_rng
 from rl_training.policy.rotary import preserve_rotary_tables
 
-FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other kinds of attention may refuse fp32
+FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # transformers' other attention implementations may refuse fp32
 
 
 @contextlib.contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """Let the model calculate as exactly as its weights allow inside the context, then restore everything.
+    """Make the model calculate as exactly as its weights allow inside the context, then restore everything.
 
-    Run forward and backward inside it. It does not change whether a graph is built.
+    Run both forward and backward inside it. It does not change whether a graph is built.
     """
     device = next(model.parameters()).device.type
     with ieee_fp32(), without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
@@ -29,14 +29,14 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unnoticed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let probes draw and calculate: a loop may be in an autocast of its own, and finds random streams as they were."""
+    """Run probe code with autocast off, even if the loop has it on; restore RNG state and rotary tables afterwards."""
     with preserve_rng(device), preserve_rotary_tables(model), torch.autocast(device.type, enabled=False):
         yield
 
 
 @contextlib.contextmanager
 def _with_values(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give attributes of objects other values inside the context: (object, attribute, value) each."""
+    """Set attributes inside the context, each given as (object, attribute, value), then restore them."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     try:
         for owner, name, value in values:
@@ -48,7 +48,10 @@ def _with_values(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def ieee_fp32() -> contextlib.AbstractContextManager[None]:
-    """Return a context without TF32, by torch's new settings: its old ones cannot be read once these are written."""
+    """Return a context without TF32.
+
+    It uses torch's new settings, because the old ones cannot be read once the new ones have been written.
+    """
     backends: Any = torch.backends
     settings = [
         *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
@@ -58,7 +61,7 @@ def ieee_fp32() -> contextlib.AbstractContextManager[None]:
 
 
 def rounding_reason(model: nn.Module) -> str:
-    """Return the reason why even a measurement computes with less than fp32, or ""."""
+    """Return why even a measurement computes in less than fp32; "" if it does not."""
     rounded = [
         (not param.requires_grad, f"{name} is {dtype_name(param.dtype)}")
         for name, param in model.named_parameters()
@@ -69,7 +72,7 @@ def rounding_reason(model: nn.Module) -> str:
             rounded.append((True, f"{name} computes in {dtype_name(module.compute_dtype)}"))
     if not rounded:
         return ""
-    first = min(rounded, key=lambda pair: pair[0])[1]  # of trained weights, where there are any
+    first = min(rounded, key=lambda pair: pair[0])[1]  # trained weights first
     return f"{first}, so the model's numbers are rounded: load its weights in float32"
 
 
@@ -78,11 +81,11 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no module drops out.
+    """Return a context in which no module applies dropout.
 
-    The flag `training` does more than switch dropout, so some modules keep it. It switches a layer's gradient
-    checkpointing on: where the model has no dropout, checkpointed layers keep the flag. bitsandbytes' layers, which
-    never drop out, repack their weights for good when they are evaluated on a CPU, and no gradient passes any more.
+    The flag `training` switches more than dropout, so some modules keep it. It also enables a layer's gradient
+    checkpointing: if the model has no dropout, checkpointed layers keep the flag. bitsandbytes' layers never apply
+    dropout. In evaluation mode on a CPU they would repack their weights for good and pass no gradients any more.
     """
     drops_out = _says_dropout(model)
     return _with_values([
@@ -95,7 +98,7 @@ def without_dropout(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether two passes over the same rows differ because of dropout."""
+    """Return whether two passes over the same rows may differ because of dropout."""
     modules = (module for module in model.modules() if module.training)
     return _says_dropout(model) or any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in modules
@@ -109,7 +112,7 @@ def _says_dropout(model: nn.Module) -> bool:
 
 
 def _attention_in_fp32(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the model's attention accepts fp32, which flash attention does not."""
+    """Return a context in which the model's attention accepts fp32. Flash attention does not, so it is replaced."""
     configs: dict[int, Any] = {
         id(module.config): module.config for module in model.modules() if hasattr(module, "config")
     }

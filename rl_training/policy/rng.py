@@ -1,4 +1,4 @@
-"""Random streams: a measurement may draw without changing what training draws."""
+"""Random streams: a measurement may draw random numbers without changing those of training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Restore the random streams of Python, NumPy and torch when the context ends."""
+    """Restore the RNG states of Python, NumPy and torch when the context ends."""
     python = random.getstate()
     numpy = np.random.get_state()
     try:
@@ -24,7 +24,7 @@ def preserve_rng(device: torch.device) -> Iterator[None]:
 
 
 def seed_torch(*seed: int, device: torch.device) -> None:
-    """Seed the streams of the CPU and of `device` only; torch.manual_seed would seed every device's."""
+    """Seed the generators of the CPU and of `device` only; torch.manual_seed would seed every device's."""
     number = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":

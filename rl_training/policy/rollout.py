@@ -3,11 +3,11 @@
 Shape legend, used in every comment of this package:
     B  sequences (of a microbatch, of the whole step on this rank, or of an evaluation buffer)
     P  prompt tokens, left-padded
-    T  completion tokens, right-padded; the end-of-sequence token counts, padding never. Over several turns a
-       completion holds tokens that an environment wrote between the policy's: context for what follows, not actions
+    T  completion tokens, right-padded; the end-of-sequence token counts, padding never. Over several turns, a
+       completion also holds an environment's tokens between the policy's: they are context, not actions
     G  responses per prompt
     K  microbatches of an optimizer step on this rank
-    F  folds of an optimizer step, over all processes
+    F  folds of an optimizer step, over all ranks
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rl_training.statistics.limit import Limit
 
 @dataclass(frozen=True)
 class Origin:
-    """The reasons why sequences are not the latest policy's own sample, with equally many responses per prompt."""
+    """Why sequences are not the latest policy's own sample with the same number of responses per prompt."""
 
-    # They are no sample of a policy whose log-probabilities are known.
+    # They were not sampled from a policy whose log-probabilities are known.
     sample_limit: Limit | None = None
-    # Responses cannot be assigned to prompts, or prompts have different numbers of responses.
+    # Responses cannot be matched to prompts, or prompts have different numbers of responses.
     groups_limit: Limit | None = None
-    learned: bool = False  # whether an optimizer step has learned from some of them, in an earlier rollout
+    learned: bool = False  # whether a step has already trained on some of them, in an earlier rollout
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,24 @@ class Rollout:
     prompt_mask: Tensor  # (B, P), 1 on tokens
     completion_ids: Tensor  # (B, T)
     completion_mask: Tensor  # (B, T), 1 on sampled tokens
-    # (B,), as the loss weighs responses: 0 for a truncated one that it leaves out; the mean where tokens differ.
+    # (B,), as the loss uses them: 0 for a truncated response that it leaves out; the mean if they differ by token.
     advantages: Tensor
-    rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
+    rewards: Tensor | None  # (B,), weighted sum over the reward functions; None if sequences were not rewarded
     prompt_index: Tensor  # (B,), equal for responses to the same prompt, different for different prompts
     sampling_logps: Tensor | None = None  # (B, T), the sampler's; None: the policy itself sampled, or they are unknown
-    on_policy: bool = True  # no optimizer step has learned from them yet: the ratios in the loss are 1
-    environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens between sampled ones; None: no such
-    images: Mapping[str, Any] | None = None  # further inputs of the model by name: a tensor or a list of B rows each
-    truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
+    on_policy: bool = True  # no step has trained on them yet: the ratios in the loss are 1
+    environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens; None: there are none
+    images: Mapping[str, Any] | None = None  # further model inputs by name: a tensor or a list, B rows each
+    truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None: unknown
     old_logps: Tensor | None = None  # (B, T), the denominators of the loss's ratios; None: the sampler's
-    # A Limit where they are no samples of the scored policy, "" where they are; None: as the loop says.
+    # A Limit if they are not samples of the scored policy, "" if they are; None: the loop decides.
     sampling_mismatch: Limit | Literal[""] | None = None
     origin: Origin = Origin()
-    token_advantages: Tensor | None = None  # (B, T), where advantages differ within a response
+    token_advantages: Tensor | None = None  # (B, T), if advantages differ within a response
 
     @property
     def advantages_of_tokens(self) -> Tensor:
-        """(B, T), or (B, 1) where all tokens of a response have the same advantage."""
+        """(B, T), or (B, 1) if all tokens of a response have the same advantage."""
         return self.advantages.unsqueeze(1) if self.token_advantages is None else self.token_advantages
 
     @property
@@ -78,13 +78,13 @@ class Rollout:
 def as_rollout(
     prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor], prompt_index: Sequence[int], pad: int
 ) -> Rollout:
-    """Pad responses, at least one, into a rollout without rewards.
+    """Pad one or more responses into a rollout without rewards.
 
     Args:
-        prompt_ids: (length,) each.
-        completion_ids: (length,) each.
-        prompt_index: equal for responses to the same prompt.
-        pad: the token id of padding.
+        prompt_ids: The prompt of each response, (length,) each.
+        completion_ids: The responses, (length,) each.
+        prompt_index: Equal for responses to the same prompt.
+        pad: The token id of padding.
     """
     device = prompt_ids[0].device
     return Rollout(
@@ -99,7 +99,7 @@ def as_rollout(
 
 
 def join_origins(parts: Sequence[Origin]) -> Origin:
-    """Return the origin of several rollouts together: the first reason of each kind."""
+    """Return the joint origin of several rollouts: the first limit of each kind."""
     return Origin(
         next((part.sample_limit for part in parts if part.sample_limit), None),
         next((part.groups_limit for part in parts if part.groups_limit), None),
@@ -137,7 +137,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def _join_token_advantages(parts: Sequence[Rollout]) -> Tensor | None:
-    """Concatenate advantages of tokens, (B, T); None where every response of all rollouts has one advantage."""
+    """Concatenate advantages of tokens, (B, T); None if every response has a single advantage."""
     if all(part.token_advantages is None for part in parts):
         return None
     return pad_and_concat([part.advantages_of_tokens.expand_as(part.completion_ids) for part in parts])
@@ -166,7 +166,7 @@ def with_one_advantage_each(rollout: Rollout) -> Rollout:
 
 
 def pad_and_concat(tensors: Sequence[Tensor], on_the_left: bool = False, value: float = 0, at_least: int = 0) -> Tensor:
-    """Concatenate the rows of (B, T) tensors, padded with `value` to the widest of them, and to `at_least` columns."""
+    """Concatenate the rows of (B, T) tensors, padded with `value` to the widest and to at least `at_least` columns."""
     width = max(at_least, *(tensor.shape[1] for tensor in tensors))
     missing = [width - tensor.shape[1] for tensor in tensors]
     padding = [(m, 0) if on_the_left else (0, m) for m in missing]
@@ -174,7 +174,7 @@ def pad_and_concat(tensors: Sequence[Tensor], on_the_left: bool = False, value: 
 
 
 def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
-    """Return some rows of a rollout, in this order."""
+    """Return some rows of a rollout, in the order of `rows`."""
     taken: dict[str, Any] = {name: value[rows] for name, value in vars(rollout).items() if isinstance(value, Tensor)}
     return dataclasses.replace(rollout, images=images_of(rollout, rows), **taken)
 
@@ -190,7 +190,7 @@ def first_tokens(rollout: Rollout, count: int) -> Rollout:
 
 
 def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:
-    """Return the images of some rows, in this order; None where there are none."""
+    """Return the images of some rows, in the order of `rows`; None if there are none."""
     if rollout.images is None:
         return None
     return {
@@ -203,7 +203,7 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
     """Concatenate the images of several rollouts. Token types are padded like the prompts and completions they cover.
 
     Raises:
-        UserError: some rows have images and others have none, or rows of different shapes would form one tensor.
+        UserError: If some rows have images and others have none, or if their shapes do not fit into one tensor.
     """
     named = [part.images for part in parts if part.images is not None]
     if not named:
@@ -227,7 +227,7 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
 
 
 def response_index(prompt_index: Tensor) -> Tensor:
-    """Return, for each sequence, how many earlier sequences answer the same prompt: 0 for a prompt's first response.
+    """Return for each sequence how many earlier sequences answer the same prompt: 0 for a prompt's first response.
 
     >>> response_index(torch.tensor([7, 7, 3, 7, 3]))
     tensor([0, 1, 0, 2, 1])
@@ -241,9 +241,9 @@ def response_index(prompt_index: Tensor) -> Tensor:
 
 
 def centre_by_prompt(rewards: Tensor, prompt_index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each reward less the mean of its prompt's, (b,), and how many rewards that mean is of, (b,).
+    """Return each reward minus its prompt's mean reward, (b,), and the number of rewards in that mean, (b,).
 
-    A reward of nan is none: it is in no mean, and less it is nan.
+    A reward of nan counts as missing: it enters no mean, and its own difference is nan.
 
     >>> rewards = torch.tensor([1.0, 0.0, torch.nan, 5.0])
     >>> above, sizes = centre_by_prompt(rewards, torch.tensor([3, 3, 3, 8]))

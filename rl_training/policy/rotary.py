@@ -1,7 +1,7 @@
 """Rotary tables that depend on the longest row of a forward pass and outlive it: dynamic NTK, longrope.
 
 Transformers keeps them on the model until a longer row, or a short one, replaces them. A probe's forward pass must not
-change the tables of training's next one.
+change the tables that training's next forward pass uses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-CHANGING = ("dynamic", "longrope")  # parts of the names of such kinds of tables
+CHANGING = ("dynamic", "longrope")  # substrings of such tables' rope_type
 
 
 def depends_on_longest_row(model: nn.Module) -> bool:
@@ -34,7 +34,7 @@ def preserve_rotary_tables(model: nn.Module) -> Iterator[None]:
         for module, buffers, values, numbers in saved:
             module._buffers.update(buffers)
             for name, value in values.items():
-                buffers[name].copy_(value)  # some are written in place
+                buffers[name].copy_(value)  # some tables are overwritten in place
             vars(module).update(numbers)
 
 

@@ -1,12 +1,12 @@
 """Scores of sequences under the causal language model that wrote them: log-probabilities and exact entropies.
 
-Any of Hugging Face's models will do: bare or with adapters, quantised, with a softcap or a scale of its logits, with
-images. The body runs as the model runs it; the head is applied in chunks, at the sampled tokens only, so that the
-logits of a batch, (B, T, V), never exist. Whether head(body(ids)) gives the model's logits is tested once, on two
-tokens. If it does not, the model's full logits are used, and one warning says so.
+Any Hugging Face model works: bare or with adapters, quantised, with scaled or softcapped logits, with images. The body
+runs as the model runs it. The head is applied in chunks, at the sampled tokens only, so that a batch's logits,
+(B, T, V), never exist. One test on two tokens finds out whether head(body(ids)) gives the model's logits. If it does
+not, the model's full logits are used, and one warning says so.
 
 Every sequence starts in the first column, and a batch is as wide as the longest of its rows. A causal model does not
-attend to what is right of a sequence, so there is no attention mask to build or apply.
+attend to anything to the right of a sequence, so no attention mask is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK_LOGITS = 2**25  # 128 MB in fp32
 
 
 class Scorer:
-    """Scores of sequences by a model's parameters at the moment of the call. Training is not affected."""
+    """Scores sequences with a model's parameters at the moment of the call. Training is not affected."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class Scorer:
         """Take the model to score with.
 
         Args:
-            model: the causal language model itself, not as DDP or an engine wraps it; or PEFT's model around it.
-            temperature: divides the logits, as where the responses were sampled.
-            autocast: returns the autocast context of training's forward pass.
-            fp32_head: training's head multiplies in fp32, outside autocast.
-            call_head: call the head's module, for hooks on it; otherwise its weight is read where that is equivalent.
-            chunk_logits: the number of logits to hold at once; at least one position's.
-            run_inside_forward: score inside the model's forward pass, whose hooks gather sharded weights. A collective.
-            whole_logits: use the model's full logits, because its head is gathered only while it is called.
+            model: The causal language model itself, not wrapped by DDP or an engine; or PEFT's model around it.
+            temperature: The temperature at which the responses were sampled. It divides the logits.
+            autocast: Returns the autocast context of training's forward pass.
+            fp32_head: Whether training's head multiplies in fp32, outside autocast.
+            call_head: Call the head's module, for the hooks on it. Otherwise its weight is read if that is equivalent.
+            chunk_logits: The number of logits to hold at once; at least one position's.
+            run_inside_forward: Score inside the model's forward pass, whose hooks gather sharded weights. Collective.
+            whole_logits: Use the model's full logits, because its head is gathered only while it is called.
 
         Raises:
-            UserError: the adapters are tokens before the prompt (PEFT's prompt learning).
+            UserError: If the adapters are tokens before the prompt (PEFT's prompt learning).
         """
         wrapped: Any = model
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -76,7 +76,7 @@ class Scorer:
         self._chunk = chunk_logits
         self._measuring = 0  # how many `measuring` contexts are open
         self._inside_forward = run_inside_forward
-        self.layer_rounding = ""  # why layers compute with fewer bits than weights have; set once training has begun
+        self.layer_rounding = ""  # why layers compute in lower precision than the weights'; set once training has begun
         self._full_logits_reason: str | None = "its weights are sharded" if whole_logits else None
 
     @property
@@ -94,8 +94,8 @@ class Scorer:
     def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
         """Score the completions of some rows, (B, T), with T the longest of these rows.
 
-        Autocast and dropout are training's; inside `measuring()` there is neither, and arithmetic is IEEE fp32. Random
-        streams are restored. The graph allows any number of first derivatives.
+        Autocast and dropout are training's; inside `measuring()` there is neither, and arithmetic is IEEE fp32. RNG
+        states are restored. The graph allows any number of backwards, but no second derivatives.
         """
         with preserve_rng(self._device):
             self.verify()
@@ -106,9 +106,9 @@ class Scorer:
         return Scores(logps, entropies, batch.mask)
 
     def token_logits(self, sequences: Rollout, rows: Tensor) -> Tensor:
-        """Return the logits behind each sampled token of some rows, (tokens, V), over the temperature, without graph.
+        """Return the logits, divided by the temperature, behind each sampled token of some rows: (tokens, V), no graph.
 
-        They are all held at once in at least fp32, so pass few rows.
+        All of them are held at once, in at least fp32, so pass few rows.
         """
         with preserve_rng(self._device), torch.no_grad():
             batch = right_padded_inputs(sequences, rows)
@@ -120,7 +120,7 @@ class Scorer:
             return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
 
     def _gathered(self, calculate: Callable[[], Any]) -> Any:
-        """Call `calculate` inside the model's forward pass where its hooks gather sharded weights."""
+        """Call `calculate`; with `run_inside_forward`, inside the model's forward, whose hooks gather weights."""
         if not self._inside_forward:
             return calculate()
         patched = vars(self._model).get("forward")
@@ -143,12 +143,12 @@ class Scorer:
         return results[0]  # `outputs` may be rounded by FSDP2
 
     def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
-        """Score some rows left-padded, with an attention mask and no position ids, as trainers pass rows on.
+        """Score some rows left-padded, with an attention mask and no position ids, as trainers pass them.
 
-        It is a measurement without graph, (B, T), as wide as the rollout's completions.
+        This is a measurement without graph, (B, T), as wide as the rollout's completions.
         """
         batch = left_padded_inputs(sequences, rows)
-        # Half-precision layers accept fp32 only from autocast.
+        # Half-precision layers accept fp32 inputs only under autocast.
         rounded = self._autocast() if self.rounding_reason else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
             self.verify()
@@ -157,7 +157,7 @@ class Scorer:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Make scores inside the context a measurement: IEEE fp32, no autocast, no dropout. Run backwards in it too."""
+        """Make scores inside the context measurements: IEEE fp32, no autocast, no dropout. Run backwards in it too."""
         self._measuring += 1
         try:
             with measuring(self._model):
@@ -166,9 +166,9 @@ class Scorer:
             self._measuring -= 1
 
     def verify(self) -> str:
-        """Return the reason why the model's full logits are used, or "" where its body and head are.
+        """Return why the model's full logits are used; "" if its body and head are used instead.
 
-        The answer is cached. The first score calls it; call it before hooking modules, because it runs two small
+        The answer is cached. The first score calls this. Call it before hooking modules, because it runs two small
         forward passes.
         """
         if self._full_logits_reason is None:
@@ -183,14 +183,14 @@ class Scorer:
         return self._full_logits_reason
 
     def _head_mismatch(self) -> str:
-        """Return the reason why head(body(ids)), scaled by the config, differs from the model's logits, or ""."""
+        """Return why head(body(ids)), scaled as the config says, differs from the model's logits; "" if it does not."""
         head = self._lm.get_output_embeddings()
         if head is None:
             return "the model does not name its head (get_output_embeddings)"
         if self._lm.base_model is self._lm:
             return "the model does not name its body (base_model_prefix)"
         ids = torch.arange(2, device=self._device).unsqueeze(0)
-        # Known logits replace the head's, so that what the model does to them shows, however small the head's are.
+        # Known logits replace the head's, which may be too small to show what the model does to them.
         ramp = torch.linspace(-50.0, 50.0, self._vocabulary, device=self._device)
         given: list[Tensor] = []
 
@@ -221,7 +221,7 @@ class Scorer:
     def _by_body_and_head(self, batch: ModelInputs) -> tuple[Tensor, Tensor]:
         head = self._lm.get_output_embeddings()
         hidden = self._hidden(batch.ids, batch.inputs)
-        patched = "forward" in vars(head) and not self._fp32_head  # training patches it to get an fp32 head
+        patched = "forward" in vars(head) and not self._fp32_head  # training patches forward to get an fp32 head
         if self._call_head or type(head) is not nn.Linear or patched:
             columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
             return self._by_called_head(head, hidden.gather(1, columns), batch)
@@ -266,7 +266,7 @@ class Scorer:
         return hidden.to(ids.device)  # the model may be spread over devices
 
     def _full_logits(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return (B, W, V) logits by the forward of the model's class: a trainer may have patched the instance's."""
+        """Return (B, W, V) logits from the forward of the model's class: a trainer may have patched the instance's."""
         return type(self._lm).forward(self._lm, input_ids=ids, use_cache=False, **inputs).logits
 
     def _dtype_of_product(self, x: Tensor, head: nn.Linear) -> torch.dtype:

@@ -22,7 +22,7 @@ class Scores:
         return Scores(logps, entropies, self.mask.double())
 
     def detached(self) -> Scores:
-        """Return the scores without graph, in at least fp32: a sum over tokens in bf16 would be off by percents.
+        """Return the scores without graph, in at least fp32: a sum over tokens in bf16 would be off by several percent.
 
         >>> half = torch.ones(1, 300, dtype=torch.bfloat16)
         >>> Scores(half, half, half).detached().entropies.cumsum(dim=1)[0, -1]
