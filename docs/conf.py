@@ -52,6 +52,8 @@ linkcheck_anchors = False
 linkcheck_ignore = [f"{REPOSITORY}/.*"]  # what is changed here is not there yet
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 
+LISTS = ("Args", "Attributes", "Raises")  # sections of a docstring that describe names one by one
+
 
 def as_restructured_text(
     app: object, what: str, name: str, obj: object, options: object, lines: list[str], *rest: object
@@ -63,7 +65,7 @@ def as_restructured_text(
     written: list[str] = []
     for block in re.split(r"\n\s*\n", "\n".join(lines).strip()):
         is_list = re.match(r"\w+ {2,}\S", block)
-        if re.match(r"(Args|Returns|Yields|Raises):\n", block):
+        if re.match(r"(Args|Attributes|Returns|Yields|Raises):\n", block):
             written += [*section(block), ""]
         elif not is_list and re.search(r"^(  |>>>)", block, re.MULTILINE):
             written += [".. code-block:: text", "", *(f"    {line}" for line in block.splitlines()), ""]
@@ -86,12 +88,12 @@ def section(block: str) -> list[str]:
     title, _, body = block.partition(":\n")
     written = [f"**{title}**", ""]
     for line in textwrap.dedent(body).splitlines():
-        item = re.match(r"([*\w]+(?:, [*\w]+)*): ?(.*)", line) if title in ("Args", "Raises") else None
+        item = re.match(r"([*\w]+(?:, [*\w]+)*): ?(.*)", line) if title in LISTS else None
         if item:
             names = ", ".join(f"``{name}``" for name in item[1].split(", "))
             written += [names, f"    {as_text(item[2])}"]
         else:
-            written.append(f"{'    ' * (title in ('Args', 'Raises'))}{as_text(line.strip())}")
+            written.append(f"{'    ' * (title in LISTS)}{as_text(line.strip())}")
     return written
 
 
