@@ -1,4 +1,4 @@
-"""What a guarded worker is given in tests: checks that do what a careless library does with text."""
+"""Checks for the tests of guarded workers: they handle text as carelessly as some libraries do."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 
 def load() -> Callable[[str, str], Callable[[], str]]:
-    print("loaded")  # must not be taken for a reply
+    print("loaded")  # must not be mistaken for a reply
     return lambda way, text: lambda: _try(way, text)
 
 
 def _try(way: str, text: str) -> str:
-    """Return what came out, as text."""
+    """Return the outcome as text."""
     print("looking at", ascii(text))
     try:
         if way == "eval":

@@ -1,4 +1,4 @@
-"""What the tests share: no hubs, one thread, trainers with quick steps; and which files are begun first."""
+"""What all tests share: no network hubs, one thread, trainers with quick steps, and the order of the files."""
 
 import gc
 import os
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from shortcuts import spare_trainings
 
-gc.disable()  # until all is imported: see pytest_collection_finish
-# Libraries read these when they are imported: no test module has been yet.
+gc.disable()  # until everything is imported: see pytest_collection_finish
+# Libraries read these when they are imported. No test module has been imported yet.
 TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
 os.environ["TRACKIO_DIR"] = TRACKIO.name
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,26 +20,26 @@ os.environ.setdefault("RL_TRAINING_STRICT", "1")  # an error in a probe fails a 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # no test compiles, and importing what does takes a second
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # no test compiles, and importing the compiler takes a second
 
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Any]:
-    """Make trainers on the embedded default: see support/trainers.py."""
-    from trainers import trainer_maker  # not above: the process that only hands out the tests need not import torch
+    """Return a function that makes trainers on the shipped model and task: see support/trainers.py."""
+    from trainers import trainer_maker  # not above: the process that only distributes the tests need not import torch
 
     return trainer_maker(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with questions and a model that half answers them: see support/qwen_stand_in.py."""
+    """Return a folder with questions and a model that answers some of them: see support/qwen_stand_in.py."""
     from qwen_stand_in import taught
 
     return taught(tmp_path_factory.getbasetemp())
 
 
-# The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
+# The slowest files, slowest first. One that started last would keep a single process busy while the others are idle.
 LONG = [
     "test_processes", "test_sharding", "test_fold_placement", "test_command_line", "test_wheel",
     "test_hostile_records", "test_docs", "test_resume", "test_ground_truth", "test_simple_probe", "test_attach",
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Once everything is imported, spares trainings what they would do again, and starts the server of forks."""
+    """Once everything is imported, cache what trainings would repeat, and start the server of forks."""
     gc.collect()
     if not os.environ.get("PLAIN_TESTS"):  # make test-plain
         spare_trainings()

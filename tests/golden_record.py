@@ -3,12 +3,12 @@
     python tests/golden_record.py record FOLDER [--tree CHECKOUT] [--only NAME ...]
     python tests/golden_record.py compare BEFORE AFTER
 
-A refactoring changes no number and no weight. `record` runs the commands of a checkout (by default of this one) as a
-user would, so that the same script records the code before and after whatever moved; `compare` ends with 1 if a weight
-differs in a bit, or an estimate by more than 1e-6 of its value or error. Names that only one of the two has are listed:
-whether they were meant to leave is for a person to say.
+A refactoring changes no number and no weight. `record` runs the commands of a checkout (by default this one) as a user
+would, so the same script can record the code before and after a refactoring. `compare` exits with 1 if a weight differs
+in any bit, or an estimate by more than 1e-6 of its value or error. It also lists names that only one of the two records
+has; a person must judge whether these were meant to change.
 
-The runs take some three minutes on two quiet cores. verl is not among them, because its environment is its own (make
+The runs take about three minutes on two idle cores. verl is not included because it needs a separate environment (make
 test-verl).
 """
 
@@ -34,7 +34,7 @@ TOLERANCE = 1e-6  # of an estimate's value or its error, whichever is larger
 SHORT = ["trainer.max_steps=4", "logger=none", "trainer.save_steps=4"]
 MANY_PROBES = "probe=[simple,measured,interventions,token_classes,ground_truth,gns,ess,sampler,covariance]"
 EVERY_STEP = [f"probes.{name}.every=1" for name in ("interventions", "token_classes", "ground_truth")]
-# By name: the settings of `train.py`. What a run trains with first, then what watches it.
+# Settings of `train.py` by name of the run. Usually training settings come first, then the probes.
 TRAININGS = {
     "default": [MANY_PROBES, *EVERY_STEP, "probes.simple.per_sequence=true"],
     "lora": ["adapter=lora", MANY_PROBES, *EVERY_STEP],
@@ -44,20 +44,20 @@ TRAININGS = {
     "filtered": ["buffer=filtered", "probe=[simple,ess,measured]"],
     "psr": ["intervention=psr", "probe=[simple,measured]"],
 }
-# By name: the settings of `offline.py` for the last checkpoint of the default run.
+# Settings of `offline.py` by name of the analysis, for the last checkpoint of the default run.
 ANALYSES = {
     "analysis": ["evaluation.prompts=32", "update.prompts=16", "name=analysis"],
     "kernel": ["evaluation.prompts=8", "update.prompts=8", "kernel.enabled=true", "name=kernel"],
 }
-# What tests/support/replay.py calls them: given rollouts, under several processes.
+# Runs of tests/support/replay.py by their names there: given rollouts, under several launches.
 LAYOUTS = ["plain_1", "plain_2", "zero2_2", "zero3_2", "fsdp2_2"]
-# Estimates that are times, sizes of memory, or nothing but rounding.
+# Estimates that are times, memory sizes, or pure rounding.
 NOT_REPRODUCIBLE = ("probe_cost/", "step/formula_error")
 IGNORED_KEYS = {"timing"}  # of a result.json
 
 
 def run_program(tree: Path, *arguments: str | Path) -> None:
-    """Run a program of a checkout with its own code, and end with what it said if it fails."""
+    """Run a program of a checkout with that checkout's code. If it fails, exit with its output."""
     environment = os.environ | {
         "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline",
         "TORCHDYNAMO_DISABLE": "1",
@@ -69,7 +69,7 @@ def run_program(tree: Path, *arguments: str | Path) -> None:
 
 
 def record(folder: Path, tree: Path, only: list[str]) -> None:
-    """Run everything that is asked for, each into a folder of its own name."""
+    """Run everything requested, each into a folder named after it."""
     for name, settings in TRAININGS.items():
         if not only or name in only:
             print(name, flush=True)
@@ -100,7 +100,7 @@ def numbers_of(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def estimates_of(run: Path) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield the name of each estimate, with its step and what it describes, and its value and standard error."""
+    """Yield (key, (value, standard error)) for each estimate. The key has its name, step and what it describes."""
     for line in (run / "logs" / "probes.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["name"].startswith(NOT_REPRODUCIBLE):
@@ -112,7 +112,7 @@ def estimates_of(run: Path) -> Iterator[tuple[str, tuple[float, float]]]:
 
 
 def results_of(folder: Path) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield the numbers of an analysis: of its result, and of the kernel's tables."""
+    """Yield the numbers of an analysis, from its result and the kernel's tables."""
     for path in sorted(folder.glob("**/result.json")):
         for key, number in numbers_of(json.loads(path.read_text(encoding="utf-8")), path.parent.name):
             yield key, (number, math.nan)
@@ -127,7 +127,7 @@ def results_of(folder: Path) -> Iterator[tuple[str, tuple[float, float]]]:
 
 
 def weights_of(run: Path) -> str:
-    """Return a digest of the weights that a run ended with, or "" if it keeps none."""
+    """Return a digest of a run's final weights, or "" if it saved none."""
     checkpoints = sorted(run.glob("training_state/checkpoint-*/*model.safetensors"))
     if checkpoints:
         tensors = load_file(checkpoints[-1])
@@ -143,7 +143,7 @@ def weights_of(run: Path) -> str:
 
 
 def relative_difference(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """Return the largest difference of value and error, in units of the larger of the two; inf where one is nan."""
+    """Return the larger difference of value and error, relative to the larger of the two; inf if only one is nan."""
     scale = max((abs(number) for number in before if math.isfinite(number)), default=0.0)
     worst = 0.0
     for old, new in zip(before, after, strict=True):
@@ -155,7 +155,7 @@ def relative_difference(before: tuple[float, float], after: tuple[float, float])
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print what differs between two records, and return the exit status."""
+    """Print the differences between two records, and return the exit code."""
     status = 0
     for run in sorted(path for path in before.iterdir() if path.is_dir()):
         other = after / run.name

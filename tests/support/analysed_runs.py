@@ -1,4 +1,4 @@
-"""A run of three steps with a checkpoint at each, and a trainer restored at its first: what tests of analyses share."""
+"""What tests of analyses share: a run of three steps with a checkpoint at each, and a trainer restored from one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEEN: dict[int, dict[str, Any]] = {}
 
 
 class Recorder(Probe):
-    """Keeps what each step learned from, its gradient and what it changed."""
+    """Keeps each step's rollout, its gradient and its change of the weights."""
 
     name = "recorder"
 
@@ -74,12 +74,12 @@ def as_update_buffer(rollout: Any) -> UpdateBuffer:
 
 
 def close(a: Tensor, b: Tensor) -> float:
-    """Return the norm of the difference over that of b."""
+    """Return ‖a − b‖ / ‖b‖."""
     return float((a - b).double().norm() / b.double().norm())
 
 
 def joined(parts: Any) -> Tensor:
-    """Return a step, (P,), from its pieces."""
+    """Join the pieces of an update into one vector, (P,)."""
     return torch.cat([by_cause.total[0] for _, by_cause in parts])
 
 
@@ -93,7 +93,7 @@ def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:
 
 
 def results_of(predicted: float, measured: float, stderr: float, of_predicted: float = 0.1) -> dict[str, float]:
-    """Return results in nats from thousandths: the difference follows."""
+    """Return results in nats from values in thousandths. The paired error is predicted − measured."""
     numbers = {"deltaH1": (predicted, of_predicted), "deltaH_true": (measured, of_predicted)}
     numbers["paired_error"] = (predicted - measured, stderr)
     return {f"{key}{se}": 1e-3 * pair[bool(se)] for key, pair in numbers.items() for se in ("", "_se")}

@@ -1,4 +1,4 @@
-"""Settings as a command composes them, those that are refused, and a run that is quick."""
+"""Settings as a command composes them, settings that are refused, and the settings of a quick run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def composed(name: str, *overrides: str) -> DictConfig:
 
 
 def launched_program(*words: str) -> tuple[list[str], dict[str, str]]:
-    """Return the program with its arguments that `accelerate launch WORDS` starts, and its environment."""
+    """Return the command and the environment with which `accelerate launch WORDS` starts a program."""
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     (python, *program), env = prepare_simple_launcher_cmd_env(arguments)
     assert python == sys.executable
@@ -39,7 +39,7 @@ def launched_program(*words: str) -> tuple[list[str], dict[str, str]]:
 
 
 def assert_silent(said: str) -> None:
-    """Assert that nothing of what libraries say while they are imported, load and save is there."""
+    """Assert that the output has none of the messages that libraries print on import, loading and saving."""
     for noise in ("Failed to load CPU", "Setting accelerator", "Loading weights", "Writing model", "FutureWarning"):
         assert noise not in said
 

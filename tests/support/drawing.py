@@ -1,4 +1,4 @@
-"""One vl-convert for all pages that the tests of a process and of its forks draw: starting one takes half a second."""
+"""One vl-convert for all pages that a test process and its forks draw, because starting it takes half a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-# It ends with the process that has started it, which holds the other end of its stdin.
+# It ends when the process that started it ends, because that process holds the other end of its stdin.
 SERVER = """
 import contextlib, functools, io, json, os, socket, sys, threading
 
@@ -31,7 +31,11 @@ while True:
 
 
 def start_drawing() -> Callable[[str, str, str], str]:
-    """Start the process; returns what asks it what a program says, given its argument and stdin: "" if it fails."""
+    """Start the process, and return a function that asks it to run a program.
+
+    Returns:
+        A function of a program, its argument and its stdin. It returns the program's output, or "" if it fails.
+    """
     calls, folder = socket.socket(socket.AF_UNIX), tempfile.TemporaryDirectory(prefix="drawing-")
     calls.bind(f"{folder.name}/calls")
     calls.listen()

@@ -1,4 +1,4 @@
-"""Works that end in some way: in a module of its own, which the processes that they end in import quickly."""
+"""Workers that end in various ways, in a separate module so that their processes import it quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps made by hand, for claims that need no trainer: one on-policy step of a loop that can be asked everything."""
+"""Steps made by hand, for tests that need no trainer: one on-policy step of a loop that supports every request."""
 
 from __future__ import annotations
 
@@ -37,31 +37,36 @@ PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0
 
 
 def draw(*shape: int) -> Tensor:
-    """Return numbers drawn from a normal distribution, fp64."""
+    """Draw standard normal numbers, fp64."""
     return torch.randn(*shape, dtype=torch.float64)
 
 
 def drawn_adamw(shape: tuple[int, ...], weight_decay: float, step: int) -> AdamWState:
-    """Return a state of AdamW whose moments are drawn."""
+    """Return an AdamW state with random moments."""
     return AdamWState(draw(*shape), draw(*shape).square(), step, 1e-2, (0.9, 0.99), 1e-8, weight_decay)
 
 
 def shard_of(parameters: Mapping[str, Tensor]) -> Shard:
-    """Return the shard of a process that keeps all of these parameters."""
+    """Return the shard of a rank that holds all of these parameters."""
     held = nn.ParameterDict(parameters)
     return Shard(held, torch.optim.SGD(held.parameters()), None, replicated=True)
 
 
 def scored(rollout: Any, scores: Scores, loss_weights: Any = None) -> Batch:
-    """Return a batch of which nothing but its sequences, scores and loss weights is there."""
+    """Return a batch that has only its sequences, scores and loss weights."""
     nothing = torch.zeros(0)
     return Batch(rollout, scores, loss_weights, (), (), nothing, nothing, responses_per_prompt=0)
 
 
 def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
-    """Return the mean over all other folds, as steps without a fold are made of it, for each fold: (F, …), as folds.
+    """Return for each fold the mean over all other folds, as leave-one-out updates use it.
 
-    sizes  (F,) fp64, n_k
+    Args:
+        folds: Mean of each fold, (F, …).
+        sizes: n_k, (F,), fp64.
+
+    Returns:
+        (F, …), the shape of `folds`.
     """
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
@@ -86,10 +91,15 @@ def step_of(
     memory: PreviousUpdate | None = None,
     ranks: Ranks = ALONE,
 ) -> StepContext:
-    """Return what a probe sees of a step in so many microbatches of equal size, each a fold; with a memory, and its ΔH.
+    """Return what a probe sees of a step with equal microbatches, each a fold.
 
-    parameters, mean  as they are shaped; what a step keeps of them is flat
-    rows, sq_norms    of each fold
+    Args:
+        microbatches: Number of microbatches.
+        parameters: The trained parameters in their own shapes; the step keeps them flat.
+        mean: The mean gradient by parameter, in the parameters' shapes.
+        rows: The gradient of each fold.
+        sq_norms: The squared gradient norm of each fold.
+        memory: With the previous update, the context also has the entropy prediction.
     """
     size = rollout.num_sequences // microbatches
     microbatch_rows = ranges_of([size] * microbatches)

@@ -1,4 +1,4 @@
-"""A run that somebody else made, and what a reader of it would type, as far as it is composed and read."""
+"""A run from an untrusted source, and the commands with which somebody would read it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_training.job.objects.trainer import build_restored
 from rl_training.job.run.evaluation_plan import EvaluationPlan, read_plan
 
 SECRET = "hf_of_the_reader"
-TOUCH = "import pathlib; pathlib.Path(r'{canary}').touch()"  # what a gadget would run
+TOUCH = "import pathlib; pathlib.Path(r'{canary}').touch()"  # the code that an attack would run
 
 
 class Canary:
@@ -35,7 +35,7 @@ class Canary:
 
 
 def foreign_run(parent: Path) -> Path:
-    """Return a run with a checkpoint that looks whole, and files beside that would leave PARENT/canary."""
+    """Return a run with a checkpoint that looks complete, and files that create PARENT/canary if they are executed."""
     folder = parent / "run"
     checkpoint = folder / "training_state" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
@@ -96,7 +96,7 @@ def probe(run: Path, *words: str) -> object:
 
 
 def said(command: Callable[[Path], object], run: Path) -> str:
-    """Return the line in which a command refuses a run, "" where it does not; nothing of it has run or is told."""
+    """Return the line in which a command refuses a run, or "". Assert that none of its code ran and no secret shows."""
     try:
         command(run)
         line = ""

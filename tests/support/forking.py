@@ -1,4 +1,4 @@
-"""Runs a program of the repository whose own processes are forks of it, and need no imports: forking.py PROGRAM …"""
+"""Runs a program of the repository whose child processes are forks, so they need no imports: forking.py PROGRAM …"""
 
 from __future__ import annotations
 

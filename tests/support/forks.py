@@ -1,11 +1,11 @@
-"""Processes that start warm: forked from one that has imported torch, TRL and this package once, ten seconds each time.
+"""Processes that start fast: forks of a server that has imported torch, TRL and this package, which takes ten seconds.
 
-That one is itself a fork of pytest, from the moment when all tests were collected: it has their imports, and no thread
-that a test has started since. It ends with pytest.
+The server is itself a fork of pytest, made when all tests were collected. So it has their imports, but no thread that a
+test started later. It ends with pytest.
 
-    in_fork(function, *args)            what a function returns, called in a fork of it
-    run("train.py", "probe=simple")     a program, as `python train.py probe=simple` at the root of the repository
-    start_ranks(worker, (folder,), 2)   worker(rank, folder) in two processes that meet by torch.distributed
+    in_fork(function, *args)            call a function in a fork of the server, and return its result
+    run("train.py", "probe=simple")     run a program like `python train.py probe=simple` at the repository's root
+    start_ranks(worker, (folder,), 2)   worker(rank, folder) in two processes connected by torch.distributed
     run_on_ranks(("train.py",), 2)      a program in two such processes, as torchrun starts it
 """
 
@@ -42,7 +42,7 @@ FORK = get_context("fork")
 
 
 def start_server() -> None:
-    """Fork the process that every other one is a fork of."""
+    """Fork the server from which all other processes are forked."""
     global _server
     _server, asked = FORK.Pipe()
     if os.fork() == 0:
@@ -52,9 +52,9 @@ def start_server() -> None:
 
 
 def _serve(asked: Connection) -> NoReturn:
-    """Call each function that is asked for in a fork of its own, until the one who asks has ended."""
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest has its own
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is pytest's
+    """Call each requested function in a new fork, until the requesting process has ended."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest replaces these
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest handles Ctrl-C
     with contextlib.suppress(EOFError):
         while True:
             call = asked.recv()
@@ -73,7 +73,7 @@ def _serve(asked: Connection) -> NoReturn:
 
 
 def in_fork(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what the function returns in a process of its own. An exception is raised here, as its traceback."""
+    """Call a function in a separate process and return its result. An exception there is raised here as a traceback."""
     _server.send(functools.partial(function, *args))
     result, failure = _server.recv()
     if failure:
@@ -82,9 +82,11 @@ def in_fork(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Return what a Python program of the repository said and how it ended: `run("train.py", "--help")`.
+    """Run a Python program of the repository, as in `run("train.py", "--help")`. Return its output and exit code.
 
-    env  its whole environment, by default this one. What a library reads while it is imported was read before the fork
+    Args:
+        env: Its whole environment, by default that of this process. Variables that a library reads on import have no
+            effect, because the imports happened before the fork.
     """
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / name for name in ("stdout", "stderr")]
@@ -124,14 +126,14 @@ def _run(command: Sequence[str]) -> None:
 def begin_ranks(
     worker: Callable[..., None], args: tuple[Any, ...], processes: int
 ) -> torch.multiprocessing.ProcessContext:
-    """Return so many processes, in which worker(rank, *args) was called with a launcher's environment. In a fork."""
+    """Start `processes` processes that call worker(rank, *args) with a launcher's environment. Call this in a fork."""
     return torch.multiprocessing.start_processes(
         _rank, (worker, args, processes, get_free_port()), nprocs=processes, join=False, start_method="fork"
     )
 
 
 def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: int) -> None:
-    """Call worker(rank, *args) in so many processes and wait for them. An exception in one of them is raised here."""
+    """Call worker(rank, *args) in `processes` processes and wait for them. An exception in any of them is raised."""
     in_fork(_join_ranks, worker, args, processes)
 
 
@@ -142,7 +144,7 @@ def _join_ranks(*args: Any) -> None:
 
 
 def run_on_ranks(command: Sequence[str], processes: int, **env: str) -> None:
-    """Run a program of the repository in so many processes, with these variables beside a launcher's."""
+    """Run a program of the repository in `processes` processes, with a launcher's variables and these."""
     start_ranks(program_on_rank, (tuple(command), env), processes)
 
 
@@ -157,4 +159,4 @@ def _rank(rank: int, worker: Callable[..., None], args: tuple[Any, ...], process
     worker(rank, *args)
     if worker is not program_on_rank and dist.is_initialized():
         dist.barrier()
-        os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+        os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may need the GIL

@@ -1,4 +1,4 @@
-"""A disk that fills up, as near to it as a test can be."""
+"""An approximation of a disk that fills up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Within it a write beyond this size writes what fits, and the rest of it fails: as on a disk that fills up."""
+    """Limit files to this size: a write beyond it writes what fits and then fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

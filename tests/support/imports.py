@@ -1,4 +1,4 @@
-"""What comes along when a module of the package is imported, read from its files and those that it imports."""
+"""Which libraries an import of a package module brings in, determined from its source and that of its imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def imported_at_once(path: Path) -> set[str]:
-    """Return what a module imports while it is imported itself, not what its functions import, nor for types only."""
+    """Return what a module imports at import time, without imports inside functions or only for type checking."""
     names: set[str] = set()
     statements = list(ast.parse(path.read_text(encoding="utf-8")).body)
     for node in statements:  # grows
@@ -26,7 +26,7 @@ def imported_at_once(path: Path) -> set[str]:
 
 
 def imported_with(module: str) -> set[str]:
-    """Return the libraries, beside Python's own, that come along when a module of this package is imported."""
+    """Return the third-party libraries that are imported along with a module of this package."""
     libraries: set[str] = set()
     modules = [module]
     for name in modules:  # grows

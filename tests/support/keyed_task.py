@@ -1,4 +1,4 @@
-"""The default task, for which settings of any name can be given; and which asks for its run's end by a signal."""
+"""The default task, but accepting settings of any name and able to end its run with SIGTERM."""
 
 from __future__ import annotations
 

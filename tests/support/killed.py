@@ -1,10 +1,10 @@
 """Runs a program of the repository until something ends it: python tests/support/killed.py HOW PROGRAM …
 
-    open:END, rename:END    SIGKILL, when a file whose path ends so is about to be opened, or to be moved to
-    said:WORDS              SIGKILL, when these are printed to stderr
-    memory:MEGABYTES        it gets no more memory than it has now, and so much
+    open:END, rename:END    SIGKILL when a path with this ending is about to be opened, or to become a rename's target
+    said:WORDS              SIGKILL when these words are printed to stderr
+    memory:MEGABYTES        limit its memory to this much more than it has now
 
-Of the program nothing is known here: files are what Python tells its auditors.
+This needs no knowledge of the program: Python reports files through audit hooks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-PATHS = {"open": ("open", 0), "rename": ("os.rename", 1)}  # the auditors' name of it, and which argument is the path
+PATHS = {"open": ("open", 0), "rename": ("os.rename", 1)}  # name of the audit event, and which argument is the path
 
 
 def die() -> None:
@@ -25,7 +25,7 @@ def die() -> None:
 
 
 class Listening:
-    """stderr, that dies when certain words are said."""
+    """stderr that kills the process when certain words are written."""
 
     def __init__(self, stream: TextIO, words: str) -> None:
         self._stream, self._words = stream, words

@@ -1,8 +1,8 @@
-"""Trains on given rollouts in a plain loop, under every layout that torch has: what the ranks of test_shards.py run.
+"""Trains on given rollouts in a plain loop, under every layout that torch has. The ranks of test_sharding.py run this.
 
-Fold k is always the rows 8k to 8k + 7 of the 32 of a step, or half of these, whichever processes and microbatches they
-are spread over, so every layout measures the same. A case is a dictionary: `kind` (one, ddp, fsdp2) and whatever of
-OPTIONS it changes.
+Fold k always consists of rows 8k to 8k + 7 of a step's 32 rows, or of half of these, no matter over which processes and
+microbatches they are spread. So every layout measures the same. A case is a dictionary with `kind` (one, ddp, fsdp2)
+and the OPTIONS that it changes.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from rl_training.probes import (
 )
 from rl_training.tasks.models import load_tiny
 
-STEPS, FOLD, PROMPTS = 2, 8, 8  # optimizer steps; sequences of a fold; prompts of a step
-ROWS = torch.arange(4 * G, 12 * G)  # of the 16 prompts given: long responses of some, and short ones of others
+STEPS, FOLD, PROMPTS = 2, 8, 8  # optimizer steps; sequences per fold; prompts per step
+ROWS = torch.arange(4 * G, 12 * G)  # 8 of the 16 given prompts: 4 with long responses, 4 with short ones
 OPTIONS: dict[str, Any] = {
     "kind": "one",
-    "microbatch": 8,  # sequences of one backward of a process
+    "microbatch": 8,  # sequences per backward on each process
     "dtype": torch.float64,
-    "sync": "each",  # gradients are reduced at each microbatch, or at the last one
+    "sync": "each",  # gradients are reduced at each microbatch, or only at the last one
     "reshard": True,  # FSDP2 frees gathered weights after the forward pass
     "lora": False,
-    "row": False,  # only matrices of one row are trained: under FSDP2 only the first process holds any of it
+    "row": False,  # train only matrices with one row: under FSDP2 the first process holds all of them
     "checkpointing": False,
     "probes": True,
-    "sampler": False,  # another policy has sampled
-    "shuffled": False,  # the prompts of a process are spread over its microbatches
+    "sampler": False,  # another policy sampled the responses
+    "shuffled": False,  # each prompt of a process is spread over its microbatches
     "num_folds": None,
-    "few": False,  # only probes of the step's own folds, and one intervention
-    "numerics": False,  # the only probes score rows again one by one
+    "few": False,  # only probes that use the step's own folds, and one intervention
+    "numerics": False,  # only probes that score single rows again
 }
 
 
 class ScoringProbe(Probe):
-    """Scores a row with a graph, and goes no further: as a probe of one's own may."""
+    """Scores one row with a graph and never calls backward, as a custom probe may do."""
 
     name = "scoring"
 
@@ -116,18 +116,18 @@ def rows_of(case: dict[str, Any], rank: int, world: int) -> Iterator[Tensor]:
     count = PROMPTS * G // world // size
     rows = []
     for m in range(count):
-        if count * size // FOLD * world >= PROMPTS * G // FOLD and size >= FOLD:  # a process has whole folds
+        if count * size // FOLD * world >= PROMPTS * G // FOLD and size >= FOLD:  # each process has whole folds
             first = (m * world + rank) * size
-        else:  # a fold's rows lie side by side on all processes
+        else:  # the rows of a fold are contiguous across all processes
             first = m * world * size + rank * size
         rows.append(torch.arange(first, first + size))
-    if case["shuffled"]:  # the first microbatch has the first responses of each prompt
+    if case["shuffled"]:  # the first microbatch gets the first responses of each prompt
         rows = list(torch.cat(rows).view(-1, count, G // count).transpose(0, 1).reshape(count, -1))
     yield from rows
 
 
 def by_another(policy: nn.Module, rollout: Rollout, number: int) -> Rollout:
-    """Return the rollout as if a policy that is some noise away had sampled it."""
+    """Return the rollout as if a noisy version of the policy had sampled it."""
     with torch.no_grad():
         logps = scores_of(policy, rollout)[0]
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(number), dtype=logps.dtype)
@@ -135,7 +135,7 @@ def by_another(policy: nn.Module, rollout: Rollout, number: int) -> Rollout:
 
 
 def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Return the estimates of each step, and a digest of this process's weights, optimizer and random numbers."""
+    """Train, and return each step's estimates and a digest of this process's weights, optimizer and random numbers."""
     case = OPTIONS | case
     policy = model_of(case)
     rollouts = {number: take_rows(rollout_of(number), ROWS) for number in range(1, STEPS + 1)}
@@ -178,7 +178,7 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
 
 def num_groups() -> int:
-    """Return how many groups of processes this one knows of."""
+    """Return the number of process groups in this process."""
     return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
 
 
@@ -192,7 +192,7 @@ def digest(trained: list[Any], optimizer: torch.optim.Optimizer) -> str:
 
 
 def worker(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
-    """Train all cases one after another, as one of the processes, and save what each returned."""
+    """Train all cases one after another as one of the processes, and save the result of each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.get_world_size()

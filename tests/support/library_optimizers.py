@@ -1,4 +1,4 @@
-"""The optimizers of the table in supported.py as their libraries have them, and the states that the package reads."""
+"""The optimizers in the table of supported.py, from their libraries, and the states that the package reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_training.optim.supported import FORMULAS
 from rl_training.parallel.sharding import Shard
 
 ORDINARY: dict[str, Any] = {"lr": 0.03, "weight_decay": 0.3}
-# What takes another way through a step, each in the place of the ordinary settings: by full name.
+# By full name: settings that lead through another branch of the step, each used instead of the default settings.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "torch.optim.adamw.AdamW": [ORDINARY, {"lr": 1e-3, "betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.0}],
     "torch.optim.sgd.SGD": [
@@ -38,9 +38,10 @@ def name_of(formula: StepFormula) -> str:
 
 
 class Trained:
-    """Parameters of these shapes and their optimizer: in fp64 with torch's, in fp32 with another library's.
+    """Parameters of the given shapes and their optimizer: fp64 for torch's optimizers, fp32 for another library's.
 
-    undecayed  names of parameters without weight decay
+    Args:
+        undecayed: Names of parameters without weight decay.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Trained:
         library = pytest.importorskip(module.partition(".")[0])
         dtype = torch.float64 if library is torch else torch.float32
         torch.manual_seed(0)
-        self.model = nn.ParameterDict()  # in this order: of a dictionary it would take them by name
+        self.model = nn.ParameterDict()  # filled one by one to keep the order: it would sort a dictionary by name
         for parameter, shape in shapes.items():
             self.model[parameter] = nn.Parameter(torch.randn(shape, dtype=dtype))
         decayed = [param for name, param in self.model.items() if name not in undecayed]
@@ -63,13 +64,13 @@ class Trained:
         self.optimizer = optimizer([{"params": decayed}, *([others] if undecayed else [])], **settings)
 
     def step(self, without: tuple[str, ...] = ()) -> None:
-        """Take a step with drawn gradients; `without` any for these parameters."""
+        """Take a step with random gradients; the parameters in `without` get none."""
         for name, param in self.model.items():
             param.grad = None if name in without else torch.randn_like(param)
         self.optimizer.step()
 
     def states(self) -> dict[str, OptimizerState]:
-        """Return what the package reads of each parameter."""
+        """Return the state that the package reads for each parameter."""
         states = view_optimizer(Shard(self.model, self.optimizer, None)).states
         assert states is not None
         return dict(states)

@@ -1,4 +1,4 @@
-"""The records of a trainer that logs what TRL logs, with numbers that a test chooses."""
+"""Records with TRL's log lines, whose numbers a test chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS: dict[str, Any] = {"sequences_per_step": 128, "trainer": {
     "class": "GRPOTrainer", "num_generations": 8, "learning_rate": 1e-4, "max_completion_length": 64,
     "gradient_accumulation_steps": 8, "max_grad_norm": 1.0,
 }}  # fmt: skip
-# A step of a healthy run: rewards of 0 and 1, most prompts with both, responses that end.
+# A step of a healthy run: rewards of 0 and 1, most prompts have both, and responses end.
 LOGGED: dict[str, float] = {
     "reward": 0.5, "reward_std": 0.5, "entropy": 0.5, "frac_reward_zero_std": 0.25, "learning_rate": 1e-4,
     "grad_norm": 0.5, "completions/mean_length": 20.0, "completions/clipped_ratio": 0.0,
@@ -30,10 +30,12 @@ def log_run(
     settings: Mapping[str, Any] | None = None,
     **curves: Curve | float,
 ) -> Path:
-    """Return the folder of a run whose step s logs LOGGED, and `curves` of s in their place ("/" is written "__").
+    """Write a run whose steps log LOGGED, except for the given curves, and return its folder.
 
-    estimates  what probes measured at a step, by name
-    settings   fields of GRPOConfig beside those of SETTINGS
+    Args:
+        estimates: By name, the estimate of a probe as a function of the step.
+        settings: Fields of GRPOConfig in addition to SETTINGS.
+        curves: Logged values as functions of the step, or constants. Write "__" for "/" in their names.
     """
     records = Records(folder / "logs")
     records.start(0, {**SETTINGS, "trainer": {**SETTINGS["trainer"], **(settings or {})}})
@@ -46,6 +48,6 @@ def log_run(
 
 
 def noisy(curve: Curve, deviation: float, seed: int = 0) -> Curve:
-    """Return the curve with independent normal noise."""
+    """Return the curve plus independent normal noise."""
     draws = np.random.default_rng(seed).normal(0.0, deviation, 1000)
     return lambda step: curve(step) + float(draws[step])

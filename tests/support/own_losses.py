@@ -1,4 +1,4 @@
-"""Trainers as people write them: subclasses whose loss, advantages or batch are not what the settings say."""
+"""Trainer subclasses as users write them: their loss, advantages or batch differ from what the settings say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN: dict[str, Any] = {
 
 
 class WithSupervision(GRPOTrainer):
-    """Adds a supervised loss on one other sequence, at the steps that `at` names."""
+    """Adds a supervised loss on one extra sequence at the steps in `at`."""
 
     at: tuple[int, ...] = (1, 2, 3)
     share = 0.3
@@ -30,7 +30,7 @@ class WithSupervision(GRPOTrainer):
 
 
 class PositiveSamples(GRPOTrainer):
-    """Reinforces what was better than the group's mean, and nothing else."""
+    """Reinforces only responses that were better than the group's mean."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -38,7 +38,7 @@ class PositiveSamples(GRPOTrainer):
 
 
 class Longer(TrainerCallback):
-    """Raises the longest response while training runs, by which Dr-GRPO's loss is divided."""
+    """Raises the maximum response length during training; Dr-GRPO's loss is divided by it."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer: Any = trainer
@@ -49,13 +49,13 @@ class Longer(TrainerCallback):
 
 
 def some_rewards(completions: list[str], **kwargs: Any) -> list[float | None]:
-    """A reward that says nothing of a third of the responses."""
+    """Return None as the reward of a third of the responses."""
     sums = [sum(map(ord, text)) for text in completions]
     return [None if number % 3 == 0 else float(number % 7) for number in sums]
 
 
 def above_the_others(rewards: Tensor, group: int) -> Tensor:
-    """Return, one response after another, its reward less the mean of the others'; 0 without any, in float64."""
+    """Return each response's reward minus the mean of the others' in its group, float64; 0 if there are no others."""
     weights = []
     for row, reward in enumerate(rewards.tolist()):
         first = row // group * group
@@ -65,12 +65,9 @@ def above_the_others(rewards: Tensor, group: int) -> Tensor:
 
 
 class Replay(GRPOTrainer):
-    """Puts good groups of the last rollout in the place of those without spread, and keeps their log-probabilities.
+    """Replaces groups of equal rewards by groups of the last rollout, with the log-probabilities they had then."""
 
-    keeps_logps  it hands the log-probabilities on, as TRL's loss takes them
-    """
-
-    keeps_logps = True
+    keeps_logps = True  # pass these log-probabilities on to TRL's loss
     kept: dict[str, Tensor] | None = None
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -108,7 +105,7 @@ class Replay(GRPOTrainer):
 
 
 def widened(rows: Tensor, shape: torch.Size, name: str) -> Tensor:
-    """Return rows with as many columns as others have: prompts end, and responses begin, where they did."""
+    """Pad rows to the width of others: prompts on the left, responses on the right."""
     if rows.ndim == 1:
         return rows
     missing = shape[1] - rows.shape[1]
@@ -118,7 +115,7 @@ def widened(rows: Tensor, shape: torch.Size, name: str) -> Tensor:
 
 
 class DrawsAgain(GRPOTrainer):
-    """Dynamic sampling: prompts whose responses are all alike give way to those of another rollout of the same size."""
+    """Dynamic sampling: prompts whose responses all earn the same are replaced from a second rollout of equal size."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         rounds, rewards = [], []
@@ -146,7 +143,7 @@ class DrawsAgain(GRPOTrainer):
 
 
 class KeepsSome(GRPOTrainer):
-    """Trains on some rows of the rollout alone. `rows` says on which, from how many there are to a prompt."""
+    """Trains only on some rows of the rollout: those that the function `rows` selects from it."""
 
     rows: Any = None
 

@@ -1,4 +1,4 @@
-"""Dr-GRPO in plain PyTorch on given rollouts: what the tests of loops train, with room for what they do wrong."""
+"""Dr-GRPO in plain PyTorch on given rollouts: the loop that tests train, with hooks for planting mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Action = Callable[[Any, torch.optim.Optimizer], object]
 
 
 def rollout_of(number: int) -> Rollout:
-    """Return what ReplayTrainer is given, padded to its own longest sequence."""
+    """Return the rollout that ReplayTrainer is given, padded to its longest sequence."""
     given = given_rollout(number)
     given.pop("num_items_in_batch")
     width = int(given["completion_mask"].sum(dim=1).max())
@@ -34,7 +34,7 @@ def microbatches(number: int, size: int = MICROBATCH) -> list[Rollout]:
 
 
 def scores_of(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies of the tokens of the responses."""
+    """Return the log-probabilities and entropies of the response tokens."""
     ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
     there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
     logits = model(input_ids=ids, attention_mask=there, use_cache=False).logits
@@ -50,7 +50,7 @@ def loss_of(logps: Tensor, part: Rollout, microbatches: int) -> Tensor:
 
 
 def nothing(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """What a right loop does beside its steps."""
+    """Do nothing: a correct loop does nothing between its parts."""
 
 
 def train(
@@ -60,18 +60,18 @@ def train(
     steps: int = 3,
     *,
     size: int = MICROBATCH,
-    count: int | None = None,  # microbatches of a step, of all that there are
+    count: int | None = None,  # number of microbatches to use in a step, by default all
     entropies: bool = True,
     clip: float | None = CLIP,
     zero_grad: bool = True,
     forward: Callable[[Any, Rollout], tuple[Tensor, Tensor]] = scores_of,
-    sampler: Callable[[Tensor, Tensor], Tensor] | None = None,  # its log-probabilities, of the policy's and the tokens
+    sampler: Callable[[Tensor, Tensor], Tensor] | None = None,  # (policy's log-probabilities, tokens) → the sampler's
     backward: Callable[[Tensor], object] = Tensor.backward,
-    between: Action = nothing,  # two microbatches
+    between: Action = nothing,  # between two microbatches
     ready: Action = nothing,  # after the last backward, before the probes see the gradient
     late: Action = nothing,  # between the probes and the optimizer
 ) -> list[dict[str, Estimate]]:
-    """Return the estimates of each step."""
+    """Train, and return the estimates of each step."""
     answers = []
     with measured:
         for number in range(1, steps + 1):

@@ -1,6 +1,6 @@
-"""A small stand-in for Qwen2.5: its architecture with every switch as published, and a byte-level BPE of its own.
+"""A small stand-in for Qwen2.5: its architecture with every option as published, and its own byte-level BPE tokenizer.
 
-It has seen enough answers in the right form to guess some: without rewards nothing would move.
+It was taught the form of an answer, so it guesses some right: without any reward no weight would move.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL = [
 
 @functools.cache
 def taught(temporary: Path) -> Path:
-    """Return a folder with rows.jsonl, and with the model in bf16 and its tokenizer under model/."""
+    """Return a folder with rows.jsonl, and under model/ the model in bf16 and its tokenizer."""
     folder = temporary / "qwen"
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")

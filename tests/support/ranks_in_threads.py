@@ -1,4 +1,4 @@
-"""Two ranks as threads of this process, for what needs a sum over ranks and no process group."""
+"""Two ranks as threads of this process, for code that needs a sum over ranks but no process group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def on_two_ranks(rank_function: Callable[[int, Callable[[Tensor], Tensor]], Tensor]) -> list[Tensor]:
-    """Return [rank_function(rank, reduce) for both ranks], run side by side; reduce waits for the other rank's."""
+    """Return rank_function(rank, reduce) of both ranks, run in parallel. `reduce` waits for the other rank."""
     barrier, slots = threading.Barrier(2, timeout=20), [torch.empty(0)] * 2
 
     def reduce(rank: int, tensor: Tensor) -> Tensor:
         slots[rank] = tensor
         barrier.wait()
         total = slots[0] + slots[1]
-        barrier.wait()  # nobody writes again before both have read
+        barrier.wait()  # neither rank writes again before both have read
         return total
 
     with ThreadPoolExecutor(2) as pool:

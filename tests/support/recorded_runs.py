@@ -1,4 +1,4 @@
-"""The records of a run that was never made: four estimates and costs at each step."""
+"""The records of an invented run: four estimates and costs at each step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rl_training.records.jsonl import Records
 
 
 def record_run(folder: Path, steps: Iterable[int], hole: str = "", reason: str = "") -> Path:
-    """Return the folder of a run measured at `steps`.
+    """Write the records of a run measured at `steps`, and return its folder.
 
-    `reason` makes every estimate nan; `hole` makes those nan that need the step before, at all steps but the first.
+    Args:
+        hole: If given, estimates that need the previous step are nan with this reason after the first step.
+        reason: If given, every estimate is nan with this reason.
     """
     records = Records(folder / "logs")
     for index, step in enumerate(steps):

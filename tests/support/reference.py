@@ -1,8 +1,8 @@
 """Slow plain twins of the library's formulas: Python floats (float64), loops, straight from the definitions.
 
-They share no code with the library. They take ragged lists, so they know neither padding nor masks nor batches.
+They share no code with the library. They take ragged lists, so they need no padding, masks or batches.
 The tabular policy is small enough to enumerate: vocabulary {0, 1, EOS}, at most three tokens, a logit for each token
-after each of the 7 prefixes. Of its 15 responses 8 are truncated, without EOS, so lengths are ragged and informative.
+after each of the 7 prefixes. 8 of its 15 responses are truncated (without EOS), so lengths are ragged and informative.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def log_softmax(logits: Sequence[float]) -> list[float]:
 
 
 def prefix_numbers(response: Sequence[int]) -> list[int]:
-    """Return, for each token of a response, the row of the table it was sampled from."""
+    """Return for each token of a response the row of the table from which it was sampled."""
     return [PREFIXES.index(tuple(response[:k])) for k in range(len(response))]
 
 
@@ -83,8 +83,9 @@ def surrogate_weights(
 
     The estimate is the mean over sequences of Σ_k w_k ∂log π(t_k) + u_k ∂h_k.
 
-    baseline  "others" is the definition; "all" is the mistake of averaging over the response itself as well
-    ratios    to the policy that was sampled from: of the tokens before each, and with it
+    Args:
+        baseline: "others" is the definition. "all" is the mistake of including the response itself in the mean.
+        ratios: Ratios to the policy that sampled: for each token, of the tokens before it, and including it.
     """
     lengths = [len(row) for row in entropies]
     before, through = ratios or ([[1.0] * length for length in lengths],) * 2
@@ -119,9 +120,10 @@ def surrogate_weights(
 
 
 def prefix_ratios(log_ratios: Ragged) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the ratios of the tokens before each, and with it, over their means over all responses at its place.
+    """Return for each token the ratio of the tokens before it, and that including it, normalized at each position.
 
-    A response that has ended counts in these means with the ratio that it ended with.
+    Each ratio is divided by its mean over all responses at the same position. A response that has ended counts in this
+    mean with its final ratio.
     """
 
     upto = [[math.exp(total) for total in itertools.accumulate(row, initial=0.0)] for row in log_ratios]
@@ -147,7 +149,8 @@ def terms_before(
 ) -> list[float]:
     """Return the terms of one response: H' − H, T' − T, r' − r, the KL divergence, log w.
 
-    others  entropies after the step of each of the prompt's other responses
+    Args:
+        others: Entropies after the step, for each of the prompt's other responses.
     """
     sampler = logps if logps_of_sampler is None else logps_of_sampler
     count = len(logps)
@@ -173,7 +176,7 @@ def terms_before(
 
 
 class AdamWStep(NamedTuple):
-    """One AdamW step of a list of scalars: what each moves by, by cause, and the moments afterwards."""
+    """One AdamW step of a list of scalars: the change of each, split by cause, and the moments afterwards."""
 
     momentum: list[float]
     gradient: list[float]
@@ -198,7 +201,7 @@ def adamw_step(
     eps: float,
     weight_decay: float,
 ) -> AdamWStep:
-    """Return the step number `step` + 1 of Loshchilov & Hutter's algorithm 2, scalar by scalar."""
+    """Take step number `step` + 1 of Loshchilov & Hutter's algorithm 2, scalar by scalar."""
     beta1, beta2 = betas
     t = step + 1
     out = AdamWStep([], [], [], [], [])
@@ -225,7 +228,7 @@ def mean_of_the_others(folds: Ragged, sizes: Sequence[float], left_out: int) -> 
 
 
 def jackknife_stderr(statistic: Callable[[list[float]], float], folds: Ragged) -> float:
-    """Return √((K−1)/K Σ_l (f_(−l) − mean f_(−·))²), f_(−l) the statistic of the column sums without fold l."""
+    """Return √((K−1)/K Σ_l (f_(−l) − mean f_(−·))²), with f_(−l) the statistic of the column sums without fold l."""
     count = len(folds)
     left_out = [
         statistic([sum(folds[k][i] for k in range(count) if k != one_out) for i in range(len(folds[0]))])

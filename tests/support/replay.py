@@ -1,14 +1,20 @@
 """Trains on given rollouts under several launches: python tests/support/replay.py FOLDER RUN...
 
-A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
-`_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the first of
-the two steps, with `_continued` from that of two processes; with `_remedied` it trains with interventions and has no
-probes; with `_bounded` the rate of each step follows from its KL, and it has no probes either.
-Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
-FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their first step.
+A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; then optionally `_gpu` or `_bf16`.
+It may end with one of these:
 
-Everything is imported once, then processes are forked: nothing has used autograd or threads before. The runs of a kind
-and number of processes are trained in the same ones, one after another.
+    _bare       has no probes
+    _lora       trains an adapter
+    _resumed    resumes after the first of its two steps
+    _continued  resumes after the first step of the run with two processes
+    _remedied   trains with interventions, without probes
+    _bounded    each step's learning rate follows from its KL, without probes
+
+Every run gets the same prompts, completions and advantages, each process a contiguous share. Rank r writes
+FOLDER/RUN/r.pt. ZeRO and FSDP2 with probes save a checkpoint of their first step.
+
+Everything is imported once, then processes are forked; nothing has used autograd or threads before. Runs of the same
+kind and number of processes are trained in the same processes, one after another.
 """
 
 from __future__ import annotations
@@ -60,17 +66,17 @@ from rl_training.records.jsonl import Records
 from rl_training.step.needs import Need
 
 ROOT = Path(__file__).parents[2]
-STEPS, PROMPTS = 2, 8  # at the first step the second half of the sequences has no advantage
+STEPS, PROMPTS = 2, 8  # at the first step the second half of the sequences has zero advantage
 MICROBATCH = 8  # two of them on each of two processes
-TWO_LINES = ("zero2_2", "fsdp2_2")  # a trl.GRPOTrainer, with `attach` around its training
+TWO_LINES = ("zero2_2", "fsdp2_2")  # these use a trl.GRPOTrainer with `attach` around its training
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-# Without advantages on one process at the first step, dynamic_sampling doubles the weights of the other's prompts.
+# At the first step one process has no advantages, so dynamic_sampling doubles the weights of the other's prompts.
 REMEDIES = ("dynamic_sampling", "w_reinforce:0.5", "top_entropy:0.5", "bonus:0.1", "lr:0.5")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce_scatter")
 
 
 def deepspeed_settings(kind: str) -> dict[str, Any]:
-    """Return launch/KIND.json; under ZeRO-3 small parameters are cut too, which would otherwise stay whole."""
+    """Return launch/KIND.json. For ZeRO-3, shard small parameters too, which would otherwise stay whole."""
     settings = json.loads((ROOT / "launch" / f"{kind}.json").read_text(encoding="utf-8"))
     if kind == "zero3":
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -78,7 +84,7 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
 
 
 def ask_for_fsdp2() -> None:
-    """Set what accelerate's launcher sets for launch/fsdp2.yaml."""
+    """Set the environment variables that accelerate's launcher sets for launch/fsdp2.yaml."""
     asked = ["--config_file", str(ROOT / "launch" / "fsdp2.yaml"), "--num_processes", "2", "train.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
     env = prepare_multi_gpu_env(arguments)
@@ -86,13 +92,13 @@ def ask_for_fsdp2() -> None:
 
 
 class GivenRollouts(GRPOTrainer):
-    """TRL's trainer, with rollouts that are given instead of sampled, of as many prompts as its settings mean."""
+    """TRL's trainer with given rollouts instead of sampled ones. Its settings decide how many prompts they have."""
 
     first_rollout = 1
 
     def __init__(self, **arguments: Any) -> None:
         if arguments["args"].use_cpu and "ACCELERATE_USE_FSDP" in os.environ:  # accelerate has no FSDP2 on the CPU
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # told so, it does all of it
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # with this it uses FSDP2 anyway
         super().__init__(**arguments)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
@@ -103,19 +109,19 @@ class GivenRollouts(GRPOTrainer):
         rank_inputs = {
             key: (value[rows] if value.ndim else value).to(self.accelerator.device) for key, value in whole.items()
         }
-        width = int(rank_inputs["completion_mask"].sum(dim=1).max())  # a process pads to its own longest sequence
+        width = int(rank_inputs["completion_mask"].sum(dim=1).max())  # each process pads to its own longest sequence
         rank_inputs |= {key: rank_inputs[key][:, :width] for key in ("completion_ids", "completion_mask")}
         return rank_inputs | {REWARD: rank_inputs["advantages"]}
 
 
 class ReplayTrainer(GivenRollouts, DrGRPOTrainer):
-    """The same with the trainer of this package."""
+    """The same with this package's trainer."""
 
 
 class Recorder(Probe):
-    """Keeps the gradient and the Adam state that each step starts from, and the mean of the folds: this rank's entries.
+    """Keeps this rank's entries of the gradient, the Adam state before each step, and the mean over folds.
 
-    It is told last: hooks that a probe's own backward had reached would show in that mean.
+    It runs last: if another probe's backward had triggered the hooks, this mean would show it.
     """
 
     name = "recorder"
@@ -124,7 +130,7 @@ class Recorder(Probe):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[dict[str, torch.Tensor]] = []
-        self.listens = False  # for SIGTERM
+        self.listens = False  # whether a SIGTERM handler is installed
 
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
@@ -142,7 +148,7 @@ class Recorder(Probe):
 
 @contextlib.contextmanager
 def logged_collectives() -> Iterator[list[int]]:
-    """Yield a list that gets the number of elements of every collective that Python asks torch for meanwhile."""
+    """Yield a list that collects the number of elements of every collective called from Python meanwhile."""
     sizes: list[int] = []
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
@@ -162,10 +168,10 @@ def logged_collectives() -> Iterator[list[int]]:
 
 
 def probes_of(run: str) -> list[Probe]:
-    """Return the probes of a run: those that its launch has something of its own for.
+    """Return the probes of a run: those for which its launch takes a different code path.
 
-    Interventions and token classes are the engine's: parallel/test_sharding.py has them under FSDP2, and ZeRO-2 has
-    them as ZeRO-1 would. The truth is sampled by the whole model, unless its weights are cut.
+    Interventions and token classes run in the engine: parallel/test_sharding.py covers them under FSDP2, and ZeRO-2
+    covers ZeRO-1. For the ground truth the whole model samples, unless its weights are sharded.
     """
     if run.endswith(("bare", "remedied", "bounded")):
         return []
@@ -174,7 +180,7 @@ def probes_of(run: str) -> list[Probe]:
     probes: list[Probe] = [SimpleEntropyProbe(per_sequence=True), MeasuredStepProbe()]
     if not run.endswith("bf16"):
         probes += [GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
-        if run.startswith(("plain_2", "zero3", "fsdp2")) or "_gpu" in run:  # DDP, and weights that are cut
+        if run.startswith(("plain_2", "zero3", "fsdp2")) or "_gpu" in run:  # DDP, and sharded weights
             probes.append(GroundTruthProbe(every=STEPS, sequences=16))  # at the first step
     if not run.startswith(("fsdp2", "zero1")) or "_gpu" in run:
         probes += [
@@ -185,34 +191,34 @@ def probes_of(run: str) -> list[Probe]:
 
 
 def train_all(rank: int, folder: Path, runs: list[str], port: int) -> None:
-    """Train runs of one kind and number of processes, as process `rank` of each."""
+    """Train runs of the same kind and number of processes, as process `rank` of each."""
     environment, trainers = dict(os.environ), []
     for run in runs:
-        unset_hf_deepspeed_config()  # else the weights of the next model would be cut while it is read
+        unset_hf_deepspeed_config()  # else the next model's weights would be sharded while they are loaded
         trainers.append(train(rank, folder, run, port))
         if dist.is_initialized():
             dist.barrier()
         os.environ.clear()
         os.environ.update(environment)
-    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may need the GIL
 
 
 def train(rank: int, folder: Path, run: str, port: int) -> DrGRPOTrainer:
-    """Train as process `rank` of a run and write what it saw; returns the trainer, which nobody may free."""
+    """Train as process `rank` of a run, save what it recorded, and return the trainer, which must not be freed."""
     kind, processes = run.split("_")[:2]
     world, on_gpus = int(processes), "_gpu" in run
     if world > 1 or kind == "fsdp2":
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes,
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
     if on_gpus and world == 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # transformers would train on all there are
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # otherwise transformers would train on all GPUs
     if kind == "fsdp2":
         ask_for_fsdp2()
     if kind.startswith("zero"):
         import deepspeed
 
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as accelerate launch does; without it this would be DDP
-        # Its shared-memory all-reduce would be compiled here, a minute of g++ behind a lock file. Without it: gloo.
+        # Otherwise DeepSpeed would compile its shared-memory all-reduce, a minute of g++ behind a lock file. Use gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     probes = probes_of(run)
     settings = {
@@ -223,8 +229,8 @@ def train(rank: int, folder: Path, run: str, port: int) -> DrGRPOTrainer:
         "gradient_accumulation_steps": PROMPTS * G // (MICROBATCH * world),
         "num_generations": G,
         "max_completion_length": L_MAX,
-        "max_steps": STEPS,  # of bounded and remedied runs too: their changes are measured from plain_1
-        "adam_epsilon": 1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
+        "max_steps": STEPS,  # bounded and remedied runs too: they are compared with plain_1
+        "adam_epsilon": 1e-5,  # without it Adam's first step is a sign, and rounding decides the sign of a zero
         "max_grad_norm": 0.05,  # every step is clipped
         "lr_scheduler_type": "linear",
         **({"target_kl_share": 2e-3, "learning_rate": 1e-2} if run.endswith("bounded") else {}),
@@ -250,11 +256,11 @@ def train(rank: int, folder: Path, run: str, port: int) -> DrGRPOTrainer:
     assert trainer.accelerator.num_processes == world
     assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (kind.startswith("zero"), kind == "fsdp2")
     if kind == "zero3":
-        trainer.model_wrapped.empty_partition_cache()  # DeepSpeed has gathered ahead, for a backward that scoring lacks
-        assert all(p.numel() == 0 for p in trainer.model.parameters())  # they were cut, and are again
+        trainer.model_wrapped.empty_partition_cache()  # DeepSpeed prefetched weights for a backward; scoring has none
+        assert all(p.numel() == 0 for p in trainer.model.parameters())  # they are sharded again
     if kind == "fsdp2":
         assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
-    uneven = run in ("zero3_2", "fsdp2_2")  # 33 and 32 sequences, 32 at once
+    uneven = run in ("zero3_2", "fsdp2_2")  # one process samples 33 sequences, the other 32, at most 32 at once
     fresh = 0
     if uneven:
         policy = TrainerPolicy(trainer)
@@ -292,9 +298,9 @@ def whole(value: Any) -> torch.Tensor:
 
 if __name__ == "__main__":
     destination = Path(sys.argv[1])
-    with contextlib.suppress(ImportError):  # accelerate does in every process, where it is installed
+    with contextlib.suppress(ImportError):  # if it is installed, accelerate would import it in every process
         importlib.import_module("deepspeed")
-    gc.freeze()  # what is here by now, no fork has to look through
+    gc.freeze()  # so that no fork's garbage collector looks through the objects made so far
     runs: dict[tuple[str, str, bool], list[str]] = {}
     for name in sys.argv[2:]:
         (destination / name).mkdir(parents=True)
@@ -305,5 +311,5 @@ if __name__ == "__main__":
             train_all,
             args=(destination, names, get_free_port()),
             nprocs=int(processes),
-            start_method="spawn" if on_gpus else "fork",  # what was imported may have started CUDA
+            start_method="spawn" if on_gpus else "fork",  # an import may have initialized CUDA
         )

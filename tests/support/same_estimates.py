@@ -1,4 +1,4 @@
-"""Two measurements of the same steps, held against each other."""
+"""Compares two sets of estimates of the same steps."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ def of_records(folder: Path) -> dict[tuple[int, str], tuple[float, float]]:
 
 
 def unknown_to_a_loop(folder: Path) -> set[str]:
-    """Return the metrics in the records of a plain loop that are of responses cut off, which it does not say."""
+    """Return the metrics in a plain loop's records that need to know which responses were cut off."""
     return {row["name"] for row in read_estimates(folder) if row.get("code") == UNKNOWN_TRUNCATION.code}
 
 
 def differences(expected: Estimates, actual: Estimates, fields: int = 2) -> dict[str, float]:
-    """Return the largest difference by name, relative to the value or its error: a value near 0 is no scale.
+    """Return by name the largest difference, relative to the larger of value and error, since a value can be near 0.
 
-    The addends of forward (delta_h/layer/…, kind, part) may cancel and have no error: theirs is forward's scale. What
-    is nan in one is nan in the other.
+    The addends of `forward` (delta_h/layer/…, kind, part) may cancel and have no error, so they are scaled by
+    `forward`. Asserts that both have nan in the same places.
 
-    fields  1 leaves out errors
+    Args:
+        fields: 1 compares only values, 2 also standard errors.
     """
     assert expected.keys() == actual.keys()
     largest: dict[str, float] = {}
     for (step, name), row in expected.items():
         if name == "step/formula_error":
-            continue  # rounding alone
+            continue  # pure rounding
         is_addend = name.startswith("delta_h/") and name.count("/") == 2
         whole = expected[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
         scale = max((abs(number) for number in whole if math.isfinite(number)), default=0.0)
@@ -46,10 +47,11 @@ def differences(expected: Estimates, actual: Estimates, fields: int = 2) -> dict
 
 
 def too_far(off: Mapping[str, float], limit: float = 1e-5) -> dict[str, float]:
-    """Return the differences above a limit, ten times as high for noise scale, same-batch product and measured change.
+    """Return the differences above a limit. It is ten times as high for noise scale, `reuse` and measured change.
 
-    Most of |G|² cancels, and norms are fp32's. While Adam's v is young, rounding of the gradient's sum, which depends
-    on the processor, is divided by a v that hardly differs from 0. A measured change is between two scorings in fp32.
+    In the noise scale most of |G|² cancels, and norms are fp32. In the first steps Adam's v is close to 0, and rounding
+    errors of the gradient, which depend on the processor, are divided by it. A measured change is a difference of two
+    scorings in fp32.
     """
     rough = {name for name in off if "/reuse" in name or name.startswith(("gns/", "measured/"))}
     return {name: value for name, value in off.items() if value > (10 * limit if name in rough else limit)}

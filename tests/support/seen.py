@@ -1,4 +1,4 @@
-"""Probes that remember: the steps they saw, and what they said of each."""
+"""Probes that keep the steps they see and the estimates they return."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Seen(Probe):
 
 
 class Kept(Seen):
-    """Mixed into a probe, before it: keeps what it says of each step until it is verified, and its latest state."""
+    """Mixin to put before a probe's class: keeps the steps, the final estimates of each, and the latest state."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""Rollouts that every host of the engine can be given: the same sequences and advantages for each."""
+"""Rollouts for tests of every host of the engine: all get the same sequences and advantages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ZERO_STEP = 2  # the step at which the second half of the sequences has no advan
 
 
 def of_another_sampler(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities of tokens that differ from the policy's by up to a tenth, in a way of each token."""
+    """Return log-probabilities that differ from the policy's by up to 0.1, depending on the token."""
     return logps + 0.1 * torch.sin(ids.to(logps))
 
 

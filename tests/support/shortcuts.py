@@ -1,4 +1,4 @@
-"""What every training of a few steps would do again, and which takes it as long as the steps themselves."""
+"""Shortcuts around setup that every short training would repeat, and that takes as long as its steps."""
 
 import copy
 import ctypes
@@ -16,17 +16,20 @@ from drawing import start_drawing
 
 
 def spare_trainings() -> None:
-    """Called once after the imports: from then on trainings are spared half of their time.
+    """Call this once after the imports to halve the time of later trainings.
 
-    Garbage is collected when Python sees fit, without the objects of the imports, and not by accelerate at both ends of
-    each training; and torch, which cannot seed the GPUs that are not there, does not keep a traceback of each time that
-    it was asked to. accelerate and `attach`, which ask again and again which libraries are installed and in which
-    versions, are answered from memory. The rows of the default task, which no training changes, are drawn once for this
-    process and its forks, and its model is read once and copied. Pictures are drawn by one process: what fails there,
-    again in one of its own; the templates of pages are compiled once. Settings are read by libyaml, and a command
-    composes them once: Hydra does so before, to see whether they ask for a sweep, which no file of conf/ does. The
-    files of conf/ that a choice of groups means are joined once, and values are set in a copy. Memory
-    that tensors free stays with the process, where the system would take it back and hand it out again as zeros.
+    - Garbage collection runs on Python's own schedule and skips the imports' objects. accelerate no longer forces it at
+      the start and end of each training.
+    - torch no longer keeps a traceback each time it is asked to seed GPUs that do not exist.
+    - Installed libraries and their versions, which accelerate and `attach` look up repeatedly, are cached.
+    - The default task, whose rows no training changes, is made once for this process and its forks. Its model is read
+      once and copied.
+    - One process draws all pictures. If it fails, the picture is drawn again in a new process. Page templates are
+      compiled once.
+    - libyaml reads the settings, and a command composes them once. Hydra would first compose them to see whether they
+      ask for a sweep, which no file in conf/ does. The files of conf/ for a choice of groups are joined once, and
+      values are set in a copy.
+    - The process keeps the memory that tensors free, so the system does not reclaim it and return it zeroed.
     """
     _keep_freed_memory()
     if page := sys.modules.get("rl_training.records.report.page"):
@@ -61,7 +64,7 @@ def spare_trainings() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Set glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD: a tenth of a training's time is page faults."""
+    """Set glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD: page faults take a tenth of a training's time."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for setting, num_bytes in ((-1, 2**31 - 1), (-2, 2**26), (-3, 2**25)):
             mallopt(setting, num_bytes)
@@ -82,7 +85,7 @@ def _read_tiny_once(models: ModuleType) -> None:
 
 
 def _join_files_once(loader: ModuleType) -> None:
-    """Keep, by the groups that are chosen, which files of conf/ Hydra joins, and what they are together."""
+    """Cache, for each choice of groups, which files of conf/ Hydra joins and the result."""
     from rl_training.job.configuration.shipped import CONF
 
     create, join = loader.create_defaults_list, loader.ConfigLoaderImpl._compose_config_from_defaults_list
@@ -92,7 +95,7 @@ def _join_files_once(loader: ModuleType) -> None:
     def create_once(repo: Any, config_name: Any, overrides_list: Any, **options: Any) -> Any:
         sources = [source for source in repo.get_sources() if source.scheme() == "file"]
         if any(Path(source.path).resolve() != CONF for source in sources):
-            return create(repo, config_name, overrides_list, **options)  # files of a test's own, which may change
+            return create(repo, config_name, overrides_list, **options)  # a test's own files, which may change
         kinds = sys.modules["hydra._internal.defaults_list"]
         values = kinds.Overrides(repo=repo, overrides_list=overrides_list).config_overrides
         groups = [override for override in overrides_list if override not in values]

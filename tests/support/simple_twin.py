@@ -1,6 +1,6 @@
-"""Recorded steps of a real trainer, and the simple probe's slow plain twin: each step again, from the definitions.
+"""Recorded steps of a real trainer, and a slow plain twin of the simple probe that recomputes them by definition.
 
-All is float64; what belongs to parameters is flat, one parameter after another, (P,).
+Everything is float64. Vectors over parameters are flat, (P,), one parameter after another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_training.tasks.models import load_tiny
 
 
 class Moments(NamedTuple):
-    """Adam's, (P,)."""
+    """Adam's moments, (P,)."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -32,14 +32,14 @@ class Moments(NamedTuple):
 
 @dataclass
 class Snapshot:
-    """All that a step starts from."""
+    """Everything a step starts from."""
 
     step: int
     sizes: dict[str, int]  # P of each parameter
     parameters: Tensor
     moments: Moments
     weight_decay: list[float]  # of each parameter
-    hyperparameters: dict[str, Any]  # the others, which all share
+    hyperparameters: dict[str, Any]  # the other ones, shared by all parameters
     max_grad_norm: float
     rollout: Any
     fold: Tensor
@@ -51,7 +51,7 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Recorder(Probe):
-    """Copies the state before each step, and what the step really did."""
+    """Copies the state before each step, and the actual change by the step."""
 
     name = "recorder"
 
@@ -86,16 +86,17 @@ class Recorder(Probe):
 
 
 class Answers(Kept, SimpleEntropyProbe):
-    """The probe, with its answers kept."""
+    """The simple probe, which keeps its estimates."""
 
     def __init__(self, error_decay: float = 0.0, **options: Any) -> None:
         super().__init__(error_decay=error_decay, **options)
 
 
 class Twin:
-    """One step: full logits, autograd a response at a time, torch's own AdamW for each δθ.
+    """One step, recomputed with full logits, autograd for one response at a time, and torch's AdamW for each δθ.
 
-    weighted  each token counts by the ratio of its prefix to the policy that it was sampled from
+    Args:
+        weighted: Weight each token by the probability ratio of its prefix, relative to the policy that sampled it.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Twin:
         ragged = [[row.tolist() for row in values] for values in (self.logps, self.entropies)]
         prompts = rollout.prompt_index.tolist()
         self.entropy_of = [dot_product(*rows) for rows in zip(prefixes[0], ragged[1], strict=True)]
-        self.lengths = [sum(row) for row in prefixes[0]] if weighted else self.lengths  # tokens, or ρ over them
+        self.lengths = [sum(row) for row in prefixes[0]] if weighted else self.lengths  # tokens, or Σ ρ over them
         self.weights = {
             target: reference.surrogate_weights(ragged[1], prompts, target, ratios=prefixes)
             for target in ("sequence", "length")
@@ -127,13 +128,13 @@ class Twin:
         self.update_without = self.adamw(self.without)
 
     def choose(self, responses: int) -> None:
-        """Set which responses X is computed from, and for how many each of them stands."""
+        """Set from which responses X is computed, and how many responses each of them represents."""
         prompts = self.step.rollout.prompt_index.tolist()
         self.chosen = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
         self.multiplicity = dict.fromkeys(self.chosen, prompts.count(prompts[0]) / responses)
 
     def score(self, rollout: Any, i: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of the policy's tokens in one response: unpadded, in a graph of its own."""
+        """Return log-probabilities and entropies of the policy's tokens in one response: unpadded, in its own graph."""
         prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
         there = rollout.token_mask[i].bool()
         response, sampled = rollout.completion_ids[i][there], rollout.completion_mask[i][there].bool()
@@ -142,12 +143,12 @@ class Twin:
         return table.gather(1, response[:, None]).squeeze(1)[sampled], -(table.exp() * table).sum(dim=1)[sampled]
 
     def log_ratios(self, i: int) -> list[float]:
-        """log π − log μ of the tokens of a response."""
+        """Return log π − log μ of the tokens of a response."""
         at_sampling = self.step.rollout.sampling_logps[i, : len(self.logps[i])].double()
         return (self.logps[i].detach() - at_sampling).tolist()
 
     def training_loss(self, i: int) -> Tensor:
-        """The clipped loss of one response, summed over its tokens; ratios are 1 at the first step on it."""
+        """Return the clipped loss of one response, summed over its tokens. Ratios are 1 at the first step on it."""
         advantage, logps = float(self.step.rollout.advantages[i]), self.logps[i]
         kept = self.step.rollout.sampling_logps
         at_sampling = logps.detach() if kept is None else kept[i, : len(logps)].double()
@@ -155,7 +156,12 @@ class Twin:
         return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
 
     def gradients_of_folds(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The means of (X_seq, X_len) over each fold, (2, K, P), and of the loss's gradient, (K, P); it by response."""
+        """Return X and the loss gradient by fold.
+
+        Returns:
+            The means of (X_seq, X_len) over each fold, (2, K, P); the means of the loss gradient, (K, P); the loss
+            gradient of each response, (B, P).
+        """
         x = torch.zeros(2, len(self.folds), len(self.step.parameters), dtype=torch.float64)
         of_loss = torch.stack([self.gradient(self.training_loss(i) / self.max_length) for i in range(len(self.logps))])
         for k, fold in enumerate(self.folds):
@@ -171,13 +177,13 @@ class Twin:
         return flat(torch.autograd.grad(value, list(self.params.values()), retain_graph=True))
 
     def mean(self, of_folds: Tensor, which: Iterable[int] | None = None) -> Tensor:
-        """The mean over the sequences of some folds, by default all, from the means over each, (K, P)."""
+        """Return the mean over the sequences of the folds `which`, by default all, from each fold's mean, (K, P)."""
         kept = list(range(len(self.folds)) if which is None else which)
         sizes = torch.tensor([len(self.folds[k]) for k in kept], dtype=torch.float64)
         return sizes @ of_folds[kept] / sizes.sum()
 
     def means_without(self, of_folds: Tensor) -> Tensor:
-        """For each fold, the mean over the sequences of all others, (K, P)."""
+        """Return for each fold the mean over the sequences of all other folds, (K, P)."""
         numbers = range(len(self.folds))
         return torch.stack([self.mean(of_folds, [j for j in numbers if j != k]) for k in numbers])
 
@@ -186,7 +192,7 @@ class Twin:
         return gradients * ((max_grad_norm or self.step.max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
 
     def parts(self, gradients: Tensor) -> dict[str, Tensor]:
-        """The three terms of θ ← θ − lr λ θ − lr (β1 m + (1−β1) g) / (1−β1^t) / (√v̂ + ε)."""
+        """Return the three terms of the update θ ← θ − lr λ θ − lr (β1 m + (1−β1) g) / (1−β1^t) / (√v̂ + ε)."""
         exp_avg, exp_avg_sq, step = self.step.moments
         lr, (beta1, beta2), eps = self.step.hyperparameters.values()
         v = (beta2 * exp_avg_sq + (1 - beta2) * gradients**2) / (1 - beta2 ** (step + 1))
@@ -196,14 +202,14 @@ class Twin:
         return {"momentum": scale * beta1 * exp_avg, "gradient": gradient, "decay": decay}
 
     def adamw(self, gradients: Tensor, max_grad_norm: float | None = None) -> Tensor:
-        """The step that torch's AdamW makes of each of these gradients, (…, P)."""
+        """Return torch's AdamW update for each of these gradients, (…, P)."""
         moments = self.step.moments
         tables = [t.expand_as(gradients).clone() for t in (self.step.parameters, *moments[:2])]
         tables_and_grad = (*tables, self.clipped(gradients, max_grad_norm))
         views = (table.split(list(self.step.sizes.values()), dim=-1) for table in tables_and_grad)
         optimizer = torch.optim.AdamW([torch.zeros(0)], **self.step.hyperparameters)
         for weight_decay, values, exp_avg, exp_avg_sq, grad in zip(self.step.weight_decay, *views, strict=True):
-            param = torch.nn.Parameter(values)  # a view of the table, as are its moments: the step changes them there
+            param = torch.nn.Parameter(values)  # a view of the table, like its moments: the step changes the table
             param.grad = grad
             optimizer.add_param_group({"params": [param], "weight_decay": weight_decay})
             step = torch.tensor(float(moments.step))
@@ -212,25 +218,25 @@ class Twin:
         return tables[0] - self.step.parameters
 
     def of_each(self, numbers: Iterable[float]) -> Tensor:
-        """A number for each parameter, (P,)."""
+        """Expand one number per parameter tensor to all of its entries, (P,)."""
         sizes = self.step.sizes.values()
         return torch.cat([torch.full((size,), float(x)).double() for x, size in zip(numbers, sizes, strict=True)])
 
     def named(self, word: str) -> Tensor:
-        """1 in the parameters with this word in their names and 0 in all others, (P,)."""
+        """Return (P,): 1 in the parameters whose names contain this word, 0 in all others."""
         return self.of_each(word in name for name in self.step.sizes)
 
     @property
     def level(self) -> float:
-        """The entropy per token of all folds."""
+        """Entropy per token over all folds."""
         return sum(self.entropy_of) / sum(self.lengths)
 
     def products(self, updates: Tensor) -> Tensor:
-        """X_seq·δ and X_len·δ of each fold, (2, K), for one δ, (P,), or for each fold its own, (K, P)."""
+        """Return X_seq·δ and X_len·δ of each fold, (2, K), for one δ, (P,), or one per fold, (K, P)."""
         return torch.linalg.vecdot(self.x, updates)
 
     def rows(self, products: Tensor) -> list[list[float]]:
-        """[entropy, length, sequences, X_seq·δ, X_len·δ] of each fold, products weighted by the fold's size."""
+        """Return [entropy, length, sequences, X_seq·δ, X_len·δ] of each fold, products times the fold's size."""
         return [
             [
                 sum(self.entropy_of[i] for i in fold),
@@ -252,11 +258,13 @@ class Twin:
         whole: Tensor | None = None,
         moved: Tensor | None = None,
     ) -> float:
-        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ.
+        """Return the delete-one-fold jackknife error, with δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ.
 
-        without   by fold k: the step δθ_(−k) that X_k is multiplied with
-        previous  the update of the step before: then it is that of ½(forward + backward)
-        whole     δθ, and `moved` δθ_(−l) by fold: of a part of the step; None: the step's own
+        Args:
+            without: For each fold k the update δθ_(−k) that X_k is multiplied with.
+            previous: The update of the previous step. If given, the error is that of ½(forward + backward).
+            whole: δθ of a part of the step. None means the whole step.
+            moved: δθ_(−l) by fold l, for the same part.
         """
         values = []
         base = self.products(without) - self.products(self.update if whole is None else whole)
@@ -270,7 +278,7 @@ class Twin:
         return math.sqrt((len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values))
 
     def reward(self) -> tuple[float, float]:
-        """The change of the mean reward by the steps without each fold, and its error, as `stderr` has it."""
+        """Return the change of the mean reward by the leave-one-out updates, and its jackknife error as in `stderr`."""
         rewards, prompts = self.step.rollout.rewards.tolist(), self.step.rollout.prompt_index.tolist()
         above = []
         for i, reward in enumerate(rewards):

@@ -1,4 +1,4 @@
-"""Trainers on the embedded default, with quick steps."""
+"""Trainers on the shipped model and task, with quick steps."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from rl_training.tasks.models import load_tiny
 
 
 def graded(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward that tells the responses to every prompt apart, few and short as they may be: there is a gradient."""
+    """Return rewards that differ within every prompt, even for few and short responses, so there is a gradient."""
     return [float(sum(map(ord, c)) % 7) for c in completions]
 
 
-L_MAX = 12  # tokens of a response, of which half have ended by then
-# A step of two microbatches, each of one prompt, whose responses are short: for claims that need no more.
+L_MAX = 12  # maximum tokens per response; half of the responses end before
+# A step of two microbatches with one prompt each and short responses, for tests that need no more.
 FEW: dict[str, Any] = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 8, "reward": graded,
 }  # fmt: skip
-# An epoch over twelve prompts: a step of four microbatches, and a last one of two.
+# An epoch over twelve prompts: a step of four microbatches, and a last step of two.
 SHORT_LAST_STEP: dict[str, Any] = {
     "steps_per_generation": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 8, "max_steps": -1,
     "num_train_epochs": 1, "max_completion_length": 8, "reward": graded,
 }  # fmt: skip
-# Two microbatches of two prompts.
+# Two microbatches of two prompts each.
 SHAPE: dict[str, Any] = FEW | {"max_completion_length": L_MAX, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 SGD = {"optim": "sgd", "learning_rate": 0.3}
-# Options with which a probe measures all it can, in few steps.
+# Options with which a probe measures everything it can within few steps.
 ALL_OF: dict[str, dict[str, Any]] = {
     "simple": {"per_sequence": True}, "ground_truth": {"every": 1, "sequences": 8}, "gns": {"split_prompts": 1},
     "sampler": {"numerics": True},
 }  # fmt: skip
-NEED_FOLDS = ("interventions", "token_classes")  # eight of them
+NEED_FOLDS = ("interventions", "token_classes")  # they need eight folds
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
 
 def every_probe(**simple_options: Any) -> list[Probe]:
-    """Return one of each, which measures all it can; without those that need eight folds."""
+    """Return one probe of each kind that measures everything it can, except those that need eight folds."""
     options = ALL_OF | {"simple": ALL_OF["simple"] | simple_options}
     return [probe(**options.get(name, {})) for name, probe in BUILT_IN.items() if name not in NEED_FOLDS]
 
@@ -61,7 +61,7 @@ def _task() -> Any:
 
 
 def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
-    """Return what makes trainers that write into a folder: 2 steps of 4 microbatches with 2 prompts x 4 responses."""
+    """Return a function that makes trainers: 2 steps of 4 microbatches with 2 prompts x 4 responses."""
 
     def make(
         trainer_class: type[GRPOTrainer] = DrGRPOTrainer,
@@ -78,7 +78,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         reward: Any = None,
         train_dataset: Any = None,
         processing_class: Any = None,
-        beside: dict[str, Any] | None = None,  # what else the trainer is given
+        beside: dict[str, Any] | None = None,  # further arguments of the trainer
         **settings: Any,
     ) -> GRPOTrainer:
         task = _task()
@@ -110,33 +110,33 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             **(extra if issubclass(trainer_class, DrGRPOTrainer) else {}),
             **(beside or {}),
         )
-        trainer.remove_callback(PrinterCallback)  # hundreds of log lines
+        trainer.remove_callback(PrinterCallback)  # it would print hundreds of log lines
         return trainer
 
     return make
 
 
 def trained_weights(trainer: Any) -> Tensor:
-    """Return all weights that are trained, as one vector."""
+    """Return all trained weights as one vector."""
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
 
 def logged_numbers(trainer: Any) -> list[dict[str, Any]]:
-    """Return what has been logged of each step, but for what depends on the clock."""
+    """Return what was logged at each step, except values that depend on the clock."""
     clock = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
     return [{k: v for k, v in row.items() if not k.endswith(clock)} for row in trainer.state.log_history]
 
 
 class Ending(NamedTuple):
-    """What a training has come to, of which no probe may change a bit."""
+    """The outcome of a training. No probe may change a bit of it."""
 
     weights: dict[str, Tensor]
-    random_numbers: dict[str, Tensor]  # by stream, the state it is in
-    logs: list[dict[str, Any]]  # what TRL says of losses, rewards and responses, step by step
+    random_numbers: dict[str, Tensor]  # the state of each random number generator
+    logs: list[dict[str, Any]]  # TRL's log lines on losses, rewards and responses, by step
 
 
 def ending(trainer: GRPOTrainer) -> Ending:
-    """Train, and return what came of it."""
+    """Train, and return the outcome."""
     trainer.train()
     weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     streams = {"torch": torch.random.get_rng_state(), "numpy": torch.tensor(np.random.get_state()[1].astype(np.int64))}
@@ -148,9 +148,11 @@ def ending(trainer: GRPOTrainer) -> Ending:
 
 @functools.cache
 def bare_ending(trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool = False, **settings: Any) -> Ending:
-    """Return what a training without probes comes to; it is trained once in a process for all tests with its settings.
+    """Return the outcome of a training without probes. Tests with the same settings in a process share one training.
 
-    lora  with an adapter of LoraConfig(**LORA); all else as trainer_maker's trainers take it, and hashable
+    Args:
+        lora: Train an adapter with LoraConfig(**LORA).
+        settings: Settings of trainer_maker's trainers. They must be hashable.
     """
     with tempfile.TemporaryDirectory() as folder:
         peft_config = LoraConfig(**LORA) if lora else None
@@ -158,7 +160,7 @@ def bare_ending(trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool 
 
 
 def differing(first: Ending, other: Ending) -> list[str]:
-    """Return the names of what is not bitwise the same; empty where probes went unnoticed."""
+    """Return the names of everything that differs in any bit; empty if the probes changed nothing."""
     assert first.weights.keys() == other.weights.keys()
     tensors = [(a.weights | a.random_numbers) for a in (first, other)]
     names = [name for name in tensors[0] if not torch.equal(tensors[0][name], tensors[1][name])]

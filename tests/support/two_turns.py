@@ -1,4 +1,4 @@
-"""A tabular policy of two turns with a random environment: enumerated, and sampled for error bars."""
+"""A tabular policy with two turns and a random environment: enumerated for exact values, sampled for error bars."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from rl_training.probes import SimpleEntropyProbe
 from rl_training.statistics.estimate import Estimate
 from rl_training.step.data import EntropySettings
 
-STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
-ANSWERS = [(0,), (1, 1)]  # what the environment says, of unlike lengths
-LOGITS = [[0.3, -0.2, 0.7], [0.9, -0.4, -0.1], [-0.6, 0.2, 0.8]]  # of the first token; of the next, after either answer
-CHANCE = 0.3  # of the first answer
+STOP, GO, CALL = 0, 1, 2  # the policy's tokens: after STOP and GO the response ends, after CALL the environment answers
+ANSWERS = [(0,), (1, 1)]  # the environment's answers, of different lengths
+LOGITS = [[0.3, -0.2, 0.7], [0.9, -0.4, -0.1], [-0.6, 0.2, 0.8]]  # first token; second token after either answer
+CHANCE = 0.3  # probability of the first answer
 WIDTH = 5
 
 
 class Outcome(NamedTuple):
-    """One way that two turns may go: the policy's tokens with the row of LOGITS each is from, and where they stand."""
+    """One possible outcome: the policy's tokens, the row of LOGITS for each, and their columns in the response."""
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    chance: float  # of what the environment said
+    chance: float  # probability of the environment's answer
 
 
 OUTCOMES = [
@@ -47,7 +47,7 @@ OUTCOMES = [
 
 
 def exact(logits: reference.Table, *, of_length: bool) -> tuple[float, list[list[float]]]:
-    """Return E[−S], or E[T], over all outcomes, and its derivative by each logit, Σ p·x·∂S, S as the policy has it."""
+    """Return E[−S], or E[T], over all outcomes, and its derivative by each logit, Σ p·x·∂S. S is the policy's log π."""
     value, derivative = 0.0, [[0.0] * 3 for _ in logits]
     for outcome in OUTCOMES:
         logp = sum(reference.log_softmax(logits[row])[t] for row, t in zip(outcome.rows, outcome.tokens, strict=True))
@@ -61,7 +61,7 @@ def exact(logits: reference.Table, *, of_length: bool) -> tuple[float, list[list
 
 
 def _in_columns(of_outcome: list[tuple[int, ...]]) -> Tensor:
-    """Return numbers that go with the policy's tokens in the columns where these stand, (outcomes, WIDTH), else 0."""
+    """Put numbers for the policy's tokens into the tokens' columns, (outcomes, WIDTH); other columns are 0."""
     table = torch.zeros(len(OUTCOMES), WIDTH, dtype=torch.long)
     for i, (outcome, numbers) in enumerate(zip(OUTCOMES, of_outcome, strict=True)):
         table[i, list(outcome.columns)] = torch.tensor(numbers)
@@ -74,9 +74,9 @@ MASK = _in_columns([(1,) * len(outcome.tokens) for outcome in OUTCOMES])
 
 
 def tables(numbers: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (logps, entropies, mask) of some OUTCOMES, (B, WIDTH), in columns as TRL has them.
+    """Return (logps, entropies, mask) of some OUTCOMES, each (B, WIDTH), with columns laid out as in TRL.
 
-    Garbage stands where the policy is silent.
+    Columns that are not the policy's tokens contain garbage.
     """
     rows, silent = ROWS[numbers], MASK[numbers] == 0
     log_pi = logits.log_softmax(dim=-1)
@@ -85,7 +85,7 @@ def tables(numbers: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logps.masked_fill(silent, 1e30), entropy[rows].masked_fill(silent, 1e30), MASK[numbers].double()
 
 
-# --- the probe on batches of it ---------------------------------------------------------------------------------------
+# --- the probe on batches from this policy ----------------------------------------------------------------------------
 
 G, FOLDS = 4, 16  # a fold is one prompt
 
@@ -95,12 +95,12 @@ def policy_logp(outcome: Outcome, logits: reference.Table = LOGITS) -> float:
     return sum(row[token] for row, token in zip(rows, outcome.tokens, strict=True))
 
 
-# More for calling, and for going on after the second answer.
+# 1 for calling, and 1 more for GO after the second answer.
 REWARDS = torch.tensor([float(CALL in o.tokens[:1]) + (o.columns == (0, 3) and o.tokens[1] == GO) for o in OUTCOMES])
 
 
 class Tabular(Policy):
-    """The policy as a probe questions it."""
+    """The policy behind the interface that probes use."""
 
     def __init__(self, logits: torch.nn.Parameter) -> None:
         self.logits = logits
@@ -118,9 +118,11 @@ class Tabular(Policy):
 def step_on(
     logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState], sampler: reference.Table | None = None
 ) -> StepContext:
-    """Return what a probe sees of the step that Dr-GRPO makes of these outcomes, (prompts · G,).
+    """Return what a probe sees of a Dr-GRPO step on these outcomes.
 
-    sampler  the logits that they were drawn from; None: the policy's
+    Args:
+        drawn: Indices into OUTCOMES, (prompts · G,).
+        sampler: The logits that they were drawn from. None means the policy's.
     """
     sampled = None if sampler is None else tables(drawn, torch.tensor(sampler, dtype=torch.float64))[0]
     rewards = REWARDS[drawn].double().view(-1, G)
@@ -150,18 +152,19 @@ def step_on(
 
 
 class Coverage(NamedTuple):
-    """Of many batches, in nats per token and per sequence."""
+    """Results over many batches, in nats per token and per sequence."""
 
-    truth: tuple[float, ...]  # ∂H by enumeration · the mean of the steps without a fold
+    truth: tuple[float, ...]  # ∂H by enumeration · the mean leave-one-out update
     mean: tuple[float, ...]
     error_of_mean: tuple[float, ...]
-    covered: tuple[float, ...]  # share of the 95 % intervals that hold the truth
+    covered: tuple[float, ...]  # share of the 95 % intervals that cover the truth
 
 
 def mean_step_without_a_fold(rows: Tensor, state: AdamWState, logits: Tensor) -> Tensor:
-    """Return the mean over k of the steps that the folds other than k make, (9,): torch's own AdamW, a fold at a time.
+    """Return the mean over k of the updates from all folds except k, (9,), by torch's AdamW for one fold at a time.
 
-    rows  (K, 9), the gradients of the folds
+    Args:
+        rows: The gradients of the folds, (K, 9).
     """
     steps = []
     for k in range(len(rows)):
@@ -179,9 +182,11 @@ def mean_step_without_a_fold(rows: Tensor, state: AdamWState, logits: Tensor) ->
 
 
 def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None) -> Coverage:
-    """Return what `forward` says of so many batches of 16 prompts at one state of a warm Adam.
+    """Evaluate `forward` on many batches of 16 prompts, at one state of a warm Adam.
 
-    sampler  the logits of another policy, which they are drawn from
+    Args:
+        batches: Number of batches.
+        sampler: The logits of another policy that samples them. None samples from the policy.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))

@@ -1,14 +1,14 @@
 """Trains with vLLM on the CPU: python tests/support/vllm_runs.py FOLDER KIND; prints one line of JSON.
 
 KIND    plain     trl.GRPOTrainer, all parameters
-        lora      DrGRPOTrainer with an adapter, which TRL merges for vLLM; and resumed after its first step
+        lora      DrGRPOTrainer with an adapter, which TRL merges for vLLM; also resumed after its first step
         filtered  DrGRPOTrainer with buffer=filtered
-        bf16      plain, sampled as TRL leaves it: in bf16 from fp32 weights; and measured once more, on the same
-                  rollouts, taken as if the trainer's own policy had sampled them
+        bf16      plain, but sampled with TRL's default: in bf16 from fp32 weights. The same rollouts are measured a
+                  second time as if the trainer's own policy had sampled them.
 
-Each trains without probes and with all of them, from the same seeds. In a process of its own: vLLM sets RANK and other
-variables, and replaces functions of torch. On the CPU it packs weights away, after which TRL cannot renew them: see
-`keep_weights`. Nothing of this package is changed.
+Each trains without probes and with all of them, from the same seeds. It needs a separate process, because vLLM sets
+RANK and other variables and replaces functions of torch. On the CPU vLLM packs the weights, and then TRL cannot update
+them: see `keep_weights`. Nothing in this package is changed.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ STEPS = 3
 
 
 def keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Stands in for vLLM's choice of a product on the CPU, all of which pack the weights and drop the originals."""
+    """Replace vLLM's choice of a CPU matrix product: all of its options pack the weights and drop the originals."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 def save_model(folder: Path) -> Path:
-    """Return a folder with a random Qwen2 of the tiny alphabet, with heads of 32: vLLM's CPU kernels want that."""
+    """Save a random Qwen2 with the tiny tokenizer, and return its folder. vLLM's CPU kernels need heads of size 32."""
     set_seed(0)
     shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(TINY_PATH, **shape)).float()
@@ -106,7 +106,7 @@ def make_trainer(folder: Path, model: Path, kind: str, probed: bool) -> GRPOTrai
 
 
 def sampled(trainer: GRPOTrainer) -> list[dict[str, torch.Tensor]]:
-    """Return a list that gets vLLM's and the trainer's log-probabilities of each rollout."""
+    """Return a list that collects vLLM's and the trainer's log-probabilities of each rollout."""
     rollouts: list[dict[str, torch.Tensor]] = []
     original = trainer._generate_and_score_completions
 
@@ -134,7 +134,7 @@ def train(
     if unweighted:
         forget_what_vllm_sampled_from(trainer)
     rollouts = sampled(trainer)
-    set_seed(1)  # the first of them has made the engine, which seeds by itself
+    set_seed(1)  # again, because the first trainer has created the vLLM engine, which sets its own seed
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     differences = [
         (r["sampling_per_token_logps"] - r["old_per_token_logps"])[r["completion_mask"].bool()] for r in rollouts
