@@ -8,8 +8,8 @@ which gives M, c and δθ. The second computes U's gradients sequence by sequenc
 rows in memory. With P of the previous step the sum would be off by percents, and without bound in Adam's first
 steps. Formulas, scales and costs: blocks.py.
 
-The pairs add up to the gradient part of δH₁ only. The parts of momentum and decay are in `products`: each row times the
-parts of δθ.
+The pairs add up to the gradient part of δH₁ only. The parts of momentum and decay, with the same M, are in `products`:
+each row times the parts of δθ.
 
 Three checks guard every run, and a failed one is an error: Σ_j A_j W_j must equal the batch gradient of the first pass,
 three rows of each block must equal a backward of their sequence alone, and the sum over all pairs must equal x̄·δθ.
