@@ -1,4 +1,4 @@
-"""FSDP2 (fully_shard): the only file that reads torch's private names of it."""
+"""FSDP2 (fully_shard). No other file reads torch's private names of FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_training.parallel.sharding import Shard, chunk_of, dtype_name
 def reshard(model: nn.Module) -> None:
     """Free the weights that FSDP2 keeps gathered after a forward pass without a backward.
 
-    An optimizer step would not reach the gathered copies. Does nothing for modules that FSDP2 does not shard.
+    An optimizer step would not update the gathered copies. Modules that FSDP2 does not shard are left alone.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -26,20 +26,23 @@ def reshard(model: nn.Module) -> None:
 
 
 class FullyShard(Shard):
-    """The shard of FSDP2 (fully_shard): DTensors, cut along their first dimension.
+    """The shard under FSDP2 (fully_shard): DTensors, cut along their first dimension.
 
-    During a forward or backward FSDP2 puts a gathered parameter in the place of each DTensor, always the same object:
-    it is the leaf of the graph.
+    During a forward or backward, FSDP2 replaces each DTensor by a gathered parameter, always the same object, which is
+    the leaf of the graph. The constructor finds these leaves. Collective.
+
+    Args:
+        model: The unwrapped model.
+        optimizer: The torch optimizer whose `step` is called.
+        max_grad_norm: The threshold at which gradients are clipped. None or not positive: no clipping.
+
+    Raises:
+        UserError: A parameter is not cut along its first dimension over all ranks.
     """
 
     gathers_weights = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
-        """Find the gathered parameters. A collective; the arguments are those of `Shard`.
-
-        Raises:
-            UserError: a parameter is not cut along its first dimension over all processes.
-        """
         super().__init__(model, optimizer, max_grad_norm)
         for name, param in self.trained.items():
             how = param.placements if isinstance(param, DTensor) else "a plain tensor"
@@ -61,20 +64,20 @@ class FullyShard(Shard):
         return start * (entries // rows), stop * (entries // rows)
 
     def local(self, name: str, value: Tensor) -> Tensor:
-        with torch.no_grad():  # so that no operation of a DTensor is dispatched, which takes longer than most kernels
+        with torch.no_grad():  # skips DTensor's dispatch, which takes longer than most kernels
             local: Tensor = value.to_local()  # type: ignore[attr-defined]
         return local.reshape(-1)
 
     def load_local_weights(self, entries: Mapping[str, Tensor]) -> None:
-        reshard(self.model)  # gathered ones would be used instead
+        reshard(self.model)  # otherwise forward passes would use the gathered ones
         for name, param in self.trained.items():
             self.local(name, param).copy_(entries[name])
 
     @property
     def reduces_each_backward(self) -> bool:
         states: list[Any] = [m._get_fsdp_state() for m in self.model.modules() if isinstance(m, FSDPModule)]
-        groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]  # of newer torch
-        # Gradients of microbatches without reduction would be reduced together with the next microbatch's.
+        groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]  # in newer torch
+        # Unreduced gradients of earlier microbatches would be reduced together with the next microbatch's.
         unreduced = [param.unsharded_accumulated_grad for group in groups for param in group.fsdp_params]
         unreduced += [leaf.grad for leaf in self.leaves.values()]
         exact = all(param.dtype.itemsize >= 4 for param in self.trained.values())
@@ -83,9 +86,9 @@ class FullyShard(Shard):
         return exact and reducing and waiting and all(gradient is None for gradient in unreduced)
 
     def _find_leaves(self) -> dict[str, Tensor]:
-        """Return the gathered parameters by name, gathering one module at a time. A collective."""
+        """Return the gathered parameters by name, gathering one module at a time. Collective."""
         leaf_of: dict[Tensor, Tensor] = {}
-        for module in self.model.modules():  # the root first: it sets up the others, which stay sharded meanwhile
+        for module in self.model.modules():  # root first: it sets up the others, which stay sharded meanwhile
             if isinstance(module, FSDPModule):
                 shards = list(module.parameters())
                 module.unshard()
@@ -94,7 +97,7 @@ class FullyShard(Shard):
         return {name: leaf_of[param] for name, param in self.trained.items()}
 
     def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool) -> dict[str, Tensor]:
-        # The DTensors are not in the graph, so FSDP2's own backward runs. What training has in .grad is put back.
+        # The DTensors are not in the graph, so FSDP2's own backward must run. It writes to .grad, which is restored.
         before = {param: param.grad for param in self.trained.values()}
         try:
             for param in before:

@@ -1,7 +1,7 @@
-"""A vector over the trained parameters as a value: every process has its entries, and any number of processes reads it.
+"""A vector over the trained parameters as a value: each rank writes its entries, and any number of ranks can read them.
 
-Each slice says which entries of which parameter it holds. So a vector that two processes have written into a checkpoint
-is assembled by three, whatever entries they keep.
+Each slice records which entries of which parameter it holds. So three ranks can assemble a vector from a checkpoint
+that two ranks wrote, whichever entries they keep.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from rl_training.parallel.sharding import Shard
 
 @dataclass(frozen=True)
 class Slice:
-    """Neighbouring entries of a parameter, which counts as flat."""
+    """Neighbouring entries of a flattened parameter."""
 
     start: int
     stop: int
-    entries: Tensor  # (stop − start,); of a checkpoint, a slice of safetensors, which reads what it is indexed with
+    entries: Tensor  # (stop − start,); from a checkpoint, a safetensors slice, which is read when it is indexed
 
 
 @dataclass(frozen=True)
 class ShardedVector:
-    """Slices of a vector: this process's, perhaps without entries, or those of all that wrote a checkpoint."""
+    """Slices of a vector: this rank's, possibly empty, or those of all ranks that wrote a checkpoint."""
 
     slices: Mapping[str, Sequence[Slice]] = field(default_factory=dict)  # by the parameter's name
 
     @classmethod
     def of(cls, shard: Shard, entries: Mapping[str, Tensor]) -> ShardedVector:
-        """Return the vector of this process's entries, by name, (n,) each. They are not copied."""
+        """Return the vector with this rank's entries, given by name, (n,) each. They are not copied."""
         return cls({name: (Slice(*shard.cut(name, shard.rank), part),) for name, part in entries.items()})
 
     def local(self, shard: Shard) -> dict[str, Tensor]:
-        """Return this process's entries by name, (n,) each, in the layout's order: its own, or assembled from others'.
+        """Return this rank's entries by name, (n,) each, in the layout's order, assembled from slices if necessary.
 
         Raises:
-            UserError: the vector is another model's, or lacks entries of this process.
+            UserError: The vector belongs to another model, or lacks entries of this rank.
         """
         sizes = {name: shard.numel(name) for name in shard.trained}
-        kept = {name for name in sizes if operator.lt(*shard.cut(name, shard.rank))}  # no slice has no entries
+        kept = {name for name in sizes if operator.lt(*shard.cut(name, shard.rank))}  # empty parts have no slice
         is_other = not kept <= self.slices.keys() <= sizes.keys()
         if is_other or any(part.stop > sizes[name] for name, parts in self.slices.items() for part in parts):
             raise UserError(

@@ -1,8 +1,8 @@
-"""A state as named tensors, which a file can hold, and back.
+"""Converts a state to named tensors, which a file can hold, and back.
 
-A state is a value: None, a tensor, a number, a ShardedVector, or a dataclass or mapping of such values. A tensor's name
-is the path to it, `errors.variances`; that of a slice of a sharded vector says which entries it holds, too. A state is
-read back into one of the same kind, so the tensors say nothing about classes.
+A state is None, a tensor, a number, a ShardedVector, or a dataclass or mapping of such values. A tensor's name is its
+path, such as `errors.variances`. The name of a sharded vector's slice also says which entries it holds. A state is read
+back into a state of the same kind, so the tensors do not record classes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch import Tensor
 from rl_training.errors import UserError
 from rl_training.parallel.sharded_vector import ShardedVector, Slice
 
-SHARD = "shard."  # prefix of the names of tensors that hold one process's entries
+SHARD = "shard."  # name prefix of tensors that hold one rank's entries
 BARE = "value"  # name of a state that is a single tensor or number
 
 
 def to_tensors(state: Any, path: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a state by name; a sharded vector's in host memory.
+    """Return the tensors of a state by name. Those of a sharded vector are in host memory.
 
     Args:
-        path: of the state within a larger one.
+        state: The state.
+        path: The path of the state within a larger one.
 
     Raises:
-        UserError: a part of it is none of the kinds that a state consists of.
+        UserError: A part of the state is of a kind that a state cannot contain.
 
     >>> to_tensors({"count": 2, "mean": torch.tensor([0.5])})
     {'count': tensor(2), 'mean': tensor([0.5000])}
@@ -49,7 +50,11 @@ def to_tensors(state: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def tensors_by_name(states: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each probe's state. UserError, naming the probe, where there is none that can be kept."""
+    """Return the tensors of each probe's state.
+
+    Raises:
+        UserError: A probe's state cannot be converted; the message names the probe.
+    """
     tensors = {}
     for name, state in states.items():
         try:
@@ -60,15 +65,16 @@ def tensors_by_name(states: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 
 def from_tensors(like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `to_tensors` has taken apart.
+    """Return the state that `to_tensors` has converted.
 
     Args:
-        like: a state of the same kind, such as the one that a training begins with. It says what is a number, what a
-            dataclass. Entries of a mapping that the tensors do not have are taken from it, and those that it does not
-            have are left out. A dimension of 0 of its tensors may have any length.
+        like: A state of the same kind, such as a training's initial one. It determines the types. A mapping keeps its
+            own entry if there are no tensors for it, and tensors for entries that it does not have are ignored. If a
+            dimension of one of its tensors is 0, the tensor that is read may have any length there.
+        tensors: The tensors by name.
 
     Raises:
-        UserError: the tensors are of another state.
+        UserError: The tensors belong to another kind of state.
     """
     unread = dict(tensors)
     state = _read(like, "", unread)
@@ -82,7 +88,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _parts(state: Any, path: str) -> Mapping[str, Any]:
-    """Return the parts of a mapping or dataclass by name."""
+    """Return the parts of a mapping or dataclass by name. Raise UserError if `state` is neither."""
     if isinstance(state, Mapping):
         for name in (name for name, part in state.items() if isinstance(part, Mapping)):
             if any(other.startswith(f"{name}.") for other in state):
@@ -106,7 +112,7 @@ def _rebuilt(state: Any, parts: dict[str, Any]) -> Any:
 
 
 def _read(like: Any, path: str, unread: dict[str, Tensor]) -> Any:
-    """Return the state at a path, and take its tensors out of those that are unread."""
+    """Return the state at a path, and remove its tensors from `unread`."""
     if like is None:
         return None
     if isinstance(like, Tensor | bool | int | float):

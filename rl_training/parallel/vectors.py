@@ -1,9 +1,9 @@
 """Vectors over named parameters, in buckets, and their inner products.
 
-A vector is a list of tensors, one for each bucket of its layout. A bucket is one large parameter or several small
-neighbours: there may be hundreds of small ones, and starting an operation on one costs more than its work. Several
-vectors are the same list with a leading dimension. No tensor is as large as all parameters together, unless the model
-is small.
+A vector is a list of tensors, one for each bucket of its layout. A bucket is one large parameter, or several small
+neighbours: models have hundreds of small parameters, and launching an operation on one costs more than running it.
+Several vectors are the same list with a leading dimension. Unless the model is small, no tensor is as large as all
+parameters together.
 """
 
 from __future__ import annotations
@@ -20,53 +20,51 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 
-JOINED = 2**18  # entries that are handled at once on a CPU: its cache holds them
-# On a GPU, starting an operation is the cost, so more entries are handled at once: at least JOINED_ON_GPU, and at least
-# one of PARTS_ON_GPU parts of all entries.
+JOINED = 2**18  # how many entries to handle at once on a CPU, whose cache holds that many
+# On a GPU the cost is in launching an operation, so more entries are handled at once: at least JOINED_ON_GPU, and at
+# least 1/PARTS_ON_GPU of all entries.
 JOINED_ON_GPU = 2**23
 PARTS_ON_GPU = 6
-SEGMENT = 2**16  # numbers that one block of a GPU sums
+SEGMENT = 2**16  # how many numbers one block of a GPU sums
 
-Vector = list[Tensor]  # by bucket: (n,), or (rows, n)
+Vector = list[Tensor]  # one tensor per bucket: (n,), or (rows, n)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring parameters that lie in one tensor."""
+    """Neighbouring parameters that share one tensor."""
 
     names: tuple[str, ...]
-    sizes: tuple[int, ...]  # entries of each parameter
-    start: int  # number of its first entry, counted over all parameters
+    sizes: tuple[int, ...]  # number of entries of each parameter
+    start: int  # index of its first entry among the entries of all parameters
 
     @property
     def size(self) -> int:
         return sum(self.sizes)
 
     def bounds(self) -> Iterator[tuple[str, slice]]:
-        """Yield each parameter's name and its columns of the bucket."""
+        """Yield each parameter's name and its columns in the bucket."""
         for name, size, end in zip(self.names, self.sizes, itertools.accumulate(self.sizes), strict=True):
             yield name, slice(end - size, end)
 
 
 class Layout:
-    """How vectors over named parameters are divided into buckets.
+    """How vectors over named parameters are divided into buckets, identically on all ranks.
 
     >>> layout = Layout({"w": torch.zeros(2, 3), "b": torch.zeros(2)})
     >>> [tensor.shape for tensor in layout.zeros(4)]
     [torch.Size([4, 8])]
+
+    Args:
+        parameters: This rank's entries of each parameter.
+        widths: The sizes that decide which neighbours are joined, if ranks keep parts of different sizes. None: the
+            parameters' own sizes.
+
+    Raises:
+        UserError: There is no parameter, or the parameters are on several devices.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], widths: Mapping[str, int] | None = None) -> None:
-        """Divide the parameters into buckets, alike on all processes.
-
-        Args:
-            parameters: this process's entries of each parameter.
-            widths: the sizes by which neighbours are joined, where processes keep parts of unlike sizes. None: the
-                parameters' own.
-
-        Raises:
-            UserError: there is no parameter, or they lie on several devices.
-        """
         if not parameters:
             raise UserError("there is no trainable parameter to keep gradients of")
         self.names = tuple(parameters)
@@ -77,9 +75,9 @@ class Layout:
         self.device = first.device
         self.dtype = torch.promote_types(first.dtype, torch.float32)
         widths = widths or {name: param.numel() for name, param in parameters.items()}
-        # Whole segments, so that the pieces of a parameter that is cut there still share divisors with other lengths.
+        # Whole segments: if a parameter is cut there, its pieces still share divisors with other lengths.
         on_gpu = max(JOINED_ON_GPU, sum(widths.values()) // PARTS_ON_GPU // SEGMENT * SEGMENT)
-        self.chunk_size = JOINED if self.device.type == "cpu" else on_gpu  # entries that are handled at once
+        self.chunk_size = JOINED if self.device.type == "cpu" else on_gpu  # how many entries to handle at once
         groups: list[list[str]] = []
         size = 0
         for name, width in widths.items():
@@ -97,7 +95,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of one vector."""
+        """The size of one vector in bytes."""
         return self.num_entries * self.dtype.itemsize
 
     @property
@@ -106,7 +104,7 @@ class Layout:
         return self.num_entries <= self.chunk_size
 
     def vector(self, tensors: Iterable[Tensor]) -> Vector:
-        """Return the vector of these tensors, which are in the parameters' order. Large tensors are not copied."""
+        """Return the vector of these tensors, given in the parameters' order. Large tensors are not copied."""
         parts = iter(tensors)
         return [
             join([next(parts).detach().reshape(-1).to(self.dtype) for _ in bucket.names]) for bucket in self.buckets
@@ -120,7 +118,7 @@ class Layout:
         return [torch.zeros(*leading, bucket.size, **kind) for bucket in self.buckets]
 
     def by_name(self, vector: Vector) -> dict[str, Tensor]:
-        """Return views of each parameter's entries, (…, n), of a vector or of several, by name."""
+        """Return views of each parameter's entries by name, (…, n), of one or several vectors."""
         return {
             name: part[..., columns]
             for bucket, part in zip(self.buckets, vector, strict=True)
@@ -128,20 +126,20 @@ class Layout:
         }
 
     def split(self, flat: Tensor) -> Vector:
-        """Return views of the buckets of flat vectors, (…, P), in which the parameters follow one another."""
+        """Return the buckets as views of flat vectors, (…, P), which hold the parameters one after another."""
         return list(flat.split([bucket.size for bucket in self.buckets], dim=-1))
 
 
 def num_bytes(vector: Vector | None) -> int:
-    """Return the bytes that a vector takes, 0 for None."""
+    """Return the size of a vector in bytes; 0 for None."""
     return sum(part.numel() * part.element_size() for part in vector or ())
 
 
 def dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the inner products of a and b over the last dimension, in fp64.
 
-    torch.sum adds in a tree. A running fp32 sum, such as BLAS's, loses 2 % of a square norm over the 2e8 entries of an
-    embedding, and a product of matrices would be rounded to TF32 where that is switched on.
+    torch.sum is used because it adds in a tree. A running fp32 sum, such as BLAS's, loses 2 % of a squared norm over
+    the 2e8 entries of an embedding, and a matrix product would be rounded to TF32 if that is switched on.
 
     Args:
         a: (…, n).
@@ -159,20 +157,20 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def dot(a: Vector, b: Vector) -> Tensor:
-    """Return the inner products of vectors, or of several, (…) fp64, on the device of `b`."""
+    """Return the inner products of one or several vectors, (…) fp64, on the device of `b`."""
     return torch.stack([_products(x.to(y.device), y) for x, y in zip(a, b, strict=True)]).double().sum(dim=0)
 
 
 def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Sum each of the spans that follow one another in (n,) values. Return (spans,) fp64.
+    """Return the sums of consecutive spans of values, (spans,) fp64.
 
-    It takes a few operations, however many spans there are. Blocks of a length that divides every size are summed in
-    the values' own precision, as in `dots`; each span's blocks are then summed in fp64, in segments where the span is
-    long, which a GPU sums in parallel.
+    The number of operations does not depend on the number of spans. First, blocks of a length that divides every size
+    are summed in the values' own precision, as in `dots`. Then the blocks of each span are summed in fp64. Long spans
+    are summed in segments, which a GPU sums in parallel.
 
     Args:
         values: (n,).
-        sizes: the length of each span; they add up to n.
+        sizes: The length of each span. They add up to n.
 
     >>> sums_of_spans(torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 1))
     tensor([6., 4.], dtype=torch.float64)
@@ -187,12 +185,12 @@ def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
 def square_norms(layout: Layout, rows: Vector, sqrt_preconditioner: Sequence[Tensor | float] | None) -> Tensor:
     """Return |g|² and Σ P g² by row and parameter.
 
-    A row of a bucket is handled at a time, so the number of operations does not grow with the number of parameters.
+    Each row of a bucket is handled whole, so the number of operations does not grow with the number of parameters.
 
     Args:
-        layout: of the rows.
-        rows: (rows, n) per bucket.
-        sqrt_preconditioner: √P, (n,) per bucket; None: Σ P g² is nan.
+        layout: The layout of the rows.
+        rows: The vectors g, (rows, n) per bucket.
+        sqrt_preconditioner: √P, (n,) per bucket. None: Σ P g² is nan.
 
     Returns:
         (rows, parameters, 2) fp64.
@@ -208,10 +206,10 @@ def square_norms(layout: Layout, rows: Vector, sqrt_preconditioner: Sequence[Ten
 
 @functools.lru_cache(maxsize=2**12)
 def _segments(sizes: tuple[int, ...], block: int, device: torch.device) -> Sequence[Tensor]:
-    """Return the lengths by which `sums_of_spans` reduces its blocks, level by level. Cached, with its transfer.
+    """Return the lengths by which `sums_of_spans` reduces its blocks, level by level. Cached, which saves transfers.
 
-    Where every span fits into a segment there is one level, the blocks of each span. Otherwise there are two: the
-    blocks of each segment, and the segments of each span.
+    If every span fits into a segment, there is one level: the number of blocks in each span. Otherwise there are two:
+    the number of blocks in each segment, and the number of segments in each span.
     """
     counts = [size // block for size in sizes]
     cut = [[min(SEGMENT, count - at) for at in range(0, count, SEGMENT)] for count in counts]
@@ -222,7 +220,7 @@ def _segments(sizes: tuple[int, ...], block: int, device: torch.device) -> Seque
 
 @functools.cache
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a number as a () tensor to be expanded. Cached."""
+    """Return a number as a () tensor, for expanding. Cached."""
     return torch.full((), value, dtype=dtype, device=device)
 
 
@@ -233,16 +231,16 @@ def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:
 
 
 def copy(target: Vector, vector: Vector) -> None:
-    """Copy `vector`, or several, into `target`."""
+    """Copy one or several vectors into `target`."""
     for part, source in zip(target, vector, strict=True):
         part.copy_(source)
 
 
 def rows_of(rows: Vector, numbers: range) -> Vector:
-    """Return some neighbouring rows of (F, n) per bucket: views."""
+    """Return views of consecutive rows of vectors that are (F, n) per bucket."""
     return [part[numbers.start : numbers.stop] for part in rows]
 
 
 def join(vectors: Sequence[Tensor]) -> Tensor:
-    """Concatenate vectors into one, (n,). A single one is not copied."""
+    """Concatenate vectors into one, (n,). A single vector is not copied."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))
