@@ -1,11 +1,11 @@
-"""What the objects do, from a run's first line on the terminal to its last.
+"""Runs the objects: trainings, analyses and evaluations.
 
-training.py          a training: built, trained, reported, ended
-folder.py            the folder that it writes to, locked; the checkpoint that it goes on from
-stopping.py          signals, answered at the end of a step
-progress.py          the bar of its steps
-waiting.py           which of several processes the others wait for
-analysis.py          analyses of checkpoints; offline_probe.py starts one from Python
-evaluation.py        evaluations of checkpoints, planned by evaluation_plan.py; which, by evaluated_checkpoints.py
-own_evaluation.py    evaluations with the objects of a user's script
+training.py          build, train, report and end a training run
+folder.py            find and lock the run folder, and find the checkpoint to continue from
+stopping.py          end a training at the end of a step after a signal
+progress.py          progress bar of a training
+waiting.py           name the process that the other processes wait for
+analysis.py          analyze checkpoints; offline_probe.py does it from Python
+evaluation.py        evaluate checkpoints; evaluation_plan.py plans it, evaluated_checkpoints.py finds the checkpoints
+own_evaluation.py    evaluate checkpoints with the objects of a user's script
 """

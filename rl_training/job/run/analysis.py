@@ -1,4 +1,4 @@
-"""offline.py: from its configuration to checkpoint analyses, one after another, and what they leave behind."""
+"""Runs the checkpoint analyses of `rl-training analyze` one after another, then writes their pages and dashboards."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ from rl_training.records.report.series import read_run
 
 
 def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
-    """Analyze each checkpoint that `cfg` names, print a table of each, and return the files with the results.
+    """Analyze each checkpoint that `cfg` names and print a table for each. Collective.
 
-    Their page and the report of a run are rewritten if asked for. Raises ValueError for whatever the user got wrong,
-    before anything is sampled where the checkpoints reveal it.
+    If `report` is set, rewrite the page of the analyses and the run's report. If `dashboards` is set, send the core
+    numbers to the run's dashboards.
+
+    Returns:
+        The result files.
+
+    Raises:
+        UserError: For every mistake in the configuration; before anything is sampled if the checkpoints reveal it.
     """
     settings = check_analysis(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
@@ -54,7 +60,7 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
 
 
 def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
-    """Return by checkpoint the file of its results: in RUN/offline, or in `offline` beside one that lies in no run."""
+    """Return the result file of each checkpoint: in RUN/offline, or in `offline` next to a checkpoint outside a run."""
     named = values["checkpoint"]
     for path in [named] if isinstance(named, str) else named:
         if is_attached(Path(path)):
@@ -77,7 +83,7 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
 
 
 def is_attached(named: Path) -> bool:
-    """Return whether this is the run of a trainer that a script has made, or one of its checkpoints."""
+    """Return whether this is a run of a trainer made by a script, or a checkpoint of one."""
     is_checkpoint = named.is_dir() and (named / PROBE_STATES).is_file()
     return is_of_attached_run(named) or (is_checkpoint and bool(about(named).get("run")))
 
@@ -88,18 +94,18 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 
 def _analyse(checkpoint: Path, path: Path, settings: Settings, overrides: Mapping[str, Any]) -> None:
-    """Restore the trainer of a run at one checkpoint, and analyze it."""
+    """Restore a run's trainer at one checkpoint, analyze the checkpoint and write the results to `path`."""
     start = time.perf_counter()
     run = run_settings(checkpoint, overrides["run"])
     restored = build_restored(run, checkpoint, overrides["learning_rate"])
     values = without_secrets({"offline": overrides, "run": as_written(OmegaConf.to_container(run, resolve=True))})
     analyse_and_write(restored, path, settings, values, start)
     del restored
-    gc.collect()  # a model in a reference cycle would stay in memory beside the next checkpoint's
+    gc.collect()  # reference cycles would keep this model in memory while the next one is loaded
 
 
 def _write_pages(results: Mapping[Path, Path]) -> None:
-    """Rewrite the page of each run's analyses of this name, and the run's report; print where the pages are."""
+    """Rewrite each run's report and the page of its analyses with this name, and print the paths of the pages."""
     for folder, run in {result.parents[1]: _run_of(checkpoint) for checkpoint, result in results.items()}.items():
         logged = run if run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file() else None
         section = describe_analyses(folder, read_run(logged) if logged else None)

@@ -1,4 +1,4 @@
-"""Which checkpoints are to be evaluated: all of a run, or those that are named; by step."""
+"""Finds the checkpoints to evaluate, by step: all of a run, or those that are given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE, checkpoints_
 
 
 def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Path | None, dict[int, Path]]:
-    """Return the run, if there is one, and its checkpoints, or those that are given, by step."""
+    """Return the run folder, or None, and the checkpoints to evaluate by step: those given, or all of the run."""
     paths = [Path(path) for path in ([given] if isinstance(given, str) else given or [])]
     if run is None:
         runs = {path.resolve().parents[1] for path in paths if path.resolve().parent.name == TRAINING_STATE}
@@ -47,7 +47,7 @@ def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Pa
 
 
 def checkpoints_by_step(paths: Sequence[Path]) -> dict[int, Path]:
-    """Return these checkpoints in the order of their steps."""
+    """Return these checkpoints by step, in the order of their steps."""
     for path in filter(leads_out_of_its_run, paths):
         raise UserError(f"{path} is a link out of its run: name {path.resolve()} itself")
     by_step = {_step_of(path): path for path in paths}
@@ -57,7 +57,7 @@ def checkpoints_by_step(paths: Sequence[Path]) -> dict[int, Path]:
 
 
 def _step_of(checkpoint: Path) -> int:
-    """Return the optimizer step that a checkpoint's folder is named after or its trainer wrote down; else 0."""
+    """Return the optimizer step of a checkpoint, from its folder's name or its trainer's state; 0 if neither has it."""
     last = checkpoint.resolve().name.rsplit("-", 1)[-1]
     if last.isdigit():
         return int(last)

@@ -1,7 +1,7 @@
-"""Evaluates every checkpoint in its own process; measures, writes, logs and shows the results.
+"""Evaluates each checkpoint in a separate process; measures, writes, logs and shows the results.
 
-Several processes (accelerate launch, torchrun) all work on one checkpoint at a time, each on its share of the batches;
-the main one measures and writes. With one, `evaluation.jobs` checkpoints run in parallel.
+Several processes (accelerate launch, torchrun) work on one checkpoint at a time, each on its share of the batches; the
+main process measures and writes. A single process evaluates `evaluation.jobs` checkpoints in parallel.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from rl_training.records.report import write_report
 from rl_training.records.report.writing import in_words
 from rl_training.statistics.estimate import Estimate
 
-# Columns of the table in the terminal, by metric.
+# Column titles of the table in the terminal, by metric.
 COLUMNS = {
     "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
     "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
 }  # fmt: skip
 ELSEWHERE = "give another folder with output=FOLDER"
-PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
+PATIENCE = timedelta(days=7)  # how long processes wait for the slowest one
 
 
 def evaluate(cfg: DictConfig) -> int:
     """Evaluate the checkpoints that the configuration names.
 
     Returns:
-        The exit code: 0, or 1 when a checkpoint or a metric failed.
+        The exit code: 0, or 1 if a checkpoint or a metric failed.
 
     Raises:
-        UserError: for whatever the user got wrong.
+        UserError: For every mistake in the configuration.
     """
     plan = read_plan(cfg)
-    state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
+    state = PartialState(cpu=True, timeout=PATIENCE)  # on the CPU: worker processes do the work, these only communicate
     if plan.options.jobs > 1 and state.num_processes > 1:
         raise UserError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
     evaluation: Evaluation | None = None
@@ -80,13 +80,19 @@ def evaluate(cfg: DictConfig) -> int:
 
 
 def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: Evaluation | None) -> None:
-    """Evaluate what is pending, `jobs` checkpoints at once. A collective; `evaluation` is the main process's."""
+    """Evaluate the pending checkpoints, `jobs` at once. Collective.
+
+    Args:
+        plan: What to evaluate.
+        pending: Checkpoints to evaluate, by step.
+        evaluation: Receives the results on the main process; None on the others.
+    """
     state, devices, stopped = PartialState(), queue.SimpleQueue[str](), threading.Event()
     for job in range(plan.options.jobs):
         devices.put(_device(state.local_process_index + job))
 
     def received(num_responses: int) -> None:
-        if stopped.is_set():  # it was only starting when the others were killed
+        if stopped.is_set():  # this worker was still starting when the others were killed
             raise RuntimeError("stopped")
         if evaluation:
             evaluation.bar.update(num_responses)
@@ -102,7 +108,7 @@ def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: Ev
             for step, answers in pool.imap_unordered(work, pending):
                 if evaluation:
                     evaluation.finish(step, answers)
-        except BaseException:  # Ctrl-C and the like: unfinished work is not waited for
+        except BaseException:  # Ctrl-C, for example: do not wait for unfinished work
             stopped.set()
             for process in multiprocessing.active_children():
                 process.kill()
@@ -113,7 +119,12 @@ def _evaluate_all(plan: EvaluationPlan, pending: dict[int, Path], evaluation: Ev
 
 
 class Evaluation:
-    """The main process's part: progress, files, dashboards, table."""
+    """The main process's part of an evaluation: progress bar, files, dashboards and table.
+
+    Args:
+        plan: What to evaluate.
+        num_shares: Number of processes that share the batches of each checkpoint.
+    """
 
     def __init__(self, plan: EvaluationPlan, num_shares: int) -> None:
         self.plan = plan
@@ -124,12 +135,12 @@ class Evaluation:
         self.loggers: list[MetricsLogger] | None = None
         self.num_finished = len(plan.checkpoints) - len(self.pending)
         share = sum(map(len, plan.batches(0, num_shares)))
-        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two drawings
+        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two updates of the bar
         self.bar = tqdm(total=len(self.pending) * share, unit="response", mininterval=every, maxinterval=every)
         self._show_finished()
 
     def finish(self, step: int, answers: CheckpointResponses) -> None:
-        """Measure and write a checkpoint's result; a failure here fails this checkpoint alone."""
+        """Measure and write the result of one checkpoint. A failure is reported and affects only this checkpoint."""
         reason = answers.reason
         if not reason:
             try:
@@ -187,7 +198,7 @@ class Evaluation:
             dashboard.log(step, {name: value for name, value in numbers.items() if value == value})
 
     def close(self) -> int:
-        """Show the table, close the dashboards, make the run's report anew, and return the exit code."""
+        """Print the table, close the dashboards, rewrite the run's report and return the exit code."""
         print_table(self.plan.folder, self.problems)
         for dashboard in self.loggers or []:
             dashboard.finish(pictures=[])
@@ -198,12 +209,12 @@ class Evaluation:
 
 
 def _device(number: int) -> str:
-    """Choose the device of the job of this number: a GPU to itself, if there are enough."""
+    """Return the device for the job with this number: its own GPU if there are enough, otherwise a shared one."""
     return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
 def _line(response: Response, prompt: Any) -> dict[str, Any]:
-    """Return a response as responses.jsonl has it; means are over its tokens, in nats."""
+    """Return the line of responses.jsonl for a response. Means are over its tokens, in nats."""
     return {
         "row": response.row,
         "response_index": "greedy" if response.number == GREEDY else response.number,
@@ -220,7 +231,7 @@ def _line(response: Response, prompt: Any) -> dict[str, Any]:
 
 
 def print_table(folder: Path, problems: Sequence[str]) -> None:
-    """Print a line per checkpoint, pass@k of the largest k, and below it what failed and why."""
+    """Print one line per checkpoint, with pass@k for the largest k, followed by what failed and why."""
     table = read_table(folder)
     most = (largest_pass_at(table["metric"]) or "pass_at_1").removeprefix("pass_at_")
     titles = {name.replace("pass_at", f"pass_at_{most}"): title.format(most) for name, title in COLUMNS.items()}

@@ -1,6 +1,6 @@
-"""What is to be evaluated, read and checked, and the process that does it for one checkpoint.
+"""Reads and checks what to evaluate, and evaluates one checkpoint in a worker process.
 
-That process imports this file, and with it only what it needs: no trainer, no report.
+The worker imports this file, so the file imports only what the worker needs: no trainer, no report.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from rl_training.records.folder import CONFIG_FILE, EVALUATIONS
 from rl_training.tasks.task import Task, as_task
 
 GROUPS = ("model", "adapter", "data")
-# Settings that change how a result is computed, but not the result.
+# Settings that affect how a result is computed or stored, but not the result.
 FREE = ("name", "batch_size", "jobs", "gzip", "overwrite")
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """An evaluation, ready to start; it is sent to the worker processes."""
+    """An evaluation that is ready to start. It is sent to the worker processes."""
 
-    NAMED: ClassVar[str] = "evaluation.name=NAME"  # how to ask for a folder of another name
-    REPLACED: ClassVar[str] = "evaluation.overwrite=true"  # and for a new evaluation in the same
+    NAMED: ClassVar[str] = "evaluation.name=NAME"  # what to type for another folder
+    REPLACED: ClassVar[str] = "evaluation.overwrite=true"  # what to type for a new evaluation in the same folder
 
     run: Path | None
-    config: dict[str, Any]  # of the run, with what the command changes
+    config: dict[str, Any]  # the run's, with the command's changes
     folder: Path  # evaluations/<name>
-    prefix: str  # of the metrics' names in dashboards
+    prefix: str  # of metric names in dashboards
     checkpoints: dict[int, Path]  # by step, in order
-    rows: tuple[int, ...]  # of the task's evaluation split
-    options: DictConfig  # `evaluation` of conf/evaluate.yaml, with the run's temperature and length where none is given
-    metrics: dict[str, Any]  # nodes of the user's own
-    settings: dict[str, Any]  # what must be equal for two results to share a table; no secrets
+    rows: tuple[int, ...]  # indices into the task's evaluation split
+    options: DictConfig  # `evaluation` of conf/evaluate.yaml; temperature and length default to the run's
+    metrics: dict[str, Any]  # configuration nodes of the user's own metrics, by name
+    settings: dict[str, Any]  # must be equal for results to share a table; contains no secrets
 
     def task(self) -> Task:
         return as_task(make("data", self.config["data"]))
 
     def batches(self, share: int, num_shares: int) -> list[list[tuple[int, int]]]:
-        """Return the batches of one of so many processes."""
+        """Return the batches of process number `share` out of `num_shares`."""
         options = self.options
         batches = batches_of(self.rows, options.responses_per_prompt, options.greedy, options.batch_size)
         return batches[share::num_shares]
@@ -70,7 +70,7 @@ class EvaluationPlan:
         return {name: make(f"metrics.{name}", node, _partial_=True) for name, node in self.metrics.items()}
 
     def pending(self) -> dict[int, Path]:
-        """Return the checkpoints that are not finished: new, failed, written anew, or with a metric that raised."""
+        """Return the checkpoints to evaluate, by step: new, failed, overwritten, or with a metric that failed."""
         pending = {}
         for step, checkpoint in self.checkpoints.items():
             result = None if self.options.overwrite else read_step(self.folder, step)
@@ -79,15 +79,15 @@ class EvaluationPlan:
         return pending
 
     def start(self) -> None:
-        """Make the evaluation's folder.
+        """Create the evaluation's folder.
 
         Raises:
-            UserError: when one of this name holds results of other settings.
+            UserError: If a folder of this name contains results with other settings.
         """
         if self.options.overwrite:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif not any(self.folder.glob("step_*")):
-            (self.folder / SETTINGS).unlink(missing_ok=True)  # an evaluation without results imposes no settings
+            (self.folder / SETTINGS).unlink(missing_ok=True)  # without results, the old settings do not matter
         before = write_settings(self.folder, self.settings)
         if changed := differences(before, self.settings):
             raise UserError(
@@ -97,10 +97,10 @@ class EvaluationPlan:
 
 
 def read_plan(cfg: DictConfig) -> EvaluationPlan:
-    """Return the evaluation that the configuration asks for.
+    """Return the evaluation that a configuration describes.
 
     Raises:
-        UserError: for whatever the user got wrong.
+        UserError: For every mistake in the configuration.
     """
     check_evaluation(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
@@ -109,7 +109,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     if run is not None and (run / CONFIG_FILE).is_file():
         run_config = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
     config, is_task_of_run = _lay_over(run_config, values)
-    refuse_marked(config, "data", "model")  # here, in place of once for each checkpoint
+    refuse_marked(config, "data", "model")  # here, rather than once per checkpoint
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
     options, metrics = OmegaConf.create(values["evaluation"]), values["metrics"]
     for key, default in (("max_completion_length", 256), ("temperature", 1.0)):
@@ -137,18 +137,18 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
         metrics=metrics,
         settings=without_masks(without_secrets(settings)),
     )
-    plan.custom_metrics()  # one that cannot be found is refused before anything is written
+    plan.custom_metrics()  # refuses a metric that cannot be found before anything is written
     return plan
 
 
 def check_name(name: str) -> None:
-    """Raise UserError for a name that would lead out of the folder of evaluations."""
+    """Raise UserError for a name that would point outside the evaluations folder."""
     if "/" in name or name.startswith("."):
         raise UserError(f"evaluation.name={name} names a folder: use letters, digits and dashes")
 
 
 def refuse_names_of_built_in(metrics: Collection[str]) -> None:
-    """Raise UserError for a metric of the user's own that is called as a built-in one is."""
+    """Raise UserError for a user metric with the name of a built-in one."""
     for metric in metrics:
         if metric in BUILT_IN:
             raise UserError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
@@ -157,7 +157,7 @@ def refuse_names_of_built_in(metrics: Collection[str]) -> None:
 def fingerprint(checkpoint: Path) -> str:
     """Return a fingerprint that distinguishes a checkpoint from a later one in the same folder.
 
-    It is made of the trainer's log, which holds each step's timings, and the sizes of the weights.
+    It hashes the trainer's state, whose log contains the timings of each step, and the sizes of the weight files.
     """
     digest = hashlib.sha256()
     state = checkpoint / "trainer_state.json"
@@ -168,26 +168,26 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the run's configuration with what was asked for, and whether the task is the run's own.
+    """Return the run's configuration with the command's changes, and whether the task is the run's own.
 
-    A group that was chosen takes the place of the run's; single values of it are set in the run's.
+    A group chosen on the command line replaces the run's. Single values override those of the run's group.
     """
     laid = dict(config)
     for group in GROUPS:
         given, stored = options.get(group) or {}, config.get(group) or {}
-        is_chosen = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else named only
+        is_chosen = "_target_" in given and stored.get("_target_") != f"{MARK}{given['_target_']}"  # else: confirmed
         laid[group] = given if is_chosen else {**stored, **given}
     if not laid["data"].get("_target_"):
         raise UserError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
     is_task_of_run = as_written(laid["data"])["_target_"] == as_written(config.get("data") or {}).get("_target_")
-    if not is_task_of_run:  # its lengths go with it
+    if not is_task_of_run:  # the task's response length comes with it
         laid["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}
     return laid, is_task_of_run
 
 
 @dataclass
 class CheckpointResponses:
-    """The result of one checkpoint: its responses, the time they took, or why there are none."""
+    """The result of one checkpoint: its responses and the seconds they took, or the reason why there are none."""
 
     responses: list[Response] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -202,7 +202,16 @@ def ask(
     num_shares: int,
     on_responses: Callable[[int], object],
 ) -> CheckpointResponses:
-    """Return the result of one checkpoint, from its own process."""
+    """Generate the responses of one checkpoint in a worker process, and return them.
+
+    Args:
+        plan: The evaluation.
+        checkpoint: Checkpoint folder.
+        device: Device for the worker.
+        share: This process's number among those that share the batches.
+        num_shares: How many processes share the batches.
+        on_responses: Called with the number of responses after each batch.
+    """
     answers = CheckpointResponses()
 
     def receive(sent: tuple[list[Response], dict[str, float]]) -> None:
@@ -218,7 +227,7 @@ def ask(
 
 
 def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send) -> None:
-    """Send the responses of this checkpoint, batch by batch, and the seconds that all took so far."""
+    """Send the checkpoint's responses batch by batch, each with the seconds used so far, by phase."""
     logging.disable_progress_bar()
     start = time.perf_counter()
     model = plan.config.get("model") or {}
@@ -239,7 +248,7 @@ def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num
 
 
 def join(parts: list[CheckpointResponses]) -> CheckpointResponses:
-    """Return the merged results of all processes; times are those of the slowest."""
+    """Merge the results of all processes. Times are those of the slowest process."""
     if len(parts) == 1:
         return parts[0]
     reasons = [f"process {rank}: {part.reason}" for rank, part in enumerate(parts) if part.reason]

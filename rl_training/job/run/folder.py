@@ -1,4 +1,4 @@
-"""Where a run writes: a folder of its own, the same on every process, or the one that it goes on with."""
+"""The folder that a run writes to, the same on every process: a new one, or that of the run it continues."""
 
 from __future__ import annotations
 
@@ -37,22 +37,26 @@ logger = logging.get_logger(__name__)
 
 ELSEWHERE = "choose another with run_dir=PATH"
 ANOTHERS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
-# Folders that a run and its dashboards make.
+# Folders that a run and its dashboards create.
 MADE = (LOGS_FOLDER, f"{LOGS_FOLDER}/wandb", f"{LOGS_FOLDER}/tensorboard", REPORT_FOLDER, TRAINING_STATE)
 
 
 def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
-    """Return the run folder, made and the same on every process, and the checkpoint to go on from, if there is one.
+    """Create and lock the run folder, the same on every process, and find the checkpoint to continue from. Collective.
 
-    Last, whether the folder holds this run's config.yaml already. The folder is locked.
-    `additional_steps` are added to those that were taken, and then spent: config.yaml says how far the run goes.
+    `additional_steps`, if given, is added to the checkpoint's steps, written to trainer.max_steps and reset to None, so
+    config.yaml contains the final number of steps.
+
+    Returns:
+        The locked run folder; the checkpoint to continue from, or None; and whether the folder already belongs to this
+        run because the run is resumed.
     """
     state = _join_processes(cfg)
-    # Each process has its own clock, hence its own default run folder: the main one's counts.
+    # The default run folder is named after the time, which differs between processes: use the main process's.
     run_dir = Path(on_main_process(lambda: str(cfg.run_dir)))
     folder = RunFolder(run_dir)
     is_known = cfg.resume == "auto" or (cfg.resume == "latest" and (run_dir / TRAINING_STATE).is_dir())
-    if is_known:  # it is locked before its checkpoints are read: another process may write one meanwhile
+    if is_known:  # lock before reading its checkpoints: another process could be writing one
         on_main_process(lambda: folder.lock(ELSEWHERE))
     run, checkpoint = _resumed(str(cfg.resume), run_dir)
     folder.folder = run
@@ -70,7 +74,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
     if goes_on:
         refuse_other_settings(cfg, run)
         _say_where_it_continues(run, checkpoint, taken, state.num_processes)
-    state.wait_for_everyone()  # nothing is moved or created before every process has checked
+    state.wait_for_everyone()  # every process must have passed the checks before anything is moved or created
     if goes_on and state.is_main_process:
         set_aside_later(run, taken)
     try:
@@ -89,9 +93,9 @@ def find_run_folder(cfg: DictConfig) -> tuple[RunFolder, Path | None, bool]:
 
 
 def _join_processes(cfg: DictConfig) -> PartialState:
-    """Open the process group of this training, and return what accelerate knows of it."""
+    """Open the process group of this training, and return accelerate's state of it."""
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
-    # The timeout is given here: where the trainer gives it, it comes too late.
+    # The timeout must be given here: the trainer would set it too late.
     timeout = timedelta(seconds=cfg.trainer.get("ddp_timeout", DrGRPOConfig.ddp_timeout))
     state = PartialState(cpu=use_cpu, timeout=timeout)
     check_number_of_processes(state.num_processes)
@@ -113,7 +117,7 @@ def _say_where_it_continues(run: Path, checkpoint: Path | None, taken: int, num_
 
 
 def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
-    """Return the run folder and the checkpoint of it that `resume` names, None where it names none."""
+    """Return the run folder and the checkpoint that `resume` names; the checkpoint is None if it names none."""
     sharded_by = next((name for name in SHARDED_BY if parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")), "")
     if resume in ("none", "auto"):
         return run_dir, newest_checkpoint(run_dir, sharded_by) if resume == "auto" else None
@@ -132,14 +136,19 @@ def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
 
 
 def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:
-    """Write config.yaml, which makes the folder this run's own. A collective.
+    """Write config.yaml, which makes the folder this run's own. Collective.
+
+    Args:
+        config: All settings of the run.
+        run_dir: Run folder.
+        is_its_own: Whether a config.yaml that exists there is this run's.
 
     Raises:
-        UserError: on every process, when another run has written it meanwhile.
+        UserError: On every process, if another run has written config.yaml in the meantime.
     """
 
     def save() -> None:
-        if (run_dir / CONFIG_FILE).exists() and not is_its_own:  # nobody writes it after this: the folder is locked
+        if (run_dir / CONFIG_FILE).exists() and not is_its_own:  # cannot change after this: the folder is locked
             raise UserError(ANOTHERS.format(run_dir))
         write_config(run_dir, literal(config), fix="make room, or choose another run_dir")
 

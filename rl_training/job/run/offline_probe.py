@@ -1,12 +1,12 @@
-"""offline.py from Python, and from a configuration file: one call, one dictionary.
+"""Runs a checkpoint analysis from Python with a configuration file: one call returns one dictionary.
 
     from rl_training import OfflineEntropyProbe
 
     results = OfflineEntropyProbe.from_config_file("probe_configs/quick_test.yaml").run_mixed_probe(CHECKPOINT)
     results["deltaH1"], results["deltaH_true"], results["diagnostics"]["ESS"]
 
-probe_configs/full_example.yaml has every key of a configuration, with what it does. It becomes settings of offline.py's
-command line, which are run as offline.py runs its own; defaults are those of conf/offline.yaml or the run's.
+probe_configs/full_example.yaml has every key of a configuration, with its meaning. The configuration is translated to
+settings of `rl-training analyze` and runs as that command does. Defaults come from conf/offline.yaml or the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl_training.job.configuration.values import as_text, check_kind, did_you_me
 from rl_training.records.files.stored_yaml import read_text
 from rl_training.records.folder import CONFIG_FILE
 
-# A configuration's keys, and what they are called on offline.py's command line.
+# Keys of a configuration, with the corresponding settings of `rl-training analyze`.
 SETTINGS = {
     "checkpoint.backbone": "model", "checkpoint.dtype": "model.dtype", "batch_config.dataset_name": "data",
     "batch_config.split": "evaluation.source", "batch_config.B_E": "evaluation.prompts",
@@ -40,7 +40,7 @@ SETTINGS = {
     "detailed_logging.log_raw_tensors": "log.raw_tensors", "detailed_logging.output_directory": "log.directory",
     "detailed_logging.compress": "log.compress",
 }  # fmt: skip
-# By key, the values that it can have, each with what it is called today.
+# By key: its allowed values, each with the value of the corresponding setting.
 CHOICES = {
     "checkpoint.backbone": {path.stem: path.stem for path in (CONF / "model").glob("*.yaml")}
     | {"qwen2_5_15": "qwen2_5_1_5b"},
@@ -48,25 +48,27 @@ CHOICES = {
     "batch_config.dataset_name": {path.stem: path.stem for path in (CONF / "data").glob("*.yaml")}
     | {"gsm8k_r1_template": "gsm8k"},
     "batch_config.split": {"train": "train", "test": "eval"},
-    "importance.is_mode": {"pdis": "true", "snis": "snis"},  # the result that is called deltaH_true
+    "importance.is_mode": {"pdis": "true", "snis": "snis"},  # selects the result returned as deltaH_true
     "detailed_logging.level": {name: name for name in ("minimal", "standard", "detailed", "debug")},
 }
-# Results go to RUN/offline/mixed_probe. A script may call it often; `overrides` can ask for report and dashboards.
+# Results go to RUN/offline/mixed_probe. Reports and dashboards are off by default, since a script may call it often.
 ALWAYS = ("name=mixed_probe", "report=false", "dashboards=false")
 SIZES = ("B_E", "B_U", "G")
-MODULES = r"[\w.\-*+?|()\[\]^\\]+\$?"  # in an adapter's configuration: no ${…}, which Hydra would replace
+MODULES = r"[\w.\-*+?|()\[\]^\\]+\$?"  # names or patterns of modules, without ${…}, which Hydra would replace
 LENGTHS = ("avg_generation_length", "avg_reward")
 
 
 class OfflineEntropyProbe:
-    """What a checkpoint's next step does to entropy, by a configuration of nested dictionaries."""
+    """Measures what a checkpoint's next step does to entropy, configured by nested dictionaries.
+
+    Args:
+        config: Configuration with the keys of probe_configs/full_example.yaml.
+
+    Raises:
+        UserError: For an unknown key or an invalid value.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Take a configuration.
-
-        Raises:
-            UserError: for a key that is not known, and for a value that means nothing.
-        """
         self.config = dict(config)
         self._given = _read(config)
 
@@ -75,7 +77,7 @@ class OfflineEntropyProbe:
         """Return the probe that a YAML file describes.
 
         Raises:
-            UserError: where it is not there or cannot be read.
+            UserError: If the file does not exist or cannot be read.
         """
         if not Path(path).is_file():
             raise UserError(f"{path}: there is no such file; two examples are in {PROBE_CONFIGS}")
@@ -84,10 +86,10 @@ class OfflineEntropyProbe:
         return probe
 
     def overrides(self, checkpoint_path: str | Path | None = None) -> list[str]:
-        """Return what to type after offline.py.
+        """Return the corresponding overrides for the command line of `rl-training analyze`.
 
         Raises:
-            UserError: where no checkpoint is named.
+            UserError: If no checkpoint is given.
         """
         path = checkpoint_path or self._given.get("checkpoint.checkpoint_path")
         if path is None:
@@ -104,22 +106,26 @@ class OfflineEntropyProbe:
         return [*overrides, *self._given.get("overrides", [])]
 
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> dict[str, Any]:
-        """Return the numbers of one checkpoint, in nats (per token, or per sequence if so configured).
+        """Analyze one checkpoint, and return the results in nats (per token, or per sequence if so configured).
 
         Args:
-            checkpoint_path: instead of the configuration's: a checkpoint, a run (its newest), or a folder `model/`
-                beside whose parent lies optimizer.pt
+            checkpoint_path: Replaces the configuration's: a checkpoint, a run (for its newest checkpoint), or a folder
+                `model/` with optimizer.pt in the parent folder.
 
         Returns:
-            deltaH1, bars_dot, learning_rate: predicted; not there with probe_rework.compute_delta_h1=false
-            deltaH_true, H_orig, H_upd: measured; not there with importance.enabled=false
-            B_E, B_U, G, avg_generation_length, avg_reward: prompts of E and of U, responses to each of these
-            timing: seconds by phase
-            diagnostics: ESS, w_max, w_min and every other number, with standard errors `…_se`
-            log: the path of the log, "" where none was asked for
+            A dictionary with these keys:
+
+                deltaH1, bars_dot, learning_rate       predicted; absent with probe_rework.compute_delta_h1=false
+                deltaH_true, H_orig, H_upd             measured; absent with importance.enabled=false
+                B_E, B_U, G                            prompts of E, prompts of U, responses to each prompt of U
+                avg_generation_length                  mean over E, in tokens
+                avg_reward                             mean over U
+                timing                                 seconds by phase
+                diagnostics                            ESS, w_max, w_min and all others, with standard errors `…_se`
+                log                                    path of the log, "" if there is none
 
         Raises:
-            UserError: before anything is sampled, where checkpoint and configuration do not fit.
+            UserError: If checkpoint and configuration do not match; before anything is sampled.
         """
         from rl_training.job.run.analysis import analyse_checkpoints  # seconds of imports
         from rl_training.records.frames import read_analysis
@@ -150,10 +156,10 @@ class OfflineEntropyProbe:
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is given, by dotted keys; null is nothing.
+    """Return the values of a configuration that are not null, by dotted key.
 
     Raises:
-        UserError: for what means nothing.
+        UserError: For an unknown key or an invalid value.
     """
     standard = load_plain(PROBE_CONFIGS / "full_example.yaml")
     known = standard | flat(standard)
@@ -174,7 +180,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_overrides(checkpoint: Path) -> list[str]:
-    """Read the settings of an adapter that lies in no run from its adapter_config.json."""
+    """Return overrides for the adapter of a checkpoint outside a run, read from its adapter_config.json."""
     file = checkpoint / "adapter_config.json"
     if not file.is_file() or (checkpoint.resolve().parents[1] / CONFIG_FILE).is_file():
         return []

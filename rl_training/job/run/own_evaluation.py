@@ -1,8 +1,8 @@
-"""The evaluation of checkpoints of the user's own trainer: the same numbers and files as `rl-training evaluate` has.
+"""Evaluates checkpoints of the user's own trainer, with the same numbers and files as `rl-training evaluate`.
 
 from rl_training import evaluate
 
-trainer = GRPOTrainer(...)              # as the script makes it; it has not trained
+trainer = GRPOTrainer(...)              # as the script makes it, before training
 table = evaluate(trainer, ["state/checkpoint-20", "state/checkpoint-40"], "runs/my_run")
 table[table["metric"] == "reward"]
 """
@@ -82,29 +82,32 @@ def evaluate(
     name: str = "default",
     **options: Any,
 ) -> pd.DataFrame:
-    """Evaluate checkpoints on held-out prompts, with the trainer's own reward. Nothing is trained.
+    """Evaluate checkpoints on held-out prompts with the trainer's own reward. Nothing is trained.
 
-    A response earns what it earns in training: the weighted sum of the trainer's reward functions. It is sampled at the
-    trainer's temperature, up to its max_completion_length; top_p, top_k, min_p and penalties are not followed. A
-    checkpoint that was evaluated before is not evaluated again.
+    Responses are rewarded as in training, by the weighted sum of the trainer's reward functions. They are sampled at
+    the trainer's temperature, up to its max_completion_length; top_p, top_k, min_p and penalties are ignored.
+    Checkpoints that have already been evaluated are skipped.
 
     Args:
-        trainer: As the training had it: the same model, adapter and reward. It has not trained, and keeps its weights.
+        trainer: A new trainer, made as for the training, with the same model, adapter and reward. It must not have
+            trained. Its weights are restored afterwards.
         checkpoints: Folders checkpoint-N that the trainer has written.
-        folder: That of the run, as `attach` was given it: results go to FOLDER/evaluations/NAME, and into its report.
-        eval_dataset: A datasets.Dataset of prompts, with the columns that the reward reads; None: the trainer's own.
-        given_answer: What counts as one vote in `majority`: the answer in a text, None where it has none.
-        reward_range: The least and the most that a response can earn, where that is known.
-        metrics: Metrics of your own by name, each called as `rl-training evaluate` calls one.
+        folder: Run folder, as given to `attach`. Results go to FOLDER/evaluations/NAME and into the run's report.
+        eval_dataset: A datasets.Dataset of prompts, with the columns that the reward reads. None uses the trainer's.
+        given_answer: Returns the answer in a response text, or None if there is none. Equal answers are votes for the
+            same answer in `majority`.
+        reward_range: The lowest and highest reward that a response can get, if known.
+        metrics: Your own metrics by name, called as `rl-training evaluate` calls them.
+        name: Name of the evaluation, and of its folder.
         options: responses_per_prompt, k, fraction, greedy, right_reward, kl, seed, batch_size, gzip and overwrite, with
             the meanings and defaults of `evaluation` in conf/evaluate.yaml.
 
     Returns:
-        A row per checkpoint and metric, with its standard error, or the reason that there is none.
+        One row per checkpoint and metric, with the standard error, or the reason why there is no value.
 
     Raises:
-        UserError: saying what is wrong and the fix. Where single checkpoints or metrics failed it comes last: the
-            others have been evaluated.
+        UserError: Says what is wrong and how to fix it. If single checkpoints or metrics failed, it is raised at the
+            end, after all others have been evaluated.
     """
     if not isinstance(trainer, GRPOTrainer):
         raise UserError(another_trainer(trainer))
@@ -128,7 +131,7 @@ def evaluate(
 
 
 def _refuse_other_generation(trainer: GRPOTrainer) -> None:
-    """Raise UserError for a trainer whose prompts or weights are not those of one model in one process, as text."""
+    """Raise UserError for a trainer that is distributed, has trained, or does more than answer prompts with text."""
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.accelerator.num_processes > 1:
         raise UserError("evaluate works in one process: start the script with python, without a launcher")
     if trainer.state.global_step > 0:
@@ -141,10 +144,10 @@ def _refuse_other_generation(trainer: GRPOTrainer) -> None:
 
 
 def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options, those that are not given as the command has them."""
+    """Return all options, with the command's defaults for those not given."""
     defaults = load_plain(CONF / "evaluate.yaml")["evaluation"]
     for key in ("name", "temperature", "max_completion_length", "jobs"):
-        del defaults[key]  # an argument by itself, two of the trainer's, and one of the command alone
+        del defaults[key]  # name is an argument, two come from the trainer, jobs exists only in the command
     for key in options:
         if key not in defaults:
             raise UserError(f"evaluate({key}=...): there are {', '.join(defaults)}{did_you_mean(key, [*defaults])}")
@@ -154,7 +157,7 @@ def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reward_of(trainer: GRPOTrainer) -> Callable[..., list[float]]:
-    """Return the weighted sum of the trainer's reward functions, called as training calls them."""
+    """Return a function that computes the weighted sum of the trainer's reward functions, called as in training."""
 
     def reward(prompts: list[Any], completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
         columns = {"prompt": prompts, **columns}
@@ -211,13 +214,13 @@ def _plan(
 
 
 def _first_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model that training begins from: a copy, or this one, whose adapter is then switched off."""
+    """Return the model before training: a copy, or the model itself if its adapter can be switched off."""
     return model if hasattr(model, "peft_config") else copy.deepcopy(model).eval()
 
 
 @contextlib.contextmanager
 def _weights_kept(model: PreTrainedModel) -> Iterator[None]:
-    """A context after which the model has the weights and the mode that it had before."""
+    """Restore the model's trainable weights and its training mode on exit."""
     kept = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
     was_training = model.training
     try:
@@ -231,7 +234,7 @@ def _weights_kept(model: PreTrainedModel) -> Iterator[None]:
 
 
 def policy_of(trainer: GRPOTrainer, reference: PreTrainedModel | None) -> CheckpointPolicy:
-    """Return the policy of the weights that the trainer has now, which is told of prompts what training tells it."""
+    """Return a policy with the trainer's present weights, which formats prompts as training does."""
     return CheckpointPolicy(
         trainer.model.eval(),
         trainer._tokenizer,
@@ -249,7 +252,7 @@ def _responses(
     plan: OwnPlan,
     on_responses: Callable[[int], object],
 ) -> CheckpointResponses:
-    """Return the responses of one checkpoint, or the reason that there are none."""
+    """Return the responses of one checkpoint, or the reason why there are none."""
     answers, start = CheckpointResponses(), time.perf_counter()
     try:
         flaw = what_is_wrong_with_weights(checkpoint) if checkpoint.is_dir() else "there is no such folder"

@@ -1,4 +1,4 @@
-"""The bar of a training's steps, with reward, entropy and its predicted change."""
+"""The progress bar of a training, with reward, entropy and the predicted change of entropy."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import ProgressCallback
 
-# By label, the metrics that it can be and how it is written. Entropy over all tokens, as in the report, where a probe
-# measures it.
+# By label: metrics in order of preference, and the number format. If a probe measures it, entropy is the mean over all
+# tokens, as in the report.
 SHOWN = {
     "reward": (("reward",), ".3f"),
     "entropy": (("entropy/token", "entropy"), ".3f"),
     "δH": (("delta_h/forward", "measured/delta_h"), "+.4f"),
 }
-Z_95 = 1.96  # standard errors, of the number that has one
-# Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
+Z_95 = 1.96  # half the 95 % interval, in standard errors
+# Without tqdm's rate and with a bar of fixed width, all numbers fit into 80 columns.
 FORMAT = "{percentage:3.0f}%|{bar:3}| {n_fmt}/{total_fmt}{desc} [{elapsed}<{remaining}{postfix}]"
-SECONDS_OF_SILENCE = 10.0  # after which a step that is not through says how far it is
-BEFORE_ANY = "sampling"  # in the place of the numbers, until the first responses are there
+SECONDS_OF_SILENCE = 10.0  # after which an unfinished step shows its progress
+BEFORE_ANY = "sampling"  # shown instead of the numbers until the first responses are complete
 
 
 class StepProgress(ProgressCallback):
-    """transformers' bar with these numbers in it: one line that is redrawn at each step, on the main process.
+    """transformers' progress bar with these numbers: one line, redrawn at each step, on the main process.
 
-    In a step that takes long it is redrawn after microbatches, too, and says which: "1/16 +3/8".
+    During a slow step it is also redrawn after microbatches and counts them: "1/16 +3/8".
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self._lines = contextlib.ExitStack()
-        self._lines.enter_context(logging_redirect_tqdm())  # else what is logged stands behind the bar
+        self._lines.enter_context(logging_redirect_tqdm())  # otherwise log lines would be appended to the bar
         self.current_step = state.global_step
         if self.training_bar is not None:
             self.training_bar.bar_format = FORMAT
@@ -56,7 +56,7 @@ class StepProgress(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)
 
     def _say_place(self, place: str) -> None:
-        """Write how far the step is into the bar, without drawing it; its first responses are there."""
+        """Put the progress within the step into the bar without redrawing it, and remove the text "sampling"."""
         self.training_bar.set_description_str(place, refresh=False)
         if self.training_bar.postfix == BEFORE_ANY:
             self.training_bar.set_postfix_str("", refresh=False)

@@ -1,8 +1,8 @@
-"""Ends a training after the step in which a signal comes.
+"""Ends a training at the end of the step in which a signal arrives.
 
-SIGINT (Ctrl-C), SIGTERM (Slurm before it preempts, `kill`) and a launcher that is gone ask for its end: it finishes its
-step and writes a checkpoint that resumes exactly. Of several processes one request is enough: they agree at the end of
-each step. A second signal ends the process at once.
+SIGINT (Ctrl-C), SIGTERM (from `kill`, or from Slurm before it preempts) and a launcher that has died request the end:
+training finishes the step and writes a checkpoint from which it resumes exactly. A request to one of several processes
+suffices: they agree at the end of each step. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from transformers import TrainerCallback
 from rl_training.hosts.trl.batches import steps_per_rollout
 from rl_training.job.errors import SIGNALS
 
-# What accelerate launch and torchrun set for the processes that they start.
+# Environment variables that accelerate launch and torchrun set for the processes that they start.
 LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
-SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal
+SECONDS_OF_ECHO = 2.0  # a launcher forwards a signal that the terminal has already sent: not a second one
 
 
 class StopAtStepEnd(TrainerCallback):
-    """Ends training after the step in which a signal has come; `signum` then says which one, else it is 0."""
+    """Ends training after the step in which a signal arrives. `signum` is then its number, and 0 otherwise."""
 
     def __init__(self) -> None:
         self.signum = 0
-        self._request = 0  # of this process
+        self._request = 0  # the signal that this process received
         self._requested_at = 0.0
         was_launched = any(name in os.environ for name in LAUNCHED)
-        self._launcher = os.getppid() if was_launched else None  # a shell may end before this process does
+        self._launcher = os.getppid() if was_launched else None  # a shell may exit before this process does
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals within; outside they act as before."""
-        if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
+        """Handle signals inside this context, and restore the earlier handlers afterwards."""
+        if threading.current_thread() is not threading.main_thread():  # Python forbids handlers elsewhere
             yield
             return
         before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
@@ -56,7 +56,7 @@ class StopAtStepEnd(TrainerCallback):
         now = time.monotonic()
         if self._request and now - self._requested_at > SECONDS_OF_ECHO:
             self._say(f"ended by {signal.Signals(signum).name}")
-            os._exit(128 + signum)  # of several processes, those that clean up first would wait for one another
+            os._exit(128 + signum)  # no cleanup: processes that clean up would wait for one another
         if not self._request:
             self._request, self._requested_at = signum, now
             self._say(
@@ -65,7 +65,7 @@ class StopAtStepEnd(TrainerCallback):
 
     def _say(self, line: str) -> None:
         if PartialState().is_main_process:
-            os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
+            os.write(2, f"\n{line}\n".encode())  # a signal handler may interrupt print
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._launcher not in (None, os.getppid()) and not self._request:
@@ -73,7 +73,7 @@ class StopAtStepEnd(TrainerCallback):
             self._say("the launcher is gone: a checkpoint and the report, then this run ends")
         local_request = torch.tensor([self._request], device=PartialState().device)
         request = int(gather(local_request).max())
-        # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
+        # A rollout that later steps still use is not saved, so training resumes exactly only at the end of a rollout.
         if request and state.global_step % steps_per_rollout(args) == 0:
             self.signum = request
             control.should_training_stop = control.should_save = True

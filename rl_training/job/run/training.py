@@ -1,4 +1,4 @@
-"""A training: built from its configuration, trained, reported, and ended, well or where a signal has stopped it."""
+"""A training run: built from its configuration, trained, reported and ended, either normally or by a signal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run, ready to start."""
+    """A training run that is ready to start."""
 
     trainer: DrGRPOTrainer
     folder: RunFolder
@@ -54,12 +54,13 @@ class TrainingRun:
         return self.folder.folder
 
     def train(self) -> None:
-        """Train, from the checkpoint if there is one; not if that is the last step's, where it would add a step.
+        """Train, starting from the checkpoint if there is one.
 
-        A signal ends the training after the step that it came in: see `end`.
+        If the checkpoint already has all max_steps steps, do nothing, because training would add a step. A signal ends
+        training after the current step; see `end`.
 
         Raises:
-            UserError: when no step was taken.
+            UserError: If no step was taken.
         """
         taken = steps_taken(self.checkpoint) if self.checkpoint else 0
         for dashboard in self.loggers:
@@ -79,7 +80,7 @@ class TrainingRun:
             raise UserError("nothing was trained, not one step: is the training set too small for a step?")
 
     def report(self) -> None:
-        """Write report/report.html, print the summary and close the dashboards, on the main process."""
+        """Write report/report.html, print the summary and close the dashboards. Only the main process does this."""
         if not self.trainer.accelerator.is_main_process:
             return
         pictures: list[Path] = []
@@ -93,15 +94,15 @@ class TrainingRun:
             dashboard.finish(pictures=pictures)
 
     def end(self) -> None:
-        """Free the run's folder.
+        """Release the lock of the run folder.
 
         Raises:
-            Interrupted: with the line that resumes, when a signal has stopped the run.
+            Interrupted: If a signal has stopped the run; the message says how to resume.
         """
         self.folder.release()
         if not self.stop.signum:
             return
-        self.trainer.accelerator.wait_for_everyone()  # a launcher ends the others as soon as one is gone
+        self.trainer.accelerator.wait_for_everyone()  # a launcher kills the other processes when one exits
         state = self.trainer.state
         line = f"ended by {signal.Signals(self.stop.signum).name} after step {state.global_step} of {state.max_steps}"
         if state.global_step < state.max_steps:
@@ -109,25 +110,25 @@ class TrainingRun:
         raise Interrupted(self.stop.signum, line)
 
     def _resuming(self) -> str:
-        """Return the settings that let the command that was typed go on with this run: the last of a kind counts."""
+        """Return overrides that make the same command resume this run. The last override of a setting wins."""
         run_dir = str(self.run_dir)
         folder = f"run_dir={run_dir}" if re.fullmatch(r"[\w./-]+", run_dir, re.ASCII) else quoted("run_dir", run_dir)
         words = [folder, "resume=latest"]
-        if any(word.startswith("additional_steps=") for word in sys.argv[1:]):  # would be added once more
+        if any(word.startswith("additional_steps=") for word in sys.argv[1:]):  # would be added again
             words += ["additional_steps=null", f"trainer.max_steps={self.trainer.state.max_steps}"]
         return " ".join(words)
 
 
-EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
+EVAL_BATCH = 4  # microbatches per evaluation batch, which needs no memory for a backward pass
 
 
 def build_run(cfg: DictConfig) -> TrainingRun:
-    """Return the run that the configuration describes, of a branch as `branched` returns it.
+    """Return the training run that a configuration describes. The configuration of a branch comes from `branched`.
 
     Raises:
-        UserError: for whatever the user got wrong.
+        UserError: For every mistake in the configuration.
     """
-    logging.disable_progress_bar()  # transformers' over files, in the middle of the one over steps
+    logging.disable_progress_bar()  # transformers' bars for files would interrupt the bar of the steps
     with as_user_errors():
         return _build(cfg)
 
@@ -148,12 +149,12 @@ def _build(cfg: DictConfig) -> TrainingRun:
 
 
 def _trainer_of(cfg: DictConfig, accumulation: int, folder: RunFolder) -> DrGRPOTrainer:
-    """Return the trainer, which writes its records into the run's folder.
+    """Return the trainer, which writes its records into the run folder.
 
     Args:
-        cfg: The configuration.
-        accumulation: Microbatches of a step on each process.
-        folder: The run's.
+        cfg: Configuration of the run.
+        accumulation: Number of microbatches per step on each process.
+        folder: The run folder.
     """
     evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
     args = make(
@@ -167,7 +168,7 @@ def _trainer_of(cfg: DictConfig, accumulation: int, folder: RunFolder) -> DrGRPO
 
 
 def _branch_off(trainer: DrGRPOTrainer, cfg: DictConfig) -> None:
-    """Let the trainer go on from another run's checkpoint, and say where it takes other prompts than that run."""
+    """Let the trainer continue from another run's checkpoint; warn if its order of prompts differs from that run's."""
     trainer.branches_off = True
     if changed := prompt_order_changes(cfg):
         trainer.has_own_random_numbers = "seed=" in changed
@@ -175,7 +176,7 @@ def _branch_off(trainer: DrGRPOTrainer, cfg: DictConfig) -> None:
 
 
 def _add_callbacks(trainer: DrGRPOTrainer) -> StopAtStepEnd:
-    """Show the training's steps in a bar if one is asked for, and return what ends it at a signal."""
+    """Add the progress bar, unless disabled, and the callback that ends training after a signal; return the latter."""
     if not trainer.args.disable_tqdm:
         trainer.add_callback(StepProgress)
     stop = StopAtStepEnd()
@@ -184,7 +185,7 @@ def _add_callbacks(trainer: DrGRPOTrainer) -> StopAtStepEnd:
 
 
 def _stored_config(cfg: DictConfig, trainer: DrGRPOTrainer) -> dict[str, Any]:
-    """Return what config.yaml and the dashboards hold: all settings without secrets, and where the run comes from."""
+    """Return the content of config.yaml and the dashboards: all settings without secrets, and the run's provenance."""
     config: dict[str, Any] = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = provenance() | {"loss": trainer.loss_in_words}
     if cfg.get("branch") is not None:
