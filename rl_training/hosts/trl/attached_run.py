@@ -1,4 +1,4 @@
-"""The folder of an attached training: which one it is, its config.yaml, and the report at its end."""
+"""The folder of an attached training: its choice, its config.yaml, and the report at its end."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ ELSEWHERE = "give attach another folder"
 
 
 class AttachedRun(RunFolder):
-    """The folder that one training writes to: the one that was asked for, or the next free number.
+    """The folder that a training writes to: the requested one, or the next free number.
 
-    asked   as the user has given it
-    folder  the one that is written to, once training has begun
+    `asked` is the requested folder; `folder` is the one written to, once training has begun.
+
+    Args:
+        asked: The folder as the user gave it.
     """
 
     def __init__(self, asked: str | Path) -> None:
         self.asked = Path(asked).expanduser()
-        if not self.asked.name:  # "." has no name that a number could follow
+        if not self.asked.name:  # "." has no name to append a number to
             self.asked = self.asked.absolute()
         for path in (self.asked, self.asked / LOGS_FOLDER, self.asked / REPORT_FOLDER):
             refuse_a_file(path)
@@ -40,16 +42,16 @@ class AttachedRun(RunFolder):
         self.has_begun = False
 
     def begin(self, run_name: str | None) -> None:
-        """Settle which folder is written to, and lock it. A collective.
+        """Choose the folder to write to, and lock it. Collective.
 
         Args:
-            run_name: The folder's name that the checkpoint remembers from which training goes on; None for a new
-                training, which never writes to the folder of another.
+            run_name: The name of the folder, as noted in the checkpoint that training resumes from. None for a new
+                training, which never writes to another training's folder.
 
         Raises:
-            UserError: on all processes, where the folder cannot be written to.
+            UserError: On all ranks, if the folder cannot be written to.
         """
-        self.release()  # of a training before, in the same block
+        self.release()  # the folder of an earlier training in the same `with` block
         self.folder = Path(on_main_process(lambda: str(self._lock_one(run_name))))
         self.has_begun = True
         if all_ranks().number == 0 and run_name is None and self.folder != self.asked:
@@ -71,23 +73,23 @@ class AttachedRun(RunFolder):
                 continue
             with contextlib.suppress(FolderInUse):
                 self.lock(ELSEWHERE)
-                if not holds_another_run(self.folder):  # nobody has trained there meanwhile
+                if not holds_another_run(self.folder):  # no other process has trained there meanwhile
                     return self.folder
                 self.release()
         raise AssertionError("numbers do not end")
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
-        """Write config.yaml, secrets masked."""
+        """Write config.yaml, with secrets masked."""
         write_config(self.folder, plain_settings(settings), FIRST_LINE)
 
     def end(self, how: str) -> str:
-        """Write the report, on the main process, and free the folder.
+        """Write the report on the main process, and unlock the folder.
 
         Args:
-            how: how training has ended, in words.
+            how: How training ended, in words.
 
         Returns:
-            The line that says so, and where the report lies, or why there is none; "" on other processes.
+            A line with `how` and the report's location, or the reason why there is none. Empty on other ranks.
         """
         try:
             return self.closing_line(how) if all_ranks().number == 0 else ""
@@ -97,7 +99,7 @@ class AttachedRun(RunFolder):
 
 
 def holds_another_run(folder: Path) -> bool:
-    """Return whether a training has left records in a folder, or something else a config.yaml."""
+    """Return whether a folder holds the records of a training, or a config.yaml that `attach` did not write."""
     logs = folder / LOGS_FOLDER
     recorded = any((logs / name).is_file() and (logs / name).stat().st_size for name in (METRICS_FILE, PROBES_FILE))
     return recorded or ((folder / CONFIG_FILE).exists() and not is_of_attached_run(folder))

@@ -1,4 +1,4 @@
-"""TRL's batch dictionaries: read as rollouts, put in order, and given what TRL leaves out. Written against trl 1.16."""
+"""Reads TRL's batch dictionaries as rollouts, and TRL's settings as the engine's. Written against trl 1.16."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Correction, LossSettings
 from rl_training.step.limits import Fixes
 
-# Keys that ride along in TRL's batch dictionaries.
-PROMPT = "rollout_prompt"  # its number within the rollout
+# Keys that this package adds to TRL's batch dictionaries.
+PROMPT = "rollout_prompt"  # number of the row's prompt within the rollout
 REWARD = "rollout_reward"
-POLICY_MASK = "written_by_policy"  # the mask of tools before truncated responses are taken out of it
-ALL_OLD_LOGPS = "all_old_logps"  # OLD_LOGPS where truncated responses are hidden, theirs included
+POLICY_MASK = "written_by_policy"  # TRL's tool mask, but with the tokens of truncated responses
+ALL_OLD_LOGPS = "all_old_logps"  # like OLD_LOGPS, but including truncated responses that the loss masks
 EXTRA_BATCH_KEYS = (PROMPT, REWARD, POLICY_MASK, ALL_OLD_LOGPS)
-# What TRL hands to the model beside tokens.
+# Model inputs of TRL's batches other than tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", "image_position_ids", "image_sizes", "num_tiles"),
     *("spatial_shapes", "pixel_attention_mask", "token_type_ids", "mm_token_type_ids"),
 )
-# TRL's own: of the trainer's policy when the rollout was made, and of the engine that sampled, where that is another.
+# TRL's own keys: log-probabilities of the trainer's policy at sampling time, and of a separate sampling engine.
 OLD_LOGPS, SAMPLING_LOGPS = "old_per_token_logps", "sampling_per_token_logps"
-# What makes a loss Dr-GRPO's: no division by a group's standard deviation or a length, no other term, no mask.
+# The settings of Dr-GRPO's loss: no division by a group's standard deviation or by a length, no other term, no mask.
 DR_GRPO: dict[str, Any] = {
     "loss_type": "dr_grpo",
     "scale_rewards": "none",
@@ -51,14 +51,14 @@ DR_GRPO: dict[str, Any] = {
 
 
 def shape_of(trainer: GRPOTrainer) -> StepShape:
-    """Return how an optimizer step of the trainer is cut into microbatches."""
+    """Return how the trainer's optimizer steps are split into microbatches."""
     args = trainer.args
     size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
     return StepShape(trainer.num_generations, size, count, all_ranks().count)
 
 
 def loss_settings(trainer: GRPOTrainer) -> LossSettings:
-    """Return what the loss is set to, TRL's own: interventions on it are not in this."""
+    """Return the settings of TRL's loss, without interventions on it."""
     return LossSettings(
         max_length=trainer.max_completion_length,
         epsilon_low=trainer.epsilon_low,
@@ -70,9 +70,11 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
 
 
 def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
-    """Return what to do so that more can be measured of a training whose loss is set so.
+    """Return the advice that makes more of a training with these loss settings measurable.
 
-    is_typed  settings are those of a command, typed as trainer.NAME=VALUE, and not of a script
+    Args:
+        settings: The settings of the loss.
+        is_typed: Whether to write settings as on the command line, trainer.NAME=VALUE, instead of as Python.
     """
     others = {name: value for name, value in DR_GRPO.items() if name in settings.differs}
     others |= {"mask_truncated_completions": False} if settings.hides_truncated else {}
@@ -96,9 +98,9 @@ def fixes(settings: LossSettings, *, is_typed: bool = False) -> Fixes:
 
 
 def whole_prompts_fix(trainer: GRPOTrainer) -> str:
-    """Return what to type so that the responses of a prompt lie side by side, of a trainer that TRL shuffles.
+    """Return the advice that keeps the responses to a prompt together, for a trainer whose batches TRL shuffles.
 
-    With what gives a step enough prompts for error bars, where it has fewer.
+    If a step has too few prompts for error bars, the advice includes settings that give it enough.
     """
     args, group = trainer.args, trainer.num_generations
     size, count = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -106,7 +108,7 @@ def whole_prompts_fix(trainer: GRPOTrainer) -> str:
     if size * count % group or size * args.steps_per_generation % group:
         size = -(-size // group) * group
         settings.append(f"per_device_train_batch_size={size}")
-    shared = math.gcd(size, group)  # so many microbatches as group // shared end with a whole prompt
+    shared = math.gcd(size, group)  # group // shared microbatches hold whole prompts
     enough = math.ceil(DEFAULT_NUM_FOLDS / (size // shared * all_ranks().count)) * (group // shared)
     if count < enough:
         count = enough
@@ -126,7 +128,7 @@ def _as_typed(value: object) -> str:
 
 
 def _correction(trainer: GRPOTrainer) -> Correction | None:
-    """Return what TRL does about an engine whose policy is not quite the trainer's; None without one, or nothing."""
+    """Return TRL's correction for the difference between vLLM's policy and the trainer's, or None."""
     if not trainer.use_vllm or not trainer.vllm_importance_sampling_correction:
         return None
     level, kind = trainer.vllm_importance_sampling_mode.split("_")
@@ -136,19 +138,19 @@ def _correction(trainer: GRPOTrainer) -> Correction | None:
 
 
 def steps_per_rollout(args: GRPOConfig) -> int:
-    """Return after how many optimizer steps a rollout is used up.
+    """Return the number of optimizer steps after which a rollout is used up.
 
-    In between, TRL holds sampled sequences that it does not save: training cannot be resumed exactly from there.
+    Until then TRL holds sampled sequences that its checkpoints do not save, so training cannot be resumed exactly.
     """
     microbatches = args.steps_per_generation * args.num_iterations
     return math.lcm(microbatches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
 
 
 def only_order_changes(trainer: GRPOTrainer) -> bool:
-    """Return whether whole prompts change nothing but the order in which the microbatches of a step are summed.
+    """Return whether keeping prompts whole changes only the order in which a step's microbatches are summed.
 
-    And with dropout which of its masks each response meets: these are as good as any others.
-    Otherwise they would change which responses a step learns from, or what is averaged within a microbatch.
+    With dropout, it also changes which mask each response gets, which is equally valid. If False, it would change
+    which responses a step learns from, or a quantity that the loss averages within a microbatch.
     """
     args = trainer.args
     methods = ("compute_loss", "_compute_loss")
@@ -167,28 +169,29 @@ def only_order_changes(trainer: GRPOTrainer) -> bool:
 
 
 def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
-    """Return the weighted sums (sequences,) of what each reward function says, (sequences, functions).
+    """Return the weighted sums, (sequences,), of the reward functions' values, (sequences, functions).
 
-    nan where none says anything: TRL leaves such a response out of its group's mean.
+    nan where all functions return None: TRL leaves such a response out of its group's mean.
     """
     totals = (by_function * trainer.reward_weights.to(by_function.device)).nansum(dim=1)
     return totals.masked_fill(by_function.isnan().all(dim=1), math.nan)
 
 
 def rewards_of(trainer: GRPOTrainer, rows: list[dict[str, Any]], completion_ids: list[list[int]]) -> Tensor:
-    """Return the reward of a completion to each of these rows of a data set, (rows,), the same on each process."""
+    """Return the rewards, (rows,), of one completion for each of these data set rows. The same rows on all ranks."""
     texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     prompts = [row["prompt"] for row in rows]
     in_turns = bool(prompts) and isinstance(prompts[0], list)
     said = [[{"role": "assistant", "content": text}] for text in texts] if in_turns else texts
-    calculate = type(trainer)._calculate_rewards  # not what is wrapped around it
+    calculate = type(trainer)._calculate_rewards  # the class's method, without the instance's wrapper
     return total_rewards(trainer, calculate(trainer, rows, prompts, said, completion_ids)[: len(rows)])
 
 
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a batch dictionary holds for the model beside tokens, row by row; None for text alone.
+    """Return a batch's model inputs other than tokens, split by row. None for text alone.
 
-    ValueError, naming it, for an input that cannot be split by rows.
+    Raises:
+        UserError: Naming the input, if it cannot be split by rows.
     """
     present = {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
     if not present:
@@ -211,12 +214,17 @@ def read_rollout(
     ends: Sequence[int] = (),
     sampling_mismatch: Limit | Literal[""] | None = None,
 ) -> Rollout:
-    """Return the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
+    """Return the sequences of one of TRL's batch dictionaries.
 
-    on_policy     no optimizer step has learned from them yet, and they are this very policy's
-    pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
-    ends          tokens that end a response, and the padding token: a response that ends with none is truncated
-    sampling_mismatch  of responses that are no samples of the trainer's policy; "" of others
+    Args:
+        inputs: TRL's batch dictionary.
+        first_prompt: The number of its first prompt.
+        on_policy: Whether the current policy sampled the sequences and no optimizer step has learned from them.
+        pad_token_id: Give it if the loss may mask truncated responses (mask_truncated_completions), to read them too.
+        ends: End-of-response tokens and the padding token: a response that ends with none of them is truncated. If
+            empty, truncation is unknown.
+        sampling_mismatch: The limit if the responses are not samples of the trainer's policy, "" if they are, None to
+            use the loop's.
     """
     tokens, advantages, old_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(OLD_LOGPS)
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
@@ -224,7 +232,7 @@ def read_rollout(
         hidden = are_hidden(inputs)
         tokens = tokens_of(inputs, pad_token_id)
         advantages = advantages.masked_fill(hidden.view(-1, *[1] * (advantages.ndim - 1)), 0.0)
-        old_logps = inputs.get(ALL_OLD_LOGPS)  # TRL's are none of hidden responses
+        old_logps = inputs.get(ALL_OLD_LOGPS)  # TRL's own lack the masked responses
     policy = tokens if written_by_policy is None else tokens * written_by_policy
     rollout = Rollout(
         prompt_ids=inputs["prompt_ids"],
@@ -246,15 +254,15 @@ def read_rollout(
 
 
 def tokens_of(inputs: Mapping[str, Any], pad_token_id: int) -> Tensor:
-    """Return 1 on the tokens of all responses, (B, T), those too that the loss does not see."""
+    """Return a mask, (B, T), that is 1 on the tokens of all responses, including those that the loss masks."""
     every = _up_to_last_token(inputs["completion_ids"], pad_token_id)
     return torch.where(are_hidden(inputs).unsqueeze(1), every, inputs["completion_mask"])
 
 
 def prompt_numbers(inputs: Mapping[str, Any]) -> Tensor:
-    """Return a number for each row, (B,), the same for the responses of a prompt.
+    """Return a number for each row, (B,), equal for responses to the same prompt.
 
-    Where a batch comes without them, made anew by a subclass, a prompt's tokens say it: its number is made of them.
+    If a subclass built the batch and it lacks these numbers, they are hashes of the prompts' tokens.
     """
     numbers = inputs.get(PROMPT)
     if isinstance(numbers, Tensor) and len(numbers) == len(inputs["completion_ids"]):
@@ -265,17 +273,17 @@ def prompt_numbers(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def are_hidden(inputs: Mapping[str, Any]) -> Tensor:
-    """Return which responses the loss does not see, (B,): TRL masks all tokens of a truncated one."""
+    """Return which responses the loss masks entirely, (B,): with mask_truncated_completions, the truncated ones."""
     return inputs["completion_mask"].sum(dim=1) == 0
 
 
 def _are_truncated(ids: Tensor, tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """Return which responses end with none of these tokens, (B,): TRL calls them truncated."""
+    """Return which responses end with none of these tokens, (B,), as TRL defines truncation."""
     last = (tokens * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(dim=1, keepdim=True)
     return ~torch.isin(ids.gather(1, last).squeeze(1), ids.new_tensor(ends))
 
 
 def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:
-    """Return 1 on the tokens of truncated responses, (B, T): the last one of such a response is no padding token."""
+    """Return a mask, (B, T), that is 1 up to each row's last non-padding token. Right for truncated responses only."""
     real = (ids != pad_token_id).long()
     return (real.flip(1).cumsum(dim=1).flip(1) > 0).to(real)

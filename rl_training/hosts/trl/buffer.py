@@ -2,17 +2,17 @@
 
 A prompt whose responses all get the same reward has zero advantage and contributes no gradient. Two remedies:
 
-    rejection   such a prompt is replaced by another one, until the rollout is full or `max_attempts` generations were
-                made. Every process knows all rewards, so all decide the same without communicating
-    weights     a prompt is drawn in proportion to   floor + (1 - floor) 4 E[p (1 - p)],   at most 1
+    rejection   replaces such a prompt with another one, until the rollout is full or `max_attempts` generations were
+                made. Every rank knows all rewards, so all decide the same without communicating
+    weights     draws a prompt in proportion to   floor + (1 - floor) 4 E[p (1 - p)],   at most 1
 
-p is the chance that the present policy answers the prompt right, and p (1 - p) the variance of a 0/1 reward. The
-posterior of p is Beta(a, b), so that E[p (1 - p)] = a b / ((a + b) (a + b + 1)), with
+p is the probability that the current policy answers the prompt correctly, and p (1 - p) the variance of a 0/1 reward.
+The posterior of p is Beta(a, b), so E[p (1 - p)] = a b / ((a + b) (a + b + 1)), with
 
     a = 2 m + successes,  b = 2 (1 - m) + failures
 
-of the prompt's responses, m being the success rate of all responses. A prompt not yet asked thus gets the average
-weight. Because the policy changes, a response counts half after `half_life` rollouts.
+Successes and failures are the prompt's own; m is the success rate of all responses. A prompt without responses thus
+gets the average weight. Because the policy changes, a response counts half after `half_life` rollouts.
 
 Rewards need not be 0 and 1: each is scaled linearly from the lowest (0) to the highest (1) reward seen so far. While
 all rewards are equal, all prompts are drawn with equal weight.
@@ -37,13 +37,13 @@ from rl_training.policy.rollout import pad_and_concat
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
 Metrics = Mapping[str, Sequence[float]]
 
-PRIOR_RESPONSES = 2.0  # weight of the prior, the success rate of all prompts, in responses: as wide as a uniform p
+PRIOR_RESPONSES = 2.0  # weight of the prior, in responses; at m = 1/2 the prior of p is uniform
 
 
 def prompt_weights(successes: Tensor, responses: Tensor, floor: float) -> Tensor:
-    """Return the weights (N,) with which N prompts are drawn, from their successes and responses (N,) so far.
+    """Return the weights, (N,), with which N prompts are drawn, from their successes and responses so far, (N,) each.
 
-    Before any response, with floor 0.1, all are 0.1 + 0.9 * 4 * 1/6 = 0.7.
+    Before any response, with floor 0.1, every weight is 0.1 + 0.9 * 4 * 1/6 = 0.7.
     """
     mean = successes.sum() / responses.sum() if responses.any() else 0.5
     a = PRIOR_RESPONSES * mean + successes
@@ -52,16 +52,18 @@ def prompt_weights(successes: Tensor, responses: Tensor, floor: float) -> Tensor
 
 
 def are_mixed(rewards: Tensor) -> Tensor:
-    """Return which of the groups (…, responses) of rewards are not all the same, up to rounding."""
+    """Return which groups of rewards, (…, responses), contain different rewards, up to rounding."""
     return ~torch.isclose(rewards.amin(dim=-1), rewards.amax(dim=-1))
 
 
 class FilteredBuffer:
-    """The prompts of a training set with what their responses earned. It draws the same on every process.
+    """The prompts of a training set, with the rewards of their responses. It draws the same prompts on every rank.
 
-    max_attempts  most generations for one rollout, the first included; with 1 nothing is refilled
-    floor         the least weight, of 1; with 1 all prompts are drawn alike
-    half_life     rollouts after which a reward counts half
+    Args:
+        max_attempts: Maximum number of generations per rollout, the first included. 1 replaces no prompt.
+        floor: Smallest weight of a prompt, above 0 and at most 1. 1 draws all prompts with equal weight.
+        half_life: Number of rollouts after which a reward counts half.
+        seed: Seed of the draws.
     """
 
     def __init__(self, max_attempts: int = 2, floor: float = 0.1, half_life: float = 50.0, seed: int = 0) -> None:
@@ -78,18 +80,18 @@ class FilteredBuffer:
         self.start(num_prompts=0)
 
     def start(self, num_prompts: int) -> None:
-        """Forget everything: a training set of this many prompts, of which nothing is known."""
+        """Forget everything, and start with a training set of this many prompts."""
         self._generator = torch.Generator().manual_seed(self.seed)
         self._responses = torch.zeros(num_prompts, dtype=torch.float64)
         self._reward_sums = torch.zeros(num_prompts, dtype=torch.float64)
-        self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)  # of all rewards seen
+        self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)  # lowest and highest reward seen
 
     @property
     def num_prompts(self) -> int:
         return len(self._responses)
 
     def weights(self) -> Tensor:
-        """Return the weights (N,) of all prompts."""
+        """Return the weights of all prompts, (N,)."""
         low, high = self._range.tolist()
         if high <= low or torch.isclose(*self._range):
             return torch.ones_like(self._responses)
@@ -98,7 +100,7 @@ class FilteredBuffer:
         return prompt_weights(successes, self._responses, self.floor)
 
     def draw(self, num: int, tried: Sequence[int]) -> list[int]:
-        """Return `num` different prompts, none of those already tried."""
+        """Draw `num` different prompts that are not in `tried`."""
         weights = self.weights()
         weights[list(tried)] = 0.0
         return torch.multinomial(weights, num, generator=self._generator).tolist()
@@ -110,7 +112,7 @@ class FilteredBuffer:
         self._reward_sums *= decay
 
     def learn(self, prompts: Sequence[int], rewards: Tensor) -> None:
-        """Take in the rewards (prompts, responses) of what was generated, on all processes."""
+        """Add the rewards, (prompts, responses), of the generated responses of all ranks."""
         rewards = rewards.double().cpu()
         self._responses[list(prompts)] += rewards.shape[1]
         self._reward_sums[list(prompts)] += rewards.sum(dim=1)
@@ -126,7 +128,7 @@ class FilteredBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continues from a state. ValueError when it belongs to a training set of another length."""
+        """Continue from a state. Raise UserError if it belongs to a training set of another length."""
         if len(state["responses"]) != self.num_prompts:
             raise UserError(
                 f"the checkpoint's buffer knows {len(state['responses'])} prompts and the training set has "
@@ -140,7 +142,7 @@ class FilteredBuffer:
 
 
 def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
-    """Start the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
+    """Start the buffer on the trainer's prompts. Raise UserError, with the fix, if it cannot filter them."""
     if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
         raise UserError(
             "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
@@ -162,10 +164,17 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
 
 
 def fill_slots(mixed: Tensor, num_slots: int) -> tuple[Tensor, int]:
-    """Return which group of a process fills each of its slots, and how many slots have no mixed group.
+    """Assign a rank's groups to its slots.
 
-    mixed  (groups,), whether each group generated so far is mixed. The first ones have their own slots; a mixed one
-           that comes later takes the first slot whose group is not. Surplus groups are dropped
+    Each of the first groups has its own slot. A later mixed group takes the first slot whose group is not mixed.
+    Surplus groups are dropped.
+
+    Args:
+        mixed: (groups,), whether each group generated so far is mixed.
+        num_slots: Groups of the rollout on this rank.
+
+    Returns:
+        The group of each slot, (num_slots,), and the number of slots without a mixed group.
     """
     groups = torch.arange(num_slots)
     empty, later = (~mixed[:num_slots]).nonzero().flatten(), mixed[num_slots:].nonzero().flatten()
@@ -175,10 +184,16 @@ def fill_slots(mixed: Tensor, num_slots: int) -> tuple[Tensor, int]:
 
 
 def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generate, num_rows: int) -> dict[str, Any]:
-    """Return a rollout of `num_rows` sequences of this process, rewards too, as full of mixed prompts as can be.
+    """Return a rollout of `num_rows` sequences for this rank, with rewards, and with as many mixed prompts as possible.
 
-    Slots that stay empty keep the prompt of the first attempt, whose advantages are 0. An attempt has the same size on
-    all processes: as many groups as the process with most empty slots needs.
+    Slots that stay empty keep their prompt of the first attempt, whose advantages are 0. All ranks generate the same
+    number of groups per attempt: as many as the rank with the most empty slots needs. Collective.
+
+    Args:
+        trainer: The trainer. Its metrics get one merged value per name for all attempts.
+        buffer: Draws the prompts, and learns their rewards.
+        generate: Returns TRL's output for some rows, and the rewards of all ranks.
+        num_rows: Sequences of the rollout on this rank.
     """
     size, world, rank = trainer.num_generations, trainer.accelerator.num_processes, trainer.accelerator.process_index
     num_slots = num_rows // size
@@ -189,7 +204,7 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
     buffer.forget()
     while (most_empty := max(empty)) and len(outputs) < buffer.max_attempts:
         if most_empty * world > buffer.num_prompts - len(tried):
-            break  # no prompts are left to try
+            break  # too few untried prompts are left
         prompts = buffer.draw(most_empty * world, tried)
         rows = [
             dict(trainer.train_dataset[i])
@@ -224,10 +239,10 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
 
 
 def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> dict[str, float]:
-    """Return what TRL logged in each attempt as one number per name: the mean over all their sequences.
+    """Merge what TRL logged in each attempt into one number per name: the mean over the sequences of all attempts.
 
-    Of a minimum it is the least one, of a maximum the largest; of a standard deviation the mean of the attempts' own.
-    What is logged of the sequences that ended by themselves, `…_terminated_length`, is merged over those.
+    Minima and maxima are merged by min and max. A standard deviation becomes the mean of the attempts' own values.
+    `…_terminated_length` describes only sequences that ended by themselves, so it is averaged over those.
     """
     merged = {}
     ended = [
@@ -248,12 +263,12 @@ def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> 
 
 
 def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Tensor) -> dict[str, Any]:
-    """Return these groups, counted through TRL's outputs, as one output."""
+    """Join the chosen groups, numbered consecutively over TRL's outputs, into one output."""
     size = trainer.num_generations
     rows = (groups.unsqueeze(1) * size + torch.arange(size)).flatten().to(outputs[0]["completion_ids"].device)
     joined = {}
     for key, first in outputs[0].items():
-        if first.ndim == 0:  # num_items_in_batch, counted anew below
+        if first.ndim == 0:  # num_items_in_batch, which is recomputed below
             continue
         parts = [output[key] for output in outputs]
         if first.ndim == 2:

@@ -1,4 +1,4 @@
-"""What a trainer's checkpoints keep of an attachment: the states of the probes, and which run they belong to."""
+"""Adds two things to the trainer's checkpoints: the states of the probes, and the run that they belong to."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from rl_training.records.checkpoint_states import about, load_probe_states, save
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was read from a checkpoint."""
+    """Contents of a checkpoint."""
 
-    run_name: str  # of the folder of the run that it belongs to; "" where it does not say
-    states: Mapping[str, Any]  # of the probes, by name
+    run_name: str  # name of the run folder that it belongs to; "" if it names none
+    states: Mapping[str, Any]  # states of the probes, by name
 
 
 class CheckpointHooks:
     """Wraps the methods that save and load a trainer's checkpoint.
 
-    resumed  what was loaded for the training that is about to begin; None: no checkpoint
+    `resumed` holds what was loaded for the training that is about to begin, None without a checkpoint.
     """
 
     def __init__(self, trainer: GRPOTrainer, driver: StepDriver, guard: Guard) -> None:
         self._trainer, self._driver, self._guard = trainer, driver, guard
-        self.run_name = ""  # noted in checkpoints
+        self.run_name = ""  # written to checkpoints
         self.resumed: Resumed | None = None
 
     def wrappers(self) -> dict[str, Callable[..., object]]:
-        """Return what wraps which method of the trainer."""
+        """Return the wrapper of each wrapped trainer method, by the method's name."""
         return {
-            # The probes' state is in the checkpoint before it counts as complete, and so is every process's part.
+            # The probes' states, from every rank, are in the checkpoint before trainer_state.json completes it.
             "_save_optimizer_and_scheduler": self._on_save,
             "_save_rng_state": self._on_save_rng_state,
             "_load_optimizer_and_scheduler": self._on_load,
@@ -51,7 +51,7 @@ class CheckpointHooks:
             with self._guard.watching():
                 save_probe_states(self._driver.states(), Path(output_dir), ranks.count, ranks.number, self.run_name)
                 saved = True
-        if not saved:  # measuring has ended, perhaps here: the checkpoint still says whose it is
+        if not saved:  # measuring has ended, perhaps just now: the checkpoint still names its run
             with contextlib.suppress(Exception):
                 save_probe_states({}, Path(output_dir), ranks.count, ranks.number, self.run_name)
 

@@ -1,9 +1,9 @@
-"""What is refused in `attach`: another TRL, and settings under which probes corrupt training or measure nothing.
+"""Errors of `attach`: an unknown TRL version, and settings under which probes corrupt training or measure nothing.
 
-The private members of TRL and transformers that this package relies on stand in one table: a version that lacks one, or
-returns something else in its first forward pass, is refused by name. DeepSpeed's are in sharding.py, FSDP2's
-in parallel/sharding.py. A setting that only one estimate cannot handle is not refused: that estimate is nan, see
-step/limits.py.
+The tables below list the private members of TRL and transformers that this package relies on. If a version lacks one,
+or its first forward pass returns something unexpected, the error names it. sharding.py relies on DeepSpeed's members,
+parallel/fsdp.py on FSDP2's. A setting that only one estimate cannot handle is no error: that estimate is nan
+(step/limits.py).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rl_training.hosts.trl.sharding import has_sharded_weights
 
 logger = logging.get_logger(__name__)
 
-WRITTEN_FOR = "trl>=1.16,<1.17"  # as setup.cfg has it
-TESTED = {"trl": "1.16", "transformers": "5.23", "torch": "2.13"}  # as constraints.txt has them
-FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's own, whose scores the loss is made of
-# Methods that are called or wrapped, with the parameters that are relied on.
+WRITTEN_FOR = "trl>=1.16,<1.17"  # the same as in setup.cfg
+TESTED = {"trl": "1.16", "transformers": "5.23", "torch": "2.13"}  # the same as in constraints.txt
+FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's forward pass, whose scores the loss is made of
+# Methods that are called or wrapped here, with the parameters that must exist.
 METHODS: dict[str, tuple[str, ...]] = {
     "train": ("resume_from_checkpoint",),
     # inputs: a list of rows; returns the batch dictionary, keys as in batches.read_rollout
     "_generate_and_score_completions": ("inputs",),
-    # returns a tuple: token ids of prompts and of completions, the mask of tools (a list for each sequence, or None),
-    # completions, and log-probabilities of the sampler (the same)
+    # returns a tuple: token ids of prompts, token ids of completions, tool masks (a list per sequence, or None),
+    # completions, and the sampler's log-probabilities (a list per sequence, or None)
     "_generate": ("prompts",),
     # returns (sequences of all ranks, reward functions)
     "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-    # returns one microbatch's dictionary, and leaves all of the rollout's in _buffered_inputs
+    # returns the dictionary of one microbatch, and keeps those of the whole rollout in _buffered_inputs
     "_prepare_inputs": ("generation_batch",),
     # returns (log-probabilities (B, T), entropies (B, T), auxiliary loss or None), both with graph
     FORWARD_PASS: ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
@@ -56,18 +56,18 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_load_optimizer_and_scheduler": ("checkpoint",),
     "_load_rng_state": ("checkpoint",),
 }
-# Set by GRPOTrainer.__init__.
+# Attributes that GRPOTrainer.__init__ sets.
 TRAINER_ATTRIBUTES = (
-    "_buffered_inputs",  # None until the first rollout, then its microbatches: a list of dictionaries
-    "_step",  # microbatches so far, in all trainings of this trainer
-    "_metrics",  # {"train": {name: [values]}, "eval": …}, whose means go into the log line
+    "_buffered_inputs",  # None until the first rollout, then the list of its microbatches' dictionaries
+    "_step",  # number of microbatches so far, over all trainings of this trainer
+    "_metrics",  # {"train": {name: [values]}, "eval": …}; the log line has their means
     "_tokenizer",
     "_is_vlm",
 )
-SHUFFLE = "shuffle_sequence_dict"  # of trl.trainer.grpo_trainer: shuffles a generation batch before it is split
-SECTIONS = "rewrite_logs"  # of transformers.integrations.integration_utils: puts train/ in front of all names
+SHUFFLE = "shuffle_sequence_dict"  # in trl.trainer.grpo_trainer: shuffles a generation batch before splitting it
+SECTIONS = "rewrite_logs"  # in transformers.integrations.integration_utils: prefixes all names with train/
 
-READABLE_STAGES = (1, 2, 3)  # of ZeRO
+READABLE_STAGES = (1, 2, 3)  # stages of ZeRO
 FP16 = (
     "fp16 scales the loss, and with it the gradients that probes read (fp16=True, accelerate's mixed_precision: fp16, "
     "or DeepSpeed's fp16): use bf16 or fp32, or train without probes (no attach; probe=none)"
@@ -75,7 +75,7 @@ FP16 = (
 
 
 def another_trainer(trainer: object) -> str:
-    """Return the reason that no probes can be attached to what is no GRPOTrainer, such as TRL's RLOOTrainer."""
+    """Return the message for an object that is no GRPOTrainer, such as TRL's RLOOTrainer."""
     refusal = f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}"
     if isinstance(trainer, RLOOTrainer):
         return (
@@ -91,7 +91,7 @@ def another_trainer(trainer: object) -> str:
 
 
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
-    """Raise ValueError, naming what is missing or takes other arguments."""
+    """Raise UserError if a method or attribute is missing, or a method takes other parameters."""
     for name, parameters in METHODS.items():
         method = getattr(GRPOTrainer, name, None)
         names_of_method = [] if method is None else [*inspect.signature(method).parameters]
@@ -102,9 +102,15 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
 
 
 def read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Return what training's forward pass has returned: log-probabilities of this shape, and entropies if asked for.
+    """Return the log-probabilities and entropies in the output of training's forward pass.
 
-    ValueError where that is something else.
+    Args:
+        output: What the forward pass returned.
+        shape: The expected shape of both, (B, T).
+        with_entropies: Whether entropies were requested. If not, None is returned for them.
+
+    Raises:
+        UserError: If the output is something else.
     """
     scores = f"GRPOTrainer.{FORWARD_PASS}"
     _require(isinstance(output, tuple) and len(output) == 3, f"{scores} does not return three values")
@@ -116,14 +122,14 @@ def read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> 
 
 
 def require_graph(loss: Tensor) -> None:
-    """Raise ValueError for a loss that cannot be trained on, and whose log-probabilities have no graph either."""
+    """Raise UserError if neither the log-probabilities nor the loss made of them have a graph."""
     merged = "(is an adapter still merged, or switched off, after generation?)"
     _require(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")
 
 
 def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
     """Make owner.<name>(...) call method(original, ...), until `undo` is closed."""
-    before = vars(owner).get(name)  # somebody else may have wrapped it
+    before = vars(owner).get(name)  # set if someone else has wrapped it
     setattr(owner, name, functools.partial(method, getattr(owner, name)))
     if before is None:
         undo.callback(delattr, owner, name)
@@ -132,18 +138,18 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
 
 
 def is_dashboard(callback: TrainerCallback) -> bool:
-    """Return whether a callback is one of transformers', which sends the log under the names that SECTIONS returns."""
+    """Return whether this is a logging callback of transformers, which renames logs with the function SECTIONS."""
     return type(callback).__module__ == integration_utils.__name__ and hasattr(integration_utils, SECTIONS)
 
 
 def _require(holds: bool, what: str) -> None:
-    """Raise UserError, saying what is wrong with the installed TRL, where a thing is not as it must be."""
+    """Raise UserError, saying what is wrong with the installed TRL, if a condition does not hold."""
     if not holds:
         raise UserError(f"{what} in trl {trl_version}: pip install '{WRITTEN_FOR}'")
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
-    """Raise ValueError, saying what to do, where probes would corrupt training or could measure nothing."""
+    """Raise UserError, with the fix, if probes would corrupt training or could measure nothing."""
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UserError("the model has no parameter that requires a gradient: there is no step to measure")
     args, state = trainer.args, trainer.accelerator.state
@@ -155,7 +161,7 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
         )
     if args.ddp_static_graph:
         raise UserError("a second backward silently corrupts DDP's static_graph: set ddp_static_graph=False")
-    # accelerate's configuration and DeepSpeed's may say so, too.
+    # fp16 may be set in TRL's arguments, in accelerate's configuration, or in DeepSpeed's.
     if args.fp16 or trainer.accelerator.mixed_precision == "fp16" or trainer.accelerator.scaler is not None:
         raise UserError(FP16)
     if trainer.is_fsdp_enabled:
@@ -170,7 +176,7 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
 
 
 def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
-    """Raise ValueError, saying what to do, for a DeepSpeed configuration under which probes cannot measure."""
+    """Raise UserError, with the fix, for a DeepSpeed configuration under which probes cannot measure."""
     if config.get("fp16", {}).get("enabled") is True:
         raise UserError(FP16)
     zero = config.get("zero_optimization", {})
@@ -188,7 +194,7 @@ def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
 
 
 def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
-    """Raise ValueError, saying what to do, for accelerate's settings of FSDP under which probes cannot measure."""
+    """Raise UserError, with the fix, for accelerate's FSDP settings under which probes cannot measure."""
     if plugin.fsdp_version != 2:
         raise UserError(
             "probes do not read FSDP1, which flattens the parameters of a layer into one: set fsdp_version: 2 "
@@ -202,7 +208,7 @@ def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
 
 
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:
-    """Raise ValueError when a process's optimizer steps cannot hold whole prompts."""
+    """Raise UserError if an optimizer step or a generation of one rank does not hold whole prompts."""
     args, group = trainer.args, trainer.num_generations
     size = args.per_device_train_batch_size
     counts = {"an optimizer step": args.gradient_accumulation_steps, "a generation": args.steps_per_generation}
@@ -216,7 +222,7 @@ def refuse_split_prompts(trainer: GRPOTrainer) -> None:
 
 
 def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
-    """Warn, once, of a step whose microbatches went past the method that is watched."""
+    """Warn, once, about a step whose loss was not computed by compute_loss, the method that is wrapped."""
     if trainer.accelerator.is_main_process:
         logger.warning_once(
             f"{type(trainer).__name__}.training_step makes no use of compute_loss, which is watched: its steps have no "
@@ -225,7 +231,7 @@ def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
 
 
 def warn_of_responses_left(trainer: GRPOTrainer) -> None:
-    """Warn that TRL begins with what is left of the responses of the trainer's last training."""
+    """Warn that TRL starts with responses left over from the trainer's previous training."""
     if not trainer.accelerator.is_main_process:
         return
     if trainer._step % trainer.args.gradient_accumulation_steps:

@@ -1,4 +1,4 @@
-"""How a trainer of TRL's is set up, for config.yaml and the records of its run."""
+"""The settings of a TRL trainer, for the config.yaml and the records of its run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.described import settings_of_model, settings_of_optimizer
 from rl_training.parallel.ranks import all_ranks
 
-# How arguments begin that do not affect training: what the trainer says, and where; beside those of records/folder.py.
+# Prefixes of arguments that do not affect training: what is reported, and where. records/folder.py lists others.
 NOT_OF_TRAINING = (
     *("hub_", "push_to_hub", "log_", "do_", "include_", "trackio_", "wandb_", "resume_from_checkpoint", "local_rank"),
     *("restore_callback_states_from_checkpoint", "skip_memory_metrics", "num_completions_to_print", "load_best_model"),
@@ -24,16 +24,17 @@ NOT_OF_TRAINING = (
 
 
 def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a trainer that affect its training, by name as far as a command's config.yaml has them.
+    """Return the settings that affect a trainer's training, named as in the commands' config.yaml where it has them.
 
     Args:
-        attached: What of the attachment affects training.
+        trainer: The trainer.
+        attached: Settings of the attachment that affect training.
     """
     args, processes, rows = trainer.args, all_ranks().count, trainer.train_dataset
     names = (field.name for field in dataclasses.fields(args))
     fields = {name: getattr(args, name) for name in names if not name.startswith(NOT_OF_TRAINING)}
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's around it
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     return {
         "seed": args.seed,
         "batch": {"sequences_per_step": step, "processes": processes},
@@ -52,7 +53,7 @@ def settings_of_trainer(trainer: GRPOTrainer, attached: Mapping[str, Any]) -> di
 
 
 def settings_of_probes(probes: Sequence[Probe]) -> dict[str, Any]:
-    """Return the options of probes by their names, those that a probe keeps under the name of its argument."""
+    """Return the options of each probe, by the probe's name: those stored in an attribute named like the argument."""
     return {
         probe.name: {
             "class": type(probe).__name__,
@@ -67,16 +68,16 @@ def settings_of_probes(probes: Sequence[Probe]) -> dict[str, Any]:
 
 
 def _digest_of_source(function: object) -> str:
-    """Return a digest of a function's source, which differs between functions of one name; "" where there is none."""
+    """Return a digest of a function's source, to tell functions of the same name apart. Empty if there is no source."""
     try:
         source = inspect.getsource(function)  # type: ignore[arg-type]
-    except (TypeError, OSError):  # a model, a partial, what was typed into an interpreter
+    except (TypeError, OSError):  # a model, a partial, or a function typed into an interpreter
         return ""
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
 def _adapter(model: nn.Module) -> dict[str, Any]:
-    """Return the settings of the adapter that is trained; nothing where there is none."""
+    """Return the settings of the trained adapter. Empty without one."""
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, Mapping) or not adapters:
         return {}

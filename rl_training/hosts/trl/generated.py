@@ -1,7 +1,7 @@
-"""Which of the responses that a trainer has generated each row of a batch is: rows are found again by their tokens.
+"""Matches the rows of a batch with the generated responses, by their tokens.
 
-A subclass may reorder a rollout, leave rows out, draw again, or put in others from before (a replay buffer) or from
-elsewhere (demonstrations). What TRL says of the rollout by position, rewards first of all, is then of other rows.
+A subclass may reorder a rollout, drop rows, generate again, or insert older responses (a replay buffer) or foreign ones
+(demonstrations). What TRL knows by position, rewards above all, would then be assigned to the wrong rows.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from torch import Tensor
 
 from rl_training.statistics.limit import Limit
 
-REMEMBERED = 2**16  # responses of earlier rollouts
+REMEMBERED = 2**16  # number of responses of earlier rollouts that are kept
 
 
 @dataclass
 class Response:
-    """One that was generated."""
+    """A generated response."""
 
-    reward: float | None = None  # nan where no reward function says anything; None where it is not known
-    tool_mask: list[int] | None = None  # (T,), 1 on the policy's own tokens; None where all are
-    learned: bool = False  # it was in a batch
-    mismatch: Limit | None = None  # it is no sample of the policy that is scored
+    reward: float | None = None  # nan if no reward function returned a number; None if unknown
+    tool_mask: list[int] | None = None  # (T,), 1 on tokens that the policy wrote; None if it wrote all of them
+    learned: bool = False  # whether it was in the batch of an earlier rollout
+    mismatch: Limit | None = None  # why it is not a sample of the scored policy
 
 
 def key_of(prompt: bytes, completion: bytes) -> bytes:
-    """Return what stands for the tokens of a response and its prompt, each as 64-bit integers."""
+    """Return a hash of a prompt and its completion, whose tokens are given as 64-bit integers."""
     return hashlib.blake2b(len(prompt).to_bytes(8, "big") + prompt + completion, digest_size=16).digest()
 
 
 def rows_as_bytes(ids: Tensor, mask: Tensor) -> list[bytes]:
-    """Return the masked tokens of each row as 64-bit integers."""
+    """Return the tokens of each row where the mask is 1, as the bytes of 64-bit integers."""
     there = mask.bool()
     rows = ids[there].long().cpu().split(there.sum(dim=1).tolist())
     return [row.numpy().tobytes() for row in rows]
 
 
 class GeneratedResponses:
-    """The responses of the rollout that is being made, and those of earlier ones, the latest REMEMBERED of them."""
+    """The responses of the rollout in progress, and the latest REMEMBERED responses of earlier rollouts."""
 
     def __init__(self) -> None:
-        self._order: list[bytes] = []  # of the latest generation
-        self._latest: list[Response] = []
-        self._fresh: dict[bytes, Response] = {}  # of all generations of this rollout
-        self._past: dict[bytes, Response] = {}
+        self._order: list[bytes] = []  # keys of the latest generation, in its order
+        self._latest: list[Response] = []  # responses of the latest generation, in the same order
+        self._fresh: dict[bytes, Response] = {}  # responses of all generations of this rollout
+        self._past: dict[bytes, Response] = {}  # responses of earlier rollouts
 
     def __bool__(self) -> bool:
         """Whether anything was generated for this rollout."""
@@ -61,7 +61,14 @@ class GeneratedResponses:
         tool_masks: Sequence[list[int]] | None,
         mismatch: Limit | None = None,
     ) -> None:
-        """Take the tokens of what was just generated, row by row, and why all of it is no sample of the policy."""
+        """Add the responses that were just generated.
+
+        Args:
+            prompts: Token ids of each row's prompt.
+            completions: Token ids of each row's completion.
+            tool_masks: 1 on tokens that the policy wrote, for each row. None if it wrote all of them.
+            mismatch: Why these responses are not samples of the policy. None if they are.
+        """
         self._order = [
             key_of(array("q", prompt).tobytes(), array("q", completion).tobytes())
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -72,9 +79,10 @@ class GeneratedResponses:
             self._fresh.setdefault(key, response)
 
     def reward(self, rewards: Sequence[float]) -> None:
-        """Take the rewards of the latest generation, row by row; of another number of rows they are not known.
+        """Add the rewards of the latest generation, row by row. Ignored if their number differs from the responses'.
 
-        Rows of the same tokens may have unlike rewards (answers differ): found by their tokens, they have none.
+        Rows with the same tokens may have different rewards, because their reference answers differ. Looked up by
+        tokens, such rows have no reward.
         """
         if len(rewards) != len(self._latest):
             return
@@ -85,17 +93,17 @@ class GeneratedResponses:
                 self._fresh[key] = Response(tool_mask=response.tool_mask, mismatch=response.mismatch)
 
     def lie_as(self, keys: Sequence[bytes]) -> bool:
-        """Return whether these are the rows of the latest generation, in its order."""
+        """Return whether these are exactly the rows of the latest generation, in the same order."""
         return [*keys] == self._order
 
     def find(self, keys: Sequence[bytes]) -> tuple[list[Response | None], list[bool]]:
-        """Return each row's response, None where it was never generated, and whether it was for this rollout."""
+        """Return each row's response, None if it was never generated, and whether it was generated for this rollout."""
         if self.lie_as(keys):
             return [*self._latest], [True] * len(keys)
         return [self._fresh.get(key) or self._past.get(key) for key in keys], [key in self._fresh for key in keys]
 
     def begin_next(self, learned: Iterable[bytes]) -> None:
-        """Close the rollout: these are in its batch."""
+        """Close the rollout, whose batch contains these responses."""
         for key, response in self._fresh.items():
             response.learned = key in self._past and self._past[key].learned
         self._past |= self._fresh

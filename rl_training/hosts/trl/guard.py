@@ -1,4 +1,4 @@
-"""What a probe may cost: an error of ours ends the measuring, and training goes on as if nobody had measured it."""
+"""Limits the damage of an error in a probe: it ends the measuring, and training continues as if never measured."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from rl_training.records.files.masking import mask_line
 
 logger = logging.get_logger(__name__)
 
-STRICT = "RL_TRAINING_STRICT"  # in the environment: errors of probes end training, where `attach` is not told
+STRICT = "RL_TRAINING_STRICT"  # environment variable: with 1, errors of probes end training by default
 NOT_ALONE = "a probe has failed on this process, and the others cannot be told, so training ends"
 
 
 class Guard:
-    """Catches the errors of what measures. The user's own never pass through it.
+    """Catches errors of the measuring code. Errors of the user's own code never reach it.
 
-    trains  what is measured also changes the training: nothing can be left out of it
-    strict  errors end training
+    Args:
+        driver: Closed when measuring ends.
+        writer: Its records get the traceback.
+        trains: Whether training depends on measurements. Errors then always end training.
+        strict: Whether errors end training. None reads the environment variable STRICT.
     """
 
     def __init__(self, driver: StepDriver, writer: EstimateWriter, *, trains: bool, strict: bool | None) -> None:
@@ -35,13 +38,13 @@ class Guard:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a training: an error in one before it has ended measuring there alone."""
-        self.step = 0  # that training is in
-        self.reason = ""  # why measuring has ended before training
+        """Begin a training. It is measured even if an error ended the measuring of an earlier one."""
+        self.step = 0  # current step of the training
+        self.reason = ""  # why measuring ended before training did; "" while it has not
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context of our own calculations, whose error ends the measuring, or training where it must."""
+        """Run measuring code. An error in it ends the measuring, or training where it must."""
         try:
             yield
         except Exception as error:
@@ -53,7 +56,7 @@ class Guard:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        if self.reason:  # not even that can be written
+        if self.reason:  # a second error: writing that measuring has ended fails too
             self._writer.records = None
             return
         whose = " ".join(filter(None, (_probe_in(error), type(error).__name__)))
@@ -64,14 +67,14 @@ class Guard:
         self._driver.close()
         where = "strict=True raises it"
         if self._writer.records is not None:
-            with contextlib.suppress(Exception):  # it may be the disk that is full
+            with contextlib.suppress(Exception):  # the disk may be full
                 write_failure(self._writer.records.folder, self.reason, error)
                 where = f"its traceback is in {self._writer.records.folder / FAILURE_FILE}"
         logger.warning(f"{self.reason}: {where}")
 
 
 def _probe_in(error: Exception) -> str:
-    """Return the name of the probe in whose method an error was raised, "" where it was in none."""
+    """Return the probe in whose method an error was raised, as "probe NAME,". Empty if it was raised elsewhere."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     probes = [frame.f_locals.get("self") for frame in frames]
     return next((f"probe {probe.name}," for probe in reversed(probes) if isinstance(probe, Probe)), "")

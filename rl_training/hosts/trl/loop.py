@@ -1,4 +1,4 @@
-"""A trainer as the engine sees it: one loop among others."""
+"""Describes a trainer to the engine, which treats it like any other loop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from rl_training.step.limits import MIXED_PROMPTS, REUSED, SPLIT_PROMPTS, Limits
 def loop_of(
     trainer: GRPOTrainer, policy: TrainerPolicy, settings: LossSettings, *, whole_prompts: bool, is_typed: bool
 ) -> LoopSpec:
-    """Return what the driver must know of a training that is about to begin.
+    """Return what the driver must know about a training that is about to begin.
 
     Args:
-        settings: Of the loss that is trained with.
-        whole_prompts: The responses of a prompt are put side by side.
-        is_typed: What is advised is typed on a command line.
+        trainer: The trainer.
+        policy: Scores and samples as the trainer does.
+        settings: Settings of the loss that training uses.
+        whole_prompts: Whether all responses to a prompt are kept in consecutive rows.
+        is_typed: Whether to give advice as command-line settings, trainer.NAME=VALUE.
     """
     args = trainer.args
     fixes = batches.fixes(settings, is_typed=is_typed)

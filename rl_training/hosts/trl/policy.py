@@ -2,10 +2,10 @@
 
 The trainer may be running, or restored at a checkpoint without taking steps.
 
-Fresh responses, for measurements that need sequences of their own, come from the policy that is scored: the unwrapped
-model in the precision of its weights (autocast off), without dropout, at the trainer's temperature. Where TRL generates
-with vLLM it is the same policy up to vLLM's numerics. Restored bit for bit afterwards: the random streams of Python,
-NumPy and torch, the train / eval mode of every module, gradient checkpointing, autocast.
+Fresh responses, which some measurements need, are sampled from the policy that is scored: the unwrapped model in the
+precision of its weights (autocast off), without dropout, at the trainer's temperature. If TRL generates with vLLM, its
+policy is the same up to vLLM's numerics. Sampling restores bit for bit: the random states of Python, NumPy and torch,
+the train/eval mode of every module, gradient checkpointing and autocast.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.limits import SAMPLING_MISMATCH
 
 REGEX = "vllm_structured_outputs_regex"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what TRL has settings of its own for
-# Options of generate beside the temperature, by the value that switches them off; None always does.
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # options that are fields of GRPOConfig
+# Options of `generate` other than the temperature, with the value that switches each off. None always does.
 NEUTRAL_SAMPLING: dict[str, Any] = {
     "do_sample": True,
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
@@ -46,7 +46,7 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
     **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty")),
     **dict.fromkeys(("watermarking_config", "top_h")),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),  # from here on vLLM's
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),  # this and the next line: vLLM's options
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", REGEX)),
 }
 
@@ -68,18 +68,20 @@ OTHER_SAMPLING = Limit(
     "these samples",
     fix="set {name}={neutral}",
 )
-SHARE = 1 / 8  # of a GPU's memory: for keys and values of responses that a probe generates
+SHARE = 1 / 8  # share of a GPU's memory for the KV cache of responses that a probe generates
 
 
 class TrainerPolicy(Policy):
-    """The policy of this trainer.
+    """The policy of a trainer.
 
-    call_head  the head's module is called when scoring, for hooks on it
+    Args:
+        trainer: The trainer.
+        call_head: Whether scoring calls the head's module, so that hooks on it run.
     """
 
     def __init__(self, trainer: GRPOTrainer, call_head: bool = False) -> None:
         self._trainer, self._call_head = trainer, call_head
-        self._reference: tuple[nn.Module, Scorer] | None = None  # a model, and its scorer
+        self._reference: tuple[nn.Module, Scorer] | None = None  # the reference model and its scorer
         super().__init__(trainer.model, self._scorer_of(trainer.model), trainer.args.per_device_train_batch_size)
 
     def _scorer_of(self, model: nn.Module) -> Scorer:
@@ -96,7 +98,7 @@ class TrainerPolicy(Policy):
 
     @property
     def reference(self) -> Scorer | None:
-        """The scorer of TRL's reference model, which it keeps if beta > 0; None where it is sharded."""
+        """The scorer of the reference model, which TRL keeps if beta > 0. None without one, or if it is sharded."""
         trainer = self._trainer
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         if trainer.ref_model is None or sharded:
@@ -107,14 +109,17 @@ class TrainerPolicy(Policy):
 
     @property
     def has_reference(self) -> bool:
-        # "ref" is TRL's copy of an adapter that is trained further: without it the model is no reference.
+        # TRL's adapter "ref" is a copy of an adapter that is trained further. The base model is then not the reference.
         return "ref" not in getattr(self.model, "peft_config", {}) and super().has_reference
 
     def completed(self, loss_scores: tuple[Tensor, Tensor | None] | None, rollout: Rollout, is_kept: bool) -> Scores:
-        """Return training's own scores, with what training has not asked for scored here, without graph.
+        """Complete the scores of training's forward pass: score here, without graph, what training did not compute.
 
-        found    training's log-probabilities, perhaps with entropies; None where its loss takes none
-        is_kept  somebody reads the scores: otherwise what is not there is nan
+        Args:
+            loss_scores: Training's log-probabilities and entropies; entropies may be None. None if the loss uses
+                neither.
+            rollout: The sequences of the microbatch.
+            is_kept: Whether anything reads the scores. If not, missing ones are nan.
         """
         logps, entropies = loss_scores or (None, None)
         if logps is None or entropies is None:
@@ -126,9 +131,15 @@ class TrainerPolicy(Policy):
         return Scores(logps, entropies, rollout.completion_mask)
 
     def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
-        """Return these scores with those of hidden rows, (B,), recomputed: training's forward pass masks them.
+        """Replace the scores of hidden rows, which training's forward pass masks, by new ones.
 
-        Without graph, and otherwise as training would score them.
+        Args:
+            scores: Training's scores of the microbatch.
+            rollout: Its sequences.
+            hidden: (B,), which rows the loss masks.
+
+        Returns:
+            Scores without graph. Those of hidden rows are computed as in training.
         """
         logps, entropies = scores.logps.detach().clone(), scores.entropies.detach().clone()
         rows = hidden.nonzero().squeeze(1)
@@ -138,10 +149,10 @@ class TrainerPolicy(Policy):
         return Scores(logps, entropies, scores.mask)
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
-        """Return this rank's share of so many fresh responses: see Policy. There are no advantages: nan.
+        """Sample this rank's share of `num_sequences` fresh responses, see `Policy.sample`. Advantages are nan.
 
-        Prompts are drawn with replacement, so that sequences are independent; `prompt_index` numbers the draws over all
-        ranks, of which rank r has r, r + ranks, ...
+        Prompts are drawn with replacement, so the sequences are independent. `prompt_index` numbers the draws over all
+        ranks: rank r has the draws r, r + ranks, ...
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if not hasattr(trainer.train_dataset, "__len__"):
@@ -155,12 +166,12 @@ class TrainerPolicy(Policy):
             )
         prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in mine]
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-        if accelerator.device.type == "cuda":  # of all its memory: the same run draws the same batches again
+        if accelerator.device.type == "cuda":  # by total, not free memory: a repeated run then draws the same batches
             memory = torch.cuda.get_device_properties(accelerator.device).total_memory
             size = min(size, caches_that_fit(trainer.model.config, trainer.max_completion_length, memory))
         prompt_ids, completion_ids = [], []
         for number, part in enumerate(self.in_batches(torch.arange(len(mine), device=accelerator.device), size)):
-            # A seed per batch: how many numbers a batch uses depends on its longest response, hence on the parameters.
+            # One seed per batch, because a batch uses as many random numbers as its longest response needs.
             some = [prompts[row] for row in part.tolist()]
             batch = respond(trainer, some, seed, 1 + accelerator.process_index, number)
             prompt_ids += batch[0]
@@ -173,7 +184,7 @@ class TrainerPolicy(Policy):
 
 
 def caches_that_fit(config: Any, tokens: int, memory: float) -> int:
-    """Return how many responses' keys and values, in fp32, take at most SHARE of a GPU's memory; at least 1."""
+    """Return how many responses of `tokens` tokens, at least 1, fit into SHARE of `memory` bytes with an fp32 KV cache."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -181,14 +192,14 @@ def caches_that_fit(config: Any, tokens: int, memory: float) -> int:
 
 
 def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the token ids of these prompts and of a response to each, generated in one batch.
+    """Return the token ids of these prompts, and of one response to each, generated in one batch.
 
-    The response to a prompt depends on the seed, and on the prompts that are in the batch with it.
+    A response depends on the seed, and on the other prompts of the batch.
     """
     device = trainer.accelerator.device
-    autocast_forward = vars(trainer.model).pop("forward", None)  # accelerate's
+    autocast_forward = vars(trainer.model).pop("forward", None)  # accelerate's wrapper with autocast
     try:
-        # Not inference mode: what a model caches under it (rotary tables) would break training's next forward pass.
+        # Not inference mode: tensors that a model caches in it (rotary tables) would break training's next forward.
         with torch.no_grad(), preserve_rng(device), measuring(trainer.model):
             prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
             seed_torch(*seed, device=device)
@@ -199,10 +210,10 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
 
 
 def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
-    """Return a response to each prompt as TRL's own generation makes it, cut after the first end-of-sequence token."""
+    """Generate a response to each prompt as TRL does, cut after the first end-of-sequence token."""
     pad = trainer._tokenizer.pad_token_id
     config = None if trainer.use_vllm else trainer.generation_config
-    if config is None:  # neutral, as vLLM's settings are, or nobody asks for samples: sampling_limit
+    if config is None:  # vLLM's settings are neutral too: otherwise sampling_limit rules out fresh samples
         config = GenerationConfig(
             max_new_tokens=trainer.max_completion_length,
             do_sample=True,
@@ -222,7 +233,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
         gather_deepspeed3_params=False,
         gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
     ) as model:
-        # Sharded weights are gathered layer by layer, so processes generate as many tokens as the longest of all takes.
+        # Sharded weights are gathered layer by layer, so all ranks must generate until the longest response ends.
         sequences = model.generate(
             input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=has_sharded_weights(trainer)
         )
@@ -234,9 +245,9 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
 
 
 def sampling_limit(trainer: GRPOTrainer) -> Limit | None:
-    """Return the limit of responses that, sampled now, are none of the policy that is scored, or None.
+    """Return the limit if responses sampled now are not samples of the scored policy, or None.
 
-    By what generation reads, which a callback may have changed since the trainer was made.
+    It reads the current options of generation, which a callback may have changed since the trainer was made.
     """
     args = trainer.args
     requested = {key: getattr(args, key) for key in SAMPLING}
@@ -244,7 +255,7 @@ def sampling_limit(trainer: GRPOTrainer) -> Limit | None:
     requested |= args.generation_kwargs or {}
     effective, where = _effective_sampling(trainer)
     if effective.get("suppress_tokens") == [getattr(trainer.model.config, "image_token_id", None)]:
-        del effective["suppress_tokens"]  # TRL's own: no response is meant to have a token of an image
+        del effective["suppress_tokens"]  # set by TRL, so that no response contains an image token
     for key, neutral in {**NEUTRAL_SAMPLING, "temperature": trainer.temperature}.items():
         value = effective.get(key)
         if value is not None and value != neutral:
@@ -254,12 +265,12 @@ def sampling_limit(trainer: GRPOTrainer) -> Limit | None:
 
 
 def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options of the next generation, and where each comes from."""
+    """Return the options of the next generation, and the place that each comes from."""
     if trainer.use_vllm:
         engine = trainer.vllm_generation
         engine_settings = {**{key: getattr(engine, key) for key in SAMPLING}, REGEX: engine.structured_outputs_regex}
         layers = {"trainer.vllm_generation": engine_settings | engine.generation_kwargs}
-    else:  # each fills what those after it leave open
+    else:  # later layers override earlier ones
         layers = {
             "the model's generation_config.json": trainer.model.generation_config.to_dict(),
             "trainer.generation_kwargs": trainer.generation_kwargs,
@@ -275,7 +286,7 @@ def _effective_sampling(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str,
 
 
 def fresh_responses_limit(trainer: GRPOTrainer) -> Limit | None:
-    """Return the limit of a trainer that cannot sample extra responses during training, or None."""
+    """Return the limit if this trainer cannot sample extra responses during training, or None."""
     if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
         return KEEPS_STATE
     if not hasattr(trainer.train_dataset, "__len__"):

@@ -1,4 +1,4 @@
-"""Reward functions whose errors have a note that names them: TRL calls several and does not say which one failed."""
+"""Adds a note to the errors of reward functions that names the function: TRL does not say which one failed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from trl import GRPOTrainer
 from rl_training.engine.user_code import noting
 
 RewardFunction = Callable[..., Any]
-OF_TRL = ("completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # no columns
+# Arguments that TRL passes to reward functions and that are not columns of the data set.
+OF_TRL = ("completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 
 
 def named_rewards(trainer: GRPOTrainer) -> list[Any]:
-    """Return the trainer's reward functions, whose errors have a note with its name; reward models as they are."""
+    """Return the trainer's reward functions, wrapped so that errors name them. Reward models are unchanged."""
     functions = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
     return [f if isinstance(f, nn.Module) else _named(f, name) for f, name in functions]
 
 
 def _named(function: RewardFunction, name: str) -> RewardFunction:
-    """Return the function with the same arguments and rewards. How many there must be TRL checks, and names it."""
+    """Wrap a reward function. TRL itself checks the number of rewards, and names the function in that error."""
     what = f"reward function {name}"
 
     @functools.wraps(function)

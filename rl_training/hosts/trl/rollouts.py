@@ -1,8 +1,8 @@
-"""The rollouts of a trainer: what is known of a batch beside what TRL hands on, as far as its rows bear it out.
+"""The rollouts of a trainer: keeps what TRL knows about a batch but does not pass on, such as rewards.
 
-TRL's settings and the order in which it generates say what to expect: so many rows, a prompt's side by side, sampled by
-this policy, the rewards in the same order. A subclass may make another batch of it. So each row is found again by its
-tokens among the responses that were generated (generated.py), and what the rows contradict is not taken.
+TRL's settings predict what a batch should contain: how many rows, in which order, sampled by which policy, with which
+rewards. A subclass may have built something else, so each row is matched by its tokens with the generated responses
+(generated.py), and whatever the rows contradict is not used.
 """
 
 from __future__ import annotations
@@ -54,36 +54,39 @@ PLACEHOLDERS = Limit(
 
 
 def _in_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:
-    """Return a generation batch in rollout order, where prompts are contiguous; draw the numbers of TRL's shuffle."""
+    """Return a generation batch in its original order, with prompts contiguous, but draw TRL's random numbers."""
     shuffle(generation_batch)
     return generation_batch
 
 
 def _are_placeholders(output: Mapping[str, Any]) -> bool:
-    """Return whether a sampler's log-probabilities are there and all 0."""
+    """Return whether the batch has a sampler's log-probabilities and all of them are 0."""
     logps, tokens = output.get(batches.SAMPLING_LOGPS), output["completion_mask"]
     return logps is not None and bool(tokens.any()) and not (logps * tokens).any()
 
 
 class Rollouts:
-    """Adds to TRL's batches what TRL leaves out, and reads it back.
+    """Adds to TRL's batches what TRL leaves out, and reads them as rollouts.
 
-    whole_prompts  the responses of a prompt are put side by side
+    Args:
+        trainer: The trainer.
+        policy: Scores as the trainer does.
+        whole_prompts: Whether to keep all responses to a prompt in consecutive rows.
     """
 
     def __init__(self, trainer: GRPOTrainer, policy: TrainerPolicy, whole_prompts: bool) -> None:
         self._trainer, self._policy, self.whole_prompts = trainer, policy, whole_prompts
         self._generated = GeneratedResponses()
-        self.number = 0  # of the rollout that training learns from at present
-        self.responses_per_prompt = trainer.num_generations  # in it
-        self._sampled_at = -1  # global_step
-        self._is_fresh = True  # all of it was generated for it, as far as that is known
+        self.number = 0  # number of the current rollout, which training learns from
+        self.responses_per_prompt = trainer.num_generations  # in the current rollout
+        self._sampled_at = -1  # global_step at which the current rollout was sampled
+        self._is_fresh = True  # whether all its responses were generated for it, if that is known
         self._origin = Origin()
-        # Of responses that are no samples of the policy that is scored; "" where there are none.
+        # Why its responses are not samples of the scored policy; "" if they are.
         self._mismatch: Limit | Literal[""] = ""
 
     def take_what_is_left(self) -> None:
-        """Begin a training: with responses that the trainer's last one has left, where TRL goes on with them."""
+        """Prepare for a training that TRL begins with responses left over from the trainer's previous training."""
         args = self._trainer.args
         used = self._trainer._step % (args.steps_per_generation * args.num_iterations)
         if self._trainer._buffered_inputs and used:
@@ -91,25 +94,28 @@ class Rollouts:
             self._origin = dataclasses.replace(self._origin, learned=used >= args.steps_per_generation)
 
     def add_generated(self, generated: tuple, limit_before: Limit | None) -> None:
-        """Take what TRL has generated: which tokens a tool wrote, before truncated responses are taken out.
+        """Take what TRL has generated, with the tool masks, before TRL masks truncated responses.
 
         Args:
-            limit_before: Why it is no sample of the policy, as the settings said before it was generated.
+            generated: The tuple that TRL's `_generate` returned.
+            limit_before: The sampling limit by the settings before generation. None if there was none.
         """
         prompts, completions, tool_masks = generated[:3]
         self._generated.add(prompts, completions, tool_masks, limit_before or sampling_limit(self._trainer))
 
     def add_rewards(self, by_function: Tensor) -> None:
-        """Take the rewards of what was generated, which TRL does not hand on: (sequences of all ranks, functions)."""
+        """Take the generated responses' rewards, (sequences of all ranks, functions), which TRL does not pass on."""
         rewards = batches.total_rewards(self._trainer, by_function)
         local_count = len(rewards) // self._trainer.accelerator.num_processes
         first = self._trainer.accelerator.process_index * local_count
         self._generated.reward(rewards[first : first + local_count].tolist())
 
     def begin(self, output: dict, is_measured: bool) -> None:
-        """Begin with a fresh rollout, TRL's batch of this rank, and add to it what TRL does not hand on.
+        """Begin a fresh rollout: add to this rank's batch what TRL does not pass on. Collective if it is measured.
 
-        A collective where it is measured.
+        Args:
+            output: TRL's batch dictionary, changed in place.
+            is_measured: Whether probes, a bound on the step or interventions need it.
         """
         trainer, ids = self._trainer, output["completion_ids"]
         tokens = batches.tokens_of(output, trainer._tokenizer.pad_token_id)
@@ -123,7 +129,7 @@ class Rollouts:
         output[batches.PROMPT] = torch.tensor(numbers, device=ids.device)
         rewards = [None if response is None else response.reward for response in responses]
         is_rewarded = batches.REWARD in output or (bool(rewards) and None not in rewards)
-        if is_rewarded and batches.REWARD not in output:  # a buffer has put its own there
+        if is_rewarded and batches.REWARD not in output:  # FilteredBuffer has already added its rewards
             output[batches.REWARD] = torch.tensor(rewards, dtype=torch.float32, device=ids.device)
         foreign = 0 if not self._generated else is_fresh.count(False)
         learned = any(r is not None and r.learned for r, fresh in zip(responses, is_fresh, strict=True) if not fresh)
@@ -133,7 +139,7 @@ class Rollouts:
         said = [response.mismatch for response in responses if response is not None]
         self._mismatch = (
             next(filter(None, said), "") if said else sampling_limit(trainer) or ""
-        )  # by settings, of its own code
+        )  # by the present settings, if no row is a known response
         if not self._mismatch and _are_placeholders(output):
             self._mismatch = PLACEHOLDERS
         self._generated.begin_next(keys)
@@ -145,7 +151,7 @@ class Rollouts:
             output[batches.ALL_OLD_LOGPS] = all_logps
 
     def _add_tool_masks(self, output: dict, responses: Sequence[Response | None]) -> None:
-        """Add the masks of tools before truncated responses are taken out of them."""
+        """Add the tool masks from before TRL masked truncated responses."""
         masks = [None if response is None else response.tool_mask for response in responses]
         if any(mask is not None for mask in masks):
             ids = output["completion_ids"]
@@ -153,21 +159,26 @@ class Rollouts:
             output[batches.POLICY_MASK] = pad_and_concat(rows, at_least=ids.shape[1])[:, : ids.shape[1]]
 
     def _prompts(self, prompts: Sequence[bytes], in_place: bool, has_images: bool) -> tuple[list[int], int]:
-        """Return the number of each row's prompt, and how many responses a prompt has; 0 where they have unlike many.
+        """Return the prompt number of each row, and the number of responses per prompt, 0 if prompts differ in it.
 
-        In TRL's order, `num_generations` side by side, unless the rows contradict it; then by the prompts' tokens.
+        Prompts are numbered in TRL's order, `num_generations` consecutive rows each. If the rows contradict that order,
+        they are numbered by their tokens.
 
-        in_place  rows lie as they were generated: an environment may have told each response to a prompt something else
+        Args:
+            prompts: Each row's prompt tokens, as bytes.
+            in_place: Whether rows are in the order of generation. TRL's order then holds even if prompts of a group
+                differ, because an environment may have told each response something else.
+            has_images: Whether rows have images. Equal tokens may then be different prompts.
         """
         trainer, group = self._trainer, self._trainer.num_generations
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-        begun = trainer.accelerator.process_index * size % group  # responses of the first one on the previous process
+        begun = trainer.accelerator.process_index * size % group  # responses to the first prompt on the previous rank
         numbers = [(begun + row) // group for row in range(len(prompts))]
         first = dict(zip(reversed(numbers), reversed(prompts), strict=True))
         are_alike = all(first[number] == prompt for number, prompt in zip(numbers, prompts, strict=True))
         if len(prompts) == size and (in_place or are_alike):
             return numbers, group
-        if has_images:  # the same tokens may be about other images
+        if has_images:  # equal tokens may belong to different images
             return [*range(len(prompts))], 0
         places: dict[bytes, int] = {}
         numbers = [places.setdefault(prompt, len(places)) for prompt in prompts]
@@ -175,10 +186,14 @@ class Rollouts:
         return numbers, counts.pop() if len(counts) == 1 else 0
 
     def _settle(self, output: dict, facts: Sequence[float], group: int, is_measured: bool) -> None:
-        """Decides, on all ranks alike, what the batch is. A collective where it is measured.
+        """Decide what the batch is, identically on all ranks. Collective if it is measured.
 
-        facts  of this rank: rows, how many of them were not generated for it, whether a step has learned from those,
-               whether rewards are missing
+        Args:
+            output: TRL's batch dictionary. Its rewards are removed if any rank lacks them.
+            facts: Of this rank: number of rows, how many of them were not generated for this rollout, whether a step
+                has learned from those, whether rewards are missing.
+            group: Responses per prompt on this rank, 0 if prompts differ in it.
+            is_measured: Whether the ranks exchange these facts.
         """
         local_facts = torch.tensor([*facts, group], dtype=torch.float64, device=output["completion_ids"].device)
         table = all_ranks().gather(local_facts) if is_measured else local_facts.unsqueeze(0)
@@ -205,9 +220,12 @@ class Rollouts:
             return original(generation_batch)
 
     def sizes_of_step(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Return how many sequences each microbatch of the step has on this rank, from its first one on.
+        """Return the number of sequences of each microbatch of the step on this rank, in order.
 
-        Those that are not sampled yet are expected to be as large as the first.
+        Microbatches that are not sampled yet are assumed to be as large as the first.
+
+        Args:
+            inputs: TRL's dictionary of the step's first microbatch.
         """
         trainer, size = self._trainer, len(inputs["completion_ids"])
         count, place = trainer.current_gradient_accumulation_steps, trainer._step % trainer.args.steps_per_generation
@@ -215,9 +233,9 @@ class Rollouts:
         return [size, *(kept + [size] * count)[1:count]]
 
     def read(self, inputs: Mapping[str, Any]) -> Rollout:
-        """Return the sequences of one of TRL's batch dictionaries, a microbatch or the whole rollout of this rank.
+        """Return the sequences of one of TRL's batch dictionaries: a microbatch, or this rank's whole rollout.
 
-        With the log-probabilities that the batch has of them, whoever's they are.
+        They keep the log-probabilities in the batch, whichever policy these are from; `with_ratios` checks that.
         """
         trainer = self._trainer
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
@@ -232,11 +250,16 @@ class Rollouts:
         return dataclasses.replace(rollout, origin=self._origin)
 
     def with_ratios(self, rollout: Rollout, scores: Scores, hidden: Tensor) -> Rollout:
-        """Return a microbatch whose log-probabilities of before are another policy's: its own are left out.
+        """Return the microbatch with old log-probabilities only if they are another policy's.
 
-        At the first step of a rollout they are this policy's up to rounding, unless a subclass has put others there.
+        At the first step of a rollout, old log-probabilities equal the current policy's up to rounding and are dropped,
+        unless a subclass has replaced them by another policy's: the microbatch is then off-policy. With dropout the two
+        cannot be told apart, and they are dropped.
 
-        scores  that training has made of it    hidden  (B,), responses that it has not scored
+        Args:
+            rollout: The microbatch.
+            scores: Training's scores of it.
+            hidden: (B,), responses that training did not score.
         """
         old_logps = rollout.old_logps
         if not rollout.on_policy or old_logps is None:

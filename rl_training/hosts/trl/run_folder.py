@@ -1,6 +1,6 @@
-"""The folder of a run: its lock, config.yaml, records and report, for `attach` and for `rl-training train`.
+"""The folder of a run: its lock, records and report, for `attach` and for `rl-training train`.
 
-The main process locks and writes it. All processes learn why it cannot be written to.
+The main process locks and writes it. If it cannot, all ranks raise the reason.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 def on_main_process(work: Callable[[], Result]) -> Result:
-    """Call a function on the main process, and return on all processes what it has returned there. A collective.
+    """Call a function on the main process, and return its result on all ranks. Collective.
 
     Raises:
-        UserError: on all processes, where the function has raised one.
+        UserError: On all ranks, if the function raised one.
     """
     result, refusal = None, ""
     if PartialState().is_main_process:
@@ -48,49 +48,49 @@ class RunFolder:
         self._lock = contextlib.ExitStack()
 
     def lock(self, fix: str) -> None:
-        """Lock the folder, until `release` or the end of this process. For the main process.
+        """Lock the folder, until `release` or the end of this process. Call it on the main process only.
 
         Args:
-            fix: What to do where it cannot be written to.
+            fix: What the user can do if it cannot be locked, for the error.
 
         Raises:
-            UserError: another process has locked it, or it cannot be written to.
+            UserError: If another process has locked it, or it cannot be written to.
         """
         self._lock.enter_context(locked(self.folder, fix))
 
     def release(self) -> None:
-        """Free the folder."""
+        """Unlock the folder."""
         self._lock.close()
 
     def records(self, rollouts_every: int = 0) -> Records:
-        """Return the records in the folder; see there."""
+        """Return the records in the folder. `Records` documents `rollouts_every`."""
         return Records(self.folder / LOGS_FOLDER, rollouts_every)
 
     def write_report(self, pictures: str = "") -> Path:
-        """Write the report, and return where its page lies. For the main process.
+        """Write the report, and return the path of its page. Call it on the main process only.
 
         Args:
-            pictures: As write_report takes them.
+            pictures: Passed on to `write_report`.
 
         Raises:
-            UserError: saying why there is none, and where the records are.
+            UserError: With the reason why there is no report, and where the records are.
         """
         logs = self.folder / LOGS_FOLDER
         if not (logs / METRICS_FILE).is_file():
             raise UserError(f"no step was finished, so there is no report in {self.folder}")
         try:
             with require_extra():
-                from rl_training.records.report import write_report  # here: attach alone needs no extra
+                from rl_training.records.report import write_report  # here, because `attach` works without the extra
 
                 return write_report(self.folder, pictures)
-        except Exception as error:  # whatever it is, it must not hide how training has ended
+        except Exception as error:  # no error may hide how training ended
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise UserError(
                 f"the records are in {logs}; the report could not be written ({why}): rl-training report {self.folder}"
             ) from error
 
     def closing_line(self, how: str) -> str:
-        """Write the report, and return how training has ended and where the report lies, or why there is none."""
+        """Write the report, and return a line: how training ended, and where the report is or why there is none."""
         try:
             return f"{how}; the report: {self.write_report()}"
         except UserError as error:

@@ -1,4 +1,4 @@
-"""Which of the forward passes that a loss is made with has scored the batch: a loss of one's own may make several."""
+"""Finds the forward pass whose scores a loss is made of: a subclass's loss may run several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_training.hosts.trl.compatibility import FORWARD_PASS, METHODS, read_scores, require_graph
 
-IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # where they stand
+IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # argument positions
 NO_SCORES_TO_CHANGE = (
     "{trainer}.compute_loss is not made of what " + FORWARD_PASS + " says of its batch, which an intervention "
     "changes: build on super().compute_loss, or train without interventions"
@@ -23,9 +23,12 @@ NO_SCORES_OF_SHARDS = (
 
 
 class ScoringCalls:
-    """The calls of training's forward pass over the very tokens of a microbatch, while its loss is made.
+    """The calls of training's forward pass on exactly the tokens of a microbatch, while its loss is computed.
 
-    Others are looked at no further: over other prompts or responses (a teacher's view, a second loss).
+    Calls on other prompts or responses (a teacher's view, a second loss) are ignored.
+
+    Args:
+        inputs: TRL's dictionary of the microbatch.
     """
 
     def __init__(self, inputs: Mapping[str, Any]) -> None:
@@ -34,7 +37,7 @@ class ScoringCalls:
         self._found: list[tuple[Tensor, Tensor | None]] = []
 
     def keep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what the forward pass returns, and keep it if it is of this microbatch."""
+        """Run the forward pass and return its output, and keep the scores if they are of this microbatch."""
         output = original(*args, **kwargs)
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[IDS]
         if ids.shape == self._ids.shape and torch.equal(ids, self._ids):
@@ -43,17 +46,21 @@ class ScoringCalls:
         return output
 
     def of(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Return the log-probabilities that this loss is made of and their entropies; None where there are none.
+        """Return the log-probabilities that this loss is made of, with their entropies.
 
-        Log-probabilities without graph are those of a loss that is made of something else. Entropies are None where
-        they were not asked for. ValueError where the loss has no graph either.
+        Returns:
+            None if the microbatch was not scored. Entropies are None if they were not requested. Log-probabilities
+            without graph mean that the loss is made of something else.
+
+        Raises:
+            UserError: If neither the log-probabilities nor the loss have a graph.
         """
         with_graph = [scores for scores in self._found if scores[0].requires_grad]
         if self._found and not with_graph:
             require_graph(loss)
         if len(with_graph) > 1 and loss.requires_grad:
             logps = [scores[0] for scores in with_graph]
-            weights = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)  # goes no further
+            weights = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)  # stops at logps
             used = [scores for scores, weight in zip(with_graph, weights, strict=True) if weight is not None]
             with_graph = used or with_graph
         return next(iter(with_graph or self._found), None)

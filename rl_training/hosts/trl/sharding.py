@@ -1,11 +1,12 @@
-"""How a trainer's launch shards weights, gradients and optimizer states: known once training has begun.
+"""How the launch of a trainer shards weights, gradients and optimizer states, which is known once training has begun.
 
 The only file that uses DeepSpeed's internals, written against 0.19. It reads objects that the trainer already holds:
 weights and gradients here, moments in optim/state.py, each through `local_of_optimizer`.
 
-Stages 1 and 2 lay the parameters of an optimizer group side by side in one flat vector and cut it into a slice per
-rank, anywhere. A rank keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over ranks for its slice only.
-Stage 3 cuts each flat parameter into equal parts, the model's too, and lays a rank's parts side by side.
+Stages 1 and 2 concatenate the parameters of an optimizer group into one flat vector, and cut it into one slice per
+rank, even in the middle of a parameter. A rank keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over
+ranks for its slice only. Stage 3 cuts each flat parameter, including the model's, into equal parts, and concatenates
+the parts of a rank.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from rl_training.parallel.sharding import Shard, chunk_of
 
 
 def shard_of(trainer: GRPOTrainer) -> Shard:
-    """Return how this training shards its parameters and states. Call it once training has begun."""
+    """Return how this training shards its parameters and optimizer states. Call it once training has begun."""
     if trainer.is_deepspeed_enabled:
         return (Zero3 if has_sharded_weights(trainer) else Zero)(trainer.model_wrapped)
     return (FullyShard if trainer.is_fsdp_enabled else Shard)(*_parts(trainer))
 
 
 def replicated(trainer: GRPOTrainer) -> Shard:
-    """Return all of it, on every process, of a trainer that takes no step, with the optimizer that it has made."""
+    """Return a shard with every entry on every rank, for a trainer that has an optimizer but takes no step."""
     return Shard(*_parts(trainer), replicated=True)
 
 
 def has_sharded_weights(trainer: GRPOTrainer) -> bool:
-    """Return whether a process holds a part of each parameter: under FSDP2 and ZeRO-3."""
+    """Return whether a rank holds only a part of each parameter, as under FSDP2 and ZeRO-3."""
     zero3 = trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3
     return trainer.is_fsdp_enabled or zero3
 
@@ -49,14 +50,20 @@ def _parts(trainer: GRPOTrainer) -> tuple[Any, Any, Any]:
 
 
 class Zero(Shard):
-    """ZeRO stages 1 and 2, whose engine clips and steps. Weights are not sharded. ValueError for other stages.
+    """ZeRO stages 1 and 2, where DeepSpeed's engine clips and steps. Weights are not sharded.
 
-    A rank keeps flat vectors, in which the entries of each parameter that are its own lie side by side.
+    A rank keeps flat vectors, in which its entries of each parameter are contiguous.
+
+    Args:
+        engine: DeepSpeed's engine.
+
+    Raises:
+        UserError: For an engine whose optimizer is of another kind.
     """
 
-    KIND = "DeepSpeedZeroOptimizer"  # that is read here
-    FLAT_WEIGHTS = "single_partition_of_fp32_groups"  # of this rank; moments lie in the same way
-    readable_optimizers = (ADAMW.optimizer, ADAM.optimizer)  # with others it has not run
+    KIND = "DeepSpeedZeroOptimizer"  # class of the engine's optimizer that is read here
+    FLAT_WEIGHTS = "single_partition_of_fp32_groups"  # this rank's flat weights; moments have the same layout
+    readable_optimizers = (ADAMW.optimizer, ADAM.optimizer)  # others have not been tried
 
     def __init__(self, engine: Any) -> None:
         kind = type(engine.optimizer).__name__
@@ -68,7 +75,7 @@ class Zero(Shard):
         self._zero = engine.optimizer
         super().__init__(engine.module, self._zero.optimizer, self._zero.clip_grad)
         self._flats: list[Tensor] = getattr(self._zero, self.FLAT_WEIGHTS)
-        self._place = self._find_places()  # of each parameter: its group, its flat vector, where it starts in that
+        self._place = self._find_places()  # by parameter: its group, its flat vector, and its start in that vector
         self.optimized = {name: self._flats[number] for name, (_, number, _) in self._place.items()}
 
     def _find_places(self) -> dict[str, tuple[int, int, int]]:
@@ -81,7 +88,7 @@ class Zero(Shard):
         return {name: places[param] for name, param in self.trained.items()}
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
-        group, _, start = self._place[name]  # less than 0 where it starts on a rank before this one
+        group, _, start = self._place[name]  # start is negative if the parameter begins on an earlier rank
         width, entries = self._flats[group].numel(), self.numel(name)
         start += (self.rank - rank) * width
         return min(entries, max(0, -start)), min(entries, max(0, width - start))
@@ -90,22 +97,22 @@ class Zero(Shard):
         return {name: self.optimizer.param_groups[group] for name, (group, _, _) in self._place.items()}
 
     def local_of_optimizer(self, name: str, value: Tensor) -> Tensor:
-        """Return this rank's entries of a parameter in a flat vector that lies as that of the weights.
+        """Return this rank's entries of a parameter in a flat vector with the layout of the flat weights.
 
-        `view_optimizer` of optim/state.py reads Adam's exp_avg and exp_avg_sq through it.
+        `view_optimizer` in optim/state.py uses it to read Adam's exp_avg and exp_avg_sq.
         """
         begin, end = self.cut(name, self.rank)
         return value.detach().reshape(-1)[max(0, self._place[name][2]) :][: end - begin]
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return this rank's entries; call it before engine.step. Zeros for a parameter that got none."""
+        """Return this rank's entries of the gradients, zeros where there is none. Call it before engine.step."""
         averaged = self._zero.averaged_gradients
         flats = [torch.cat([piece.flatten() for piece in averaged[number]]) for number in range(len(self._flats))]
         return {name: self.local_of_optimizer(name, flats[number]) for name, (_, number, _) in self._place.items()}
 
 
 class Zero3(Zero):
-    """ZeRO stage 3, which cuts each parameter by itself."""
+    """ZeRO stage 3, which cuts each parameter separately."""
 
     KIND = "DeepSpeedZeroOptimizer_Stage3"
     FLAT_WEIGHTS = "fp32_partitioned_groups_flat"
@@ -128,12 +135,12 @@ class Zero3(Zero):
     def local(self, name: str, value: Tensor) -> Tensor:
         start, stop = self.cut(name, self.rank)
         part: Tensor = value.ds_tensor  # type: ignore[attr-defined]
-        return part.detach().reshape(-1)[: stop - start]  # behind it: what the equal parts are filled up with
+        return part.detach().reshape(-1)[: stop - start]  # without the padding that makes all parts equally long
 
     def load_local_weights(self, entries: Mapping[str, Tensor]) -> None:
-        self._zero.empty_partition_cache()  # what is gathered, perhaps ahead of a backward, would be used instead
+        self._zero.empty_partition_cache()  # else weights that are already gathered (prefetched) would be used instead
         for name, param in self.trained.items():
             self.local(name, param).copy_(entries[name])
-        small = self._zero.persistent_parameters  # they stay gathered: the engine's own step gathers them anew, too
+        small = self._zero.persistent_parameters  # these stay gathered, so gather them again, as engine.step does
         if small:
             small[0].all_gather(small)

@@ -1,4 +1,4 @@
-"""What an attachment says of itself: the line when training begins, and how training has ended."""
+"""What an attachment tells the user: the line when training begins, and how training ended."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rl_training.version import VERSION
 
 
 def beside_the_bar() -> AbstractContextManager[None]:
-    """A context whose lines on stderr have rows of their own, where a bar over steps stands in the latest one.
+    """Return a context in which lines on stderr do not mix with tqdm's progress bar.
 
-    Without tqdm's lock, which forked processes share: within are collectives, and they would wait for one another.
+    It does not take tqdm's lock, which forked processes share: collectives run inside, so ranks would deadlock.
     """
     return tqdm.external_write_mode(file=sys.stderr, nolock=True)
 
 
 def opening(probes: Sequence[Probe], folder: Path | None) -> str:
-    """Return which versions train, who writes where, and which probes measure how often."""
+    """Return the opening line: versions, number of processes, folder, and probes with their intervals."""
     count = all_ranks().count
     who = "one process trains" if count == 1 else f"{count} processes train"
     writes = "and writes" if count == 1 else "and the first writes"
@@ -36,7 +36,7 @@ def opening(probes: Sequence[Probe], folder: Path | None) -> str:
 
 
 def _versions() -> str:
-    """Return the libraries with their versions, and which of these have not been tested."""
+    """Return the installed versions of the libraries, with the tested versions of those that differ."""
     installed = {name: metadata.version(name) for name in TESTED}
     others = [name for name, version in installed.items() if not f"{version}.".startswith(f"{TESTED[name]}.")]
     shown = ", ".join(f"{name} {version}" for name, version in installed.items())
@@ -47,10 +47,11 @@ def _versions() -> str:
 
 
 def how_it_ended(trainer: GRPOTrainer, end: BaseException | str | None) -> str:
-    """Return in words how training has ended, and after how many steps.
+    """Return in words how training ended, and after how many steps.
 
     Args:
-        end: What has ended it: an exception, or what is to be said of it, as "was interrupted"; None: its last step.
+        trainer: The trainer.
+        end: The exception that ended training, or a phrase such as "was interrupted". None if it ran to its last step.
     """
     steps = trainer.state.global_step
     after = f"after {steps} step{'s' * (steps != 1)}"

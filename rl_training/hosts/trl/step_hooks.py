@@ -1,8 +1,8 @@
-"""The moments of a step: what wraps the trainer's methods between its forward pass and its optimizer's step.
+"""The hooks of a step: wrappers of the trainer's methods, from generation to the optimizer's step.
 
-TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped, and
-DeepSpeed's engine.step: the engine steps before training_step returns. The trainer's own calls stand outside of the
-guard, so that the user's errors pass through as they are.
+TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped. DeepSpeed's
+engine.step is wrapped too, because the engine steps before training_step returns. Calls of the trainer's own methods
+are outside the guard, so the user's errors pass through unchanged.
 """
 
 from __future__ import annotations
@@ -29,11 +29,18 @@ from rl_training.step.batch import LossSettings
 
 
 class StepHooks:
-    """Tells the driver of each moment of a step.
+    """Reports each phase of a step to the driver.
 
-    settings    what the loss is set to now
-    is_bounded  the learning rate of each step follows from its KL
-    is_kept     somebody reads the scores of steps that no probe measures
+    Args:
+        trainer: The trainer.
+        driver: Runs the probes.
+        policy: Scores as the trainer does.
+        rollouts: What is known about the trainer's batches.
+        loss: The trainer's loss with its interventions.
+        guard: Catches errors of the measuring code.
+        settings: Returns the current settings of the loss.
+        is_bounded: Whether the learning rate of each step is set from its KL divergence.
+        is_kept: Returns whether anything reads the scores of steps that no probe measures.
     """
 
     def __init__(
@@ -53,24 +60,24 @@ class StepHooks:
         self._settings, self._is_bounded, self._is_kept = settings, is_bounded, is_kept
 
     def wrappers(self) -> dict[str, Callable[..., Any]]:
-        """Return what wraps which method of the trainer."""
+        """Return the wrapper of each wrapped trainer method, by the method's name."""
         return {
-            "_generate_and_score_completions": self._on_generate,  # a rollout is there
+            "_generate_and_score_completions": self._on_generate,  # returns a rollout
             "_generate": self._on_turns,
             "_calculate_rewards": self._on_rewards,
-            "_prepare_inputs": self._rollouts.on_prepare_inputs,  # whole-prompt order of the microbatches
-            # Between the returns of these two lies the trainer's own backward.
+            "_prepare_inputs": self._rollouts.on_prepare_inputs,  # keeps prompts whole in the order of microbatches
+            # The trainer's backward runs after compute_loss returns and before training_step returns.
             "compute_loss": self._on_loss,
             "training_step": self._on_training_step,
         }
 
     def on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Take DeepSpeed's step."""
+        """Run DeepSpeed's step, after the probes."""
         self._look_if_ready()
         original(*args, **kwargs)
 
     def about_to_step(self, *args: Any) -> None:
-        """Take the moment right before the optimizer's step."""
+        """Tell the driver that the optimizer is about to step."""
         with self._guard.watching():
             self._driver.about_to_step()
 
@@ -91,7 +98,7 @@ class StepHooks:
         return loss
 
     def _look_if_ready(self) -> None:
-        """Run the probes where all gradients are in; a step whose loss was made past compute_loss is not measured."""
+        """Run the probes if all gradients of the step are complete. Skip a step whose loss bypassed compute_loss."""
         step = self._driver.open_step
         if not self._trainer.accelerator.sync_gradients or step is None or step.is_ready:
             return
@@ -146,7 +153,7 @@ class StepHooks:
         return loss
 
     def _take_microbatch(self, inputs: dict, calls: ScoringCalls, loss: Tensor) -> Tensor:
-        """Hand a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
+        """Pass a microbatch to the driver, and return its loss, with the gradient that interventions ask for."""
         trainer, step = self._trainer, self._driver.open_step
         assert step is not None
         rollout, loss_scores, seen = self._rollouts.read(inputs), calls.of(loss), None

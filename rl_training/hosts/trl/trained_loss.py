@@ -1,9 +1,10 @@
-"""Training with interventions: the functions that predict their effect also give each microbatch's loss its weights.
+"""Training with interventions: the functions that predict their effect also set the weights of each microbatch's loss.
 
     loss + Σ_ik (c' − c)_ik log π(t_ik) + (d' − d)_ik h_ik          c', d' held fixed
 
-has the gradient of the weights c' and d' that the functions return, one after another, where the trainer's own loss
-has c and d. Its value, which is logged, stays that of the trainer's own loss.
+c and d are the weights of log-probabilities and entropies in the trainer's loss, and c' and d' those that the functions
+return when applied in order. This sum has the gradient of a loss with weights c' and d'. Its value, which is logged,
+stays that of the trainer's loss.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ logger = logging.get_logger(__name__)
 
 
 def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GRPOConfig:
-    """Return a trainer's arguments with the learning rate and the threshold of clipping of these interventions.
+    """Return a trainer's arguments with the learning rate and the clipping threshold of these interventions.
 
-    The very object where none sets either: who made the trainer may still change it.
+    If none of them sets either, this is the same object, because the trainer's maker may still change it.
     """
     if all(intervention.function is not None for intervention in interventions):
         return args
     changed = object.__new__(type(args))
-    vars(changed).update(vars(args))  # copy.copy would leave the tokens out, as DrGRPOConfig.__getstate__ does
+    vars(changed).update(vars(args))  # not copy.copy, which uses DrGRPOConfig.__getstate__ and so drops access tokens
     for intervention in interventions:
         changed.learning_rate *= intervention.lr_factor
         changed.max_grad_norm = (
@@ -47,7 +48,7 @@ def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GR
 
 
 def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
-    """Raise ValueError, before anything is trained, for an intervention that this trainer cannot train with."""
+    """Raise UserError, before training begins, for an intervention that this trainer cannot train with."""
     for intervention in interventions:
         if intervention.name == "keep_truncated":
             raise UserError(
@@ -73,23 +74,36 @@ def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interven
 
 
 class TrainedLoss:
-    """The loss of a trainer with these interventions on it. ValueError for one that it cannot be trained with."""
+    """The loss of a trainer with interventions. Raises UserError for one that it cannot train with.
+
+    Args:
+        trainer: The trainer.
+        policy: Scores with the reference model, if an intervention needs it and TRL does not.
+        interventions: Applied in this order. Those that only change the optimizer's settings are ignored here.
+    """
 
     def __init__(self, trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
         refuse_what_cannot_be_trained(trainer, policy, interventions)
         self._trainer, self._policy = trainer, policy
         self.on_loss = [intervention for intervention in interventions if intervention.function is not None]
-        self._silent_share = 0.0  # of the rollout's prompts
+        self._silent_share = 0.0  # share of the rollout's prompts whose advantages are all 0
 
     def begin(self, rollout: Rollout) -> None:
-        """Register a fresh rollout of this rank. A collective."""
+        """Register this rank's fresh rollout. Collective if there are interventions on the loss."""
         if self.on_loss:
             self._silent_share = zero_advantage_share(
                 rollout.advantages_of_tokens, rollout.prompt_index, all_ranks().reduce
             )
 
     def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
-        """Return the loss of a microbatch, made of these scores, with the gradient that the interventions ask for."""
+        """Return a microbatch's loss with the gradient that the interventions ask for.
+
+        Args:
+            loss: The trainer's loss of the microbatch.
+            rollout: Its sequences.
+            scores: The scores that the loss is made of, with graph.
+            reference_logps: The reference model's log-probabilities, (B, T), if TRL computed them.
+        """
         if not self.on_loss:
             return loss
         c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)
@@ -115,9 +129,9 @@ class TrainedLoss:
 
 
 def _weights(intervention: Intervention, inputs: LossInputs) -> LossWeights:
-    """Return the loss's weights, changed by the intervention. ValueError where it cannot change them."""
+    """Return the loss's weights, changed by the intervention. Raise UserError if it cannot change them."""
     if inputs.zero_advantage_share == 1.0 and "some_advantage" in intervention.needs:
-        return inputs.weights  # there is nothing to scale
+        return inputs.weights  # all advantages are 0, so there is nothing to scale
     why = intervention.unavailable_reason(inputs)
     if why:
         raise UserError(f"intervention={intervention.name}: {why}")
