@@ -1,8 +1,8 @@
-"""python -m rl_training.hosts.verl: verl's own command with probes, and with all of its settings.
+"""python -m rl_training.hosts.verl: verl's own command, with probes and with all of verl's settings.
 
     python -m rl_training.hosts.verl probe=simple algorithm.adv_estimator=grpo ...
 
-The default is probe=all. Choices are the files of conf/probe; set their options as probes.simple.every=4.
+The default is probe=all. The choices are the files in conf/probe. Their options are set like probes.simple.every=4.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_training.job.configuration.shipped import CONF
 
 
 class ProbeGroup(SearchPathPlugin):
-    """Lets Hydra find conf/probe, after verl's groups and the user's own."""
+    """Lets Hydra find conf/probe, with lower priority than verl's groups and the user's."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append(provider="rl_training", path=f"file://{CONF}")
@@ -34,11 +34,11 @@ Plugins.instance().register(ProbeGroup)
 
 
 def with_probe_choice(arguments: list[str]) -> list[str]:
-    """Return Hydra's arguments with a choice from conf/probe among the settings: probe=all where there is none."""
+    """Return Hydra's arguments with a choice from conf/probe: the given one, else probe=all."""
     chosen = [f"+{argument}" if argument.startswith("probe=") else argument for argument in arguments]
     default = [] if any(argument.startswith("+probe=") for argument in chosen) else ["+probe=all"]
     settings = (i for i, argument in enumerate(chosen) if "=" in argument and not argument.startswith("-"))
-    place = next(settings, len(chosen))  # beside the others: Hydra takes no settings on both sides of a flag
+    place = next(settings, len(chosen))  # next to the other settings: Hydra rejects settings on both sides of a flag
     return [*chosen[:place], *default, *chosen[place:]]
 
 

@@ -1,4 +1,4 @@
-"""Converts verl's microbatches of nested tensors to the engine's sequences and scores, and back."""
+"""Converts verl's microbatches, which are nested tensors, to the engine's sequences and scores, and back."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from rl_training.policy.scorer import CHUNK_LOGITS
 def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens: Sequence[int]) -> Rollout:
     """Return the sequences of a microbatch.
 
-    max_length  a response of so many tokens is truncated, if it does not end with one of `end_tokens`
+    Args:
+        data: verl's microbatch.
+        on_policy: Whether the current policy sampled the sequences and no optimizer step has learned from them.
+        max_length: A response with this many tokens is truncated, unless it ends with one of `end_tokens`.
+        end_tokens: Token ids that end a response.
 
-    ValueError where advantages differ within a response: probes use one number per response.
+    Raises:
+        UserError: If advantages differ within a response, because probes use one number per response.
     """
     prompts, responses = data["prompts"].unbind(), data["responses"].unbind()
     token_mask = _padded([torch.ones_like(response) for response in responses])
@@ -48,7 +53,7 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
 
 
 def _number(uid: str) -> int:
-    """Return a number of a prompt, by verl's random uid: another one for each prompt of all processes and rollouts."""
+    """Return a prompt's number, a hash of verl's random uid: unique over all ranks and rollouts."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=6).digest(), "big")
 
 
@@ -57,7 +62,7 @@ def _padded(rows: Sequence[Tensor], on_the_left: bool = False) -> Tensor:
 
 
 def _one_per_response(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return (B,) of advantages (B, T), which verl repeats on all tokens of a response."""
+    """Return one advantage per response, (B,), from (B, T): verl repeats it on all tokens of a response."""
     first = advantages.gather(1, mask.argmax(dim=1, keepdim=True))
     if bool(((advantages != first) & (mask != 0)).any()):
         raise UserError(
@@ -68,28 +73,35 @@ def _one_per_response(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 class ResponseTokens:
-    """Where the tokens of responses are predicted in verl's flat tensors, which hold prompts and responses."""
+    """Finds the predictions of response tokens in verl's flat tensors, which hold prompts and responses.
+
+    Args:
+        data: verl's microbatch.
+    """
 
     def __init__(self, data: TensorDict) -> None:
         lengths, ends = data["responses"].offsets().diff(), data["input_ids"].offsets()[1:]
         columns = torch.arange(int(lengths.max()), device=lengths.device)
         self.mask = columns < lengths.unsqueeze(1)  # (B, T), 1 on tokens
-        self.index = ((ends - lengths - 1).unsqueeze(1) + columns)[self.mask]  # (n,), one less than that of each token
+        self.index = ((ends - lengths - 1).unsqueeze(1) + columns)[self.mask]  # (n,), the position before each token
 
     def padded(self, flat: Tensor) -> Tensor:
-        """Return (B, T), 0 where a response has no token; with graph where the flat tensor has one."""
+        """Return the responses' values as (B, T), 0 where a response has no token, with graph if `flat` has one."""
         return flat.new_zeros(self.mask.shape).masked_scatter(self.mask, flat[self.index])
 
     def put_back(self, padded: Tensor, nested: Any) -> Tensor:
-        """Return the nested tensor with these values put back: the same numbers, another path through the graph."""
+        """Return the nested tensor with the (B, T) values written back: same numbers, but computed from `padded`."""
         flat = nested.values().index_put((self.index,), padded[self.mask])
         return torch.nested.nested_tensor_from_jagged(flat, nested.offsets())
 
 
 def flat_entropies(logits: Tensor, lengths: Sequence[int], temperature: float) -> Tensor:
-    """Return the entropies of all next-token distributions, flat, in nats, without graph, a few positions at a time.
+    """Return the entropies of all next-token distributions, flat, in nats, without graph. Computed in chunks.
 
-    logits  (B, W, V), right-padded; or (1, W, V), the sequences one after another, perhaps with padding at their end
+    Args:
+        logits: (B, W, V), right-padded; or (1, W, V), with the sequences concatenated and perhaps padding at the end.
+        lengths: Tokens of each sequence.
+        temperature: Divides the logits.
     """
     if len(logits) == 1:
         rows = [logits[0, : sum(lengths)]]

@@ -1,7 +1,8 @@
-"""verl's FSDP2 engine with probes: it reports each optimizer step to them and trains as it would without them.
+"""verl's FSDP2 engine with probes: it reports each optimizer step to them, and trains exactly as without them.
 
-A subclass under the platform's own vendor, a key that verl looks up before its own. What is to be measured comes with
-the data, from trainer.py; without that nothing is. The reference policy comes by the same key, and never trains.
+The engine is a subclass, registered for the platform's own vendor, a key that verl looks up before its default. The
+settings of probes come with the data, from trainer.py; without them nothing is measured. verl also makes the reference
+policy from this class, which never trains.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from rl_training.step import limits
 from rl_training.step.batch import LossSettings
 from rl_training.step.limits import Fixes, Limits
 
-SETTINGS = "rl_training"  # the key of a batch under which the trainer says what is to be measured
-ENTROPIES = "entropies of probes"  # the key of a model's output where verl has none
+SETTINGS = "rl_training"  # key of a batch, under which the trainer passes the settings of probes
+ENTROPIES = "entropies of probes"  # key of a model output, used if verl computes no entropies
 BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size} with {sequences} sequences in an optimizer step"
 DR_GRPO = (
     "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
@@ -53,15 +54,17 @@ NO_SAMPLE = Limit("no_sample", "fresh responses are needed, and verl's rollout s
 class Measurement:
     """Probes on an engine, from its first optimizer step on.
 
-    settings      what trainer.py reports about the rollout
-    resumed_from  a checkpoint
+    Args:
+        loop: verl's loop.
+        settings: What trainer.py reports about the rollout, and the probes.
+        resumed_from: The folder of the checkpoint that training resumes from, or None.
     """
 
-    name = "verl"  # of the number of its steps in a checkpoint
+    name = "verl"  # key of the number of optimizer steps in a checkpoint
 
     def __init__(self, loop: LoopSpec, settings: Mapping[str, Any], resumed_from: Path | None) -> None:
         self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
-        self._steps = self._rollout = 0  # optimizer steps made; the rollout that the last one learned from
+        self._steps = self._rollout = 0  # number of optimizer steps made; number of the last one's rollout
         self._loop = loop
         states = None
         if resumed_from is not None:
@@ -75,7 +78,7 @@ class Measurement:
         self._writer.begin()
 
     def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
-        """Begin an optimizer step in microbatches of these sizes."""
+        """Begin an optimizer step whose microbatches have these numbers of sequences."""
         self.settings = settings
         self._metrics: dict[str, Any] = {}
         if settings["rollout"] != self._rollout:
@@ -84,7 +87,7 @@ class Measurement:
         self.driver.plan(sizes)
 
     def entropies(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
-        """Return the entropies of a microbatch for which verl calculates none; nothing if no probe asks for them."""
+        """Return entropies for a microbatch without verl's own. Empty if no probe measures the step."""
         step = self.driver.open_step
         if step is None or not step.probes:
             return {}
@@ -92,7 +95,7 @@ class Measurement:
         return {ENTROPIES: flat_entropies(logits, lengths, self._loop.policy.scorer.temperature)}
 
     def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
-        """Return what the loss must be computed from: the same numbers, watched."""
+        """Register a microbatch, and return the output that the loss must be computed from: same numbers, watched."""
         tokens = ResponseTokens(data)
         rollout = read_rollout(data, self._fresh, self.settings["max_response_length"], self.settings["end_tokens"])
         logps = tokens.padded(model_output["log_probs"].values())
@@ -107,7 +110,7 @@ class Measurement:
         return model_output | watched
 
     def step(self, optimizer_step: Callable[[], float]) -> float:
-        """Return what the optimizer's step returns, the gradient's norm."""
+        """Run the probes and the optimizer's step, and return what the step returns, the gradient's norm."""
         self.driver.gradients_ready(self._rollout)
         norm = optimizer_step()
         self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.shard.optimizer.param_groups[0]["lr"]}
@@ -116,9 +119,9 @@ class Measurement:
         return norm
 
     def finish(self, outputs: Mapping[str, Any]) -> dict[str, list[float]]:
-        """Return what verl's loggers get, and write the records. A collective."""
+        """Write the records, and return the numbers for verl's loggers. Collective."""
         step, ranks = self.driver.open_step, self._loop.ranks
-        if step is None:  # verl has skipped it
+        if step is None:  # verl skipped the step
             return {}
         loss = ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
         self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
@@ -126,7 +129,7 @@ class Measurement:
         return {name: [value] for name, value in measured.items()}
 
     def save(self, folder: Path) -> None:
-        """Write the probes' states beside verl's. On all ranks."""
+        """Write the probes' states into verl's checkpoint. Collective."""
         ranks = self._loop.ranks
         states = self.driver.states() | {self.name: self._steps}
         save_probe_states(states, folder, ranks.count, ranks.number)
@@ -136,7 +139,7 @@ class Measurement:
 def _describe_loop(
     engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
 ) -> LoopSpec:
-    """Return what the driver must know of verl's loop."""
+    """Return what the driver must know about verl's loop."""
     dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
     autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
     shard = FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad)
@@ -161,7 +164,7 @@ def _describe_loop(
 
 
 def dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
-    """Return what Dr-GRPO's loss is set to; None where the loss is another, or not verl's own."""
+    """Return the settings of verl's loss if it is Dr-GRPO's. None for another loss, or one that is not verl's."""
     config = getattr(loss_function, "keywords", {}).get("config")
     if config is None or "rollout_is_weights" in data or config.use_kl_loss or config.entropy_coeff != 0:
         return None
@@ -174,11 +177,11 @@ def dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings
 
 
 class ProbedEngine(FSDPEngineWithLMHead):
-    """See the module's docstring."""
+    """verl's FSDP2 engine, which runs probes if its data come with their settings."""
 
     _measurement: Measurement | None = None
-    resumed_from: Path | None = None  # a checkpoint
-    _open: Measurement | None = None  # the same, while a step is measured
+    resumed_from: Path | None = None  # folder of the checkpoint that was loaded
+    _open: Measurement | None = None  # `_measurement` during a measured `train_batch`, else None
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         settings = tensordict_utils.get(data, SETTINGS)
@@ -224,7 +227,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
             gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
             if torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
                 return self._open.step(super().optimizer_step)
-            self._open.driver.skip_step()  # verl skips such a step: parameters and states stay
+            self._open.driver.skip_step()  # verl skips a step with a non-finite gradient: nothing changes
         return super().optimizer_step()
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""verl's synchronous trainer, which keeps the responses of a prompt together and tells the engine what to measure.
+"""verl's synchronous trainer, which keeps the responses to a prompt together and tells the engine what to measure.
 
-verl balances ranks by length, one response at a time, which scatters prompts. Here whole prompts are balanced by
-length: another order of summation, the same mathematics, and leave-one-prompt-out estimates become possible.
+verl balances the lengths on ranks by moving single responses, which scatters those to one prompt. Here whole prompts
+are moved. This only changes the order of summation, and makes leave-one-prompt-out estimates possible.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
 ACTOR, MODEL, ROLLOUT = ("actor_rollout_ref." + part for part in ("actor", "model", "rollout"))
 FSDP = f"{ACTOR}.fsdp_config"
 PRECISIONS = ("bf16", "bfloat16", "fp32", "float32")
-# Whose advantages are one number per response.
+# Advantage estimators that give one number per response.
 ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg")
-# Setting, the values that are measured, and what is wrong with the others.
+# Each setting, the values with which probes can measure, and the reason why not with others.
 MEASURED: tuple[tuple[str, Sequence[Any], str], ...] = (
     (f"{ACTOR}.strategy", ("fsdp2",), "only FSDP2 hands out the gradient of each microbatch and parameter"),
     ("trainer.use_v1", (True,), "probes attach to the new trainer only"),
@@ -45,13 +45,13 @@ MEASURED: tuple[tuple[str, Sequence[Any], str], ...] = (
     ("algorithm.adv_estimator", ESTIMATORS, "probes measure one advantage per response"),
     (f"{ROLLOUT}.n", range(2, 2**20), "each response is compared with the others to its prompt"),
 )
-# Settings that truncate the sampled distribution, and the values that switch them off.
+# Settings that change the sampled distribution, with the values that switch each off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
 
 
 @register_trainer(TRAINER)
 class ProbedTrainer(PPOTrainerSync):
-    """See the module's docstring."""
+    """verl's synchronous trainer, with whole prompts on each rank and with settings of probes in its batches."""
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)
@@ -65,15 +65,19 @@ class ProbedTrainer(PPOTrainerSync):
         config, end = self.config, self.tokenizer.eos_token_id
         batch.extra_info[SETTINGS] = about_rollout(config, batch.tags, self.global_steps, end)
         if config.actor_rollout_ref.actor.use_dynamic_bsz and not what_splits_prompts(config):
-            # By tokens alone verl would split prompts. A group that does not fit would end the training.
+            # verl splits batches by tokens alone, which would split prompts. A group too large for a microbatch would
+            # end training, so this is set only if every group fits.
             batch.extra_info["force_group_size"] = config.actor_rollout_ref.rollout.n
         return super()._update_actor(batch, metrics)
 
 
 def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[int] | None:
-    """Return an order of rows that keeps each prompt on one rank, balanced by length; None where there is none.
+    """Return an order of rows that keeps each prompt on one rank and balances lengths. None if there is none.
 
-    keys     UID_SESSION_INDEX of each row, as verl names them        lengths  of each, in tokens
+    Args:
+        keys: verl's name of each row, UID_SESSION_INDEX.
+        lengths: Tokens of each row.
+        ranks: Number of ranks.
     """
     rows_by_prompt: dict[str, list[int]] = {}
     for row in sorted(range(len(keys)), key=keys.__getitem__):
@@ -88,10 +92,17 @@ def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[in
 
 
 def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end: int | None) -> dict[str, Any]:
-    """Return what the engine cannot know about a rollout, and which probes to run."""
+    """Return what the engine cannot know about a rollout, and which probes to run.
+
+    Args:
+        config: verl's configuration.
+        tags: verl's tags of each row.
+        step: The trainer's step, which is the rollout's number.
+        end: The end-of-sequence token id, or None.
+    """
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
-    is_grpo = algorithm.adv_estimator == "grpo"  # grpo_vectorized divides by the deviation, whatever is set
+    is_grpo = algorithm.adv_estimator == "grpo"  # grpo_vectorized always divides by the standard deviation
     return {
         "probes": OmegaConf.to_container(config.probes, resolve=True),
         "folder": str(Path(config.trainer.default_local_dir).absolute() / "logs"),
@@ -109,7 +120,7 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
 
 
 def what_splits_prompts(config: DictConfig) -> str:
-    """Return the setting by which responses to a prompt come apart, with one that keeps them together; "" if none."""
+    """Return the fix for a setting that separates the responses to a prompt. Empty if they stay together."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     processes = config.trainer.n_gpus_per_node * config.trainer.nnodes
     if actor.shuffle:
@@ -125,7 +136,7 @@ def what_splits_prompts(config: DictConfig) -> str:
 
 
 def refuse_what_cannot_be_measured(config: DictConfig) -> None:
-    """Raise ValueError, saying what to set, for the first setting under which probes cannot measure."""
+    """Raise UserError, with the fix, for the first setting under which probes cannot measure."""
     for name, measured, why in MEASURED:
         value = OmegaConf.select(config, name)
         if value is not None and value not in measured:
@@ -135,7 +146,7 @@ def refuse_what_cannot_be_measured(config: DictConfig) -> None:
 
 
 def sampling_mismatch_reason(rollout: Any) -> str:
-    """Return the reason that responses are not sampled from the policy that is scored, with the fix, or ""."""
+    """Return why responses are not samples of the scored policy, with the fix. Empty if they are."""
     for name, neutral in NEUTRAL.items():
         value = rollout.get(name)
         if value is not None and value not in neutral:
@@ -144,7 +155,7 @@ def sampling_mismatch_reason(rollout: Any) -> str:
 
 
 def selection_reason(algorithm: Any) -> str:
-    """Return the reason that responses are chosen for training by their ratios, with the fix, or ""."""
+    """Return why training uses only responses with certain ratios, with the fix. Empty if it uses all."""
     rejection = OmegaConf.select(algorithm, "rollout_correction.rollout_rs")
     if rejection in (None, "null"):
         return ""
@@ -155,7 +166,7 @@ def selection_reason(algorithm: Any) -> str:
 
 
 def with_probes(config: DictConfig) -> DictConfig:
-    """Return verl's configuration with this engine and this trainer in it. ValueError for what cannot be measured."""
+    """Return verl's configuration with this engine and this trainer. Raise UserError for what cannot be measured."""
     model = config.actor_rollout_ref.model
     refuse_what_cannot_be_measured(config)
     with open_dict(config):
@@ -167,7 +178,7 @@ def with_probes(config: DictConfig) -> DictConfig:
 
 @ray.remote
 class Runner(TaskRunnerV1.__ray_actor_class__):
-    """verl's own, in a process that knows this trainer."""
+    """verl's task runner, in a process where this trainer is registered."""
 
     def run(self, config: DictConfig) -> None:
         from rl_training.hosts.verl import trainer  # noqa: F401, registers it: Ray sends the class, not its module
