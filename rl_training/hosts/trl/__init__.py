@@ -5,7 +5,7 @@ Read in this order:
     attachment.py    what `attach` puts on a trainer and removes again; compatibility.py refuses what cannot work
     step_hooks.py    the hooks of one step, each a call to the engine's driver; loop.py describes the loop to the engine
     rollouts.py      what the trainer knows about a batch until its step; batches.py and generated.py read its rows
-    policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores that a loss is made of
+    policy.py        scores and samples as the trainer would; scoring_calls.py finds the scores behind a loss
     sharding.py      which entries of weights, gradients and optimizer states a rank holds: DDP, FSDP2, ZeRO
     trainer_log.py, run_folder.py, checkpoint_hooks.py       what is logged, written and saved
     attached_run.py, described.py                            the folder of a run, and the settings written to it

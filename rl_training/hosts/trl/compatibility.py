@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 WRITTEN_FOR = "trl>=1.16,<1.17"  # the same as in setup.cfg
 TESTED = {"trl": "1.16", "transformers": "5.23", "torch": "2.13"}  # the same as in constraints.txt
-FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's forward pass, whose scores the loss is made of
+FORWARD_PASS = "_get_per_token_logps_and_entropies"  # training's forward pass, from whose scores the loss is computed
 # Methods that are called or wrapped here, with the parameters that must exist.
 METHODS: dict[str, tuple[str, ...]] = {
     "train": ("resume_from_checkpoint",),
@@ -122,7 +122,7 @@ def read_scores(output: Any, shape: torch.Size, with_entropies: bool = True) -> 
 
 
 def require_graph(loss: Tensor) -> None:
-    """Raise UserError if neither the log-probabilities nor the loss made of them have a graph."""
+    """Raise UserError if neither the log-probabilities nor the loss have a graph."""
     merged = "(is an adapter still merged, or switched off, after generation?)"
     _require(loss.requires_grad, f"the log-probabilities of GRPOTrainer.{FORWARD_PASS} have no graph {merged}")
 

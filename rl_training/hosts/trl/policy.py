@@ -184,7 +184,7 @@ class TrainerPolicy(Policy):
 
 
 def caches_that_fit(config: Any, tokens: int, memory: float) -> int:
-    """Return how many responses of `tokens` tokens, at least 1, fit into SHARE of `memory` bytes with an fp32 KV cache."""
+    """Return how many fp32 KV caches of `tokens` tokens each fit into SHARE of `memory` bytes. At least 1."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

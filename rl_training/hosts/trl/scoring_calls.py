@@ -1,4 +1,4 @@
-"""Finds the forward pass whose scores a loss is made of: a subclass's loss may run several."""
+"""Finds the forward pass from whose scores a loss is computed: a subclass's loss may run several."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class ScoringCalls:
         return output
 
     def of(self, loss: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Return the log-probabilities that this loss is made of, with their entropies.
+        """Return the log-probabilities from which this loss is computed, with their entropies.
 
         Returns:
             None if the microbatch was not scored. Entropies are None if they were not requested. Log-probabilities
-            without graph mean that the loss is made of something else.
+            without graph mean that the loss is computed from something else.
 
         Raises:
             UserError: If neither the log-probabilities nor the loss have a graph.

@@ -101,7 +101,7 @@ class TrainedLoss:
         Args:
             loss: The trainer's loss of the microbatch.
             rollout: Its sequences.
-            scores: The scores that the loss is made of, with graph.
+            scores: The scores from which the loss is computed, with graph.
             reference_logps: The reference model's log-probabilities, (B, T), if TRL computed them.
         """
         if not self.on_loss:
