@@ -1,6 +1,6 @@
-"""Numbers from samples: estimates with their errors, by jackknife, over prompts, over steps.
+"""Numbers from samples: estimates with errors, by the jackknife, over prompts and over steps.
 
-estimate.py, limit.py                  a number with its error, or the reason why there is none: read these first
+estimate.py, limit.py                  a number with its error, or the reason why it is missing: read these first
 jackknife.py                           errors of functions of sums over independent units
 running_variance.py, running_pairs.py  averages over steps
 prompt_means.py, pass_at_k.py, welch.py, calibration.py    errors over prompts, runs and steps

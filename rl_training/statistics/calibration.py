@@ -1,18 +1,18 @@
-"""How well predictions match the truth: slope, correlation, sign agreement and coverage over measured steps.
+"""How well predictions match the truth over measured steps: slope, correlation, sign agreement and coverage.
 
 From n pairs of a prediction p (standard error s, ν degrees of freedom) and the truth t (standard error τ) of the same
 step:
 
-    slope            Σ p t / Σ p²            of the truth on the prediction, through the origin; 1 when they agree.
+    slope            Σ p t / Σ p²            of the truth on the prediction, through the origin; 1 if they agree.
                                              Noise in p makes it smaller than 1
-    slope_corrected  Σ p t / Σ (p² − s²)     the same with the noise of p taken out: E p² = (E p)² + s²
+    slope_corrected  Σ p t / Σ (p² − s²)     the same with the noise of p removed: E p² = (E p)² + s²
     correlation      Pearson's, of p and t
     sign_agreement   share of pairs with p t > 0
-    coverage         share of pairs with |p − t| ≤ q √(s² + τ²): 0.95 when the error bars are honest
+    coverage         share of pairs with |p − t| ≤ q √(s² + τ²): 0.95 if the error bars are honest
 
-q is the 97.5 % quantile of Student's t with Welch's degrees of freedom ν (1 + τ²/s²)²; the truth has hundreds,
-which count as infinitely many. Standard errors are the delete-one jackknife over pairs: steps share
-momentum, but the noise of p and of t is fresh at every step, and that is most of the scatter.
+q is the 97.5 % quantile of Student's t with Welch's degrees of freedom ν (1 + τ²/s²)². The truth has hundreds of
+degrees of freedom, which count as infinitely many. Standard errors are from the delete-one-pair jackknife. Steps share
+momentum, but most of the scatter is noise of p and t, which is fresh at every step.
 
 Sources: Fuller 1987, "Measurement error models", ch. 1 (the correction); Welch 1947 (the degrees of freedom).
 """
@@ -28,7 +28,7 @@ from scipy.special import ndtri, stdtrit
 from rl_training.statistics.estimate import MIN_UNITS_OFFLINE, Estimate
 from rl_training.statistics.limit import Limit
 
-MIN_PAIRS = MIN_UNITS_OFFLINE  # fewer make a line through any cloud
+MIN_PAIRS = MIN_UNITS_OFFLINE  # with fewer, any cloud of points looks like a line
 NO_NOISE_LEFT = Limit(
     "lost_in_noise", "the predictions are smaller than their own error bars: without their noise nothing is left"
 )
@@ -40,15 +40,13 @@ NO_ERROR_BARS = "needs the standard errors of prediction and truth"
 
 
 def interval_covers(difference: float, stderr: float, num_samples: int, other_stderr: float) -> float:
-    """Return 1.0 when the 95 % interval of a difference includes 0, else 0.0.
+    """Return 1.0 if the 95 % interval of a difference includes 0, else 0.0; nan if a standard error is nan.
 
     Args:
-        difference: of two independent estimates.
-        stderr: of the first estimate, with num_samples − 1 degrees of freedom.
-        other_stderr: of the second estimate, with infinitely many degrees of freedom.
-
-    Returns:
-        nan where either standard error is nan.
+        difference: The difference of two independent estimates.
+        stderr: The first estimate's standard error.
+        num_samples: Its degrees of freedom plus 1.
+        other_stderr: The second estimate's standard error, with infinitely many degrees of freedom.
     """
     if math.isnan(stderr) or math.isnan(other_stderr):
         return math.nan
@@ -61,7 +59,7 @@ def calibration(pairs: Sequence[tuple[Estimate, Estimate]]) -> dict[str, Estimat
     """Return slope, slope_corrected, correlation, sign_agreement and coverage by name.
 
     Args:
-        pairs: (prediction, truth) of each measured step. Pairs with a nan value on either side are dropped.
+        pairs: The (prediction, truth) of each measured step. Pairs with a nan value on either side are dropped.
 
     Returns:
         Estimates whose `num_samples` is the number of pairs that they use.
@@ -92,7 +90,7 @@ def calibration(pairs: Sequence[tuple[Estimate, Estimate]]) -> dict[str, Estimat
 
 
 def _ratio(sums: np.ndarray) -> np.ndarray:
-    """Divide sums[..., 0] by sums[..., 1]; nan where the denominator is not positive."""
+    """Return sums[..., 0] / sums[..., 1]; nan if the denominator is not positive."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(sums[..., 1] > 0, sums[..., 0] / sums[..., 1], np.nan)
 
@@ -103,7 +101,7 @@ def _pearson(sums: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         var_x = xx - x**2 / n
         var_y = yy - y**2 / n
-        spread = (var_x > 1e-12 * xx) & (var_y > 1e-12 * yy)  # what rounding leaves of equal numbers is no spread
+        spread = (var_x > 1e-12 * xx) & (var_y > 1e-12 * yy)  # rounding differences of equal numbers are no spread
         return np.where(spread, (xy - x * y / n) / np.sqrt(var_x * var_y), np.nan)
 
 
@@ -117,9 +115,10 @@ def _estimate(
     """Return statistic(sums over pairs) with its delete-one-pair jackknife error.
 
     Args:
-        columns: (pairs,) each, the terms whose sums the statistic takes.
-        limit: of a statistic that is nan.
-        needs: what pairs must have to count; it is added to the message about too few pairs.
+        statistic: Maps (..., columns) sums to (...) values.
+        columns: The terms whose sums the statistic takes, (pairs,) each.
+        limit: The reason to give if the statistic is nan.
+        needs: What pairs must have to count; added to the message about too few pairs.
     """
     terms = np.stack(columns, axis=1)
     num_pairs = len(terms)

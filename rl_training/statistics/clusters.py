@@ -1,4 +1,4 @@
-"""Statistics of a matrix of cosines: the effective number of directions, and which vectors cluster."""
+"""Statistics of a matrix of cosines: the effective number of directions, and clusters of vectors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 def participation_ratio(repeats: Tensor) -> float:
     """Return the participation ratio (tr C)² / tr C² of a matrix C of cosines.
 
-    It is n for n orthogonal vectors and 1 for parallel ones. Squares of entries are estimated by products of different
-    repeats, whose noise is independent, so the sum of squares is unbiased.
+    It is n for n orthogonal vectors and 1 for parallel ones. The square of an entry is estimated by products of
+    different repeats, which have independent noise, so the sum of squares is unbiased.
 
     Args:
-        repeats: (S, n, n), independent unbiased estimates of C, for example from S sketches, with 1 on the diagonal.
+        repeats: Independent unbiased estimates of C for example from S sketches: (S, n, n), with 1 on the diagonal.
     """
     count = repeats.shape[0]
     num = repeats.shape[1]
@@ -30,8 +30,8 @@ def average_linkage(cosines: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]
     """Cluster vectors by average linkage of the distance 1 − cosine.
 
     Args:
-        cosines: (n, n), symmetric. Estimates above 1 count as distance 0.
-        num_clusters: the largest number of clusters to form.
+        cosines: Cosines of all pairs, (n, n), symmetric. Estimates above 1 count as distance 0.
+        num_clusters: The largest number of clusters to form.
 
     Returns:
         The cluster number of each vector, from 1, and the vectors' indices in dendrogram order, both (n,).

@@ -1,19 +1,19 @@
 """The delete-one jackknife of a smooth function of sums.
 
-Everything reported is a smooth function f of sums over folds, s = Σ_k s_k, so one jackknife serves all: with s_(−l) the
-sums without fold l,
+Everything reported is a smooth function f of sums over folds, s = Σ_k s_k, so one jackknife serves all. With s_(−l),
+the sums without fold l,
 
     se² = (K−1)/K Σ_l (f(s_(−l)) − mean_l f(s_(−l)))²         K folds.
 
-`Replicates` keeps the f(s_(−l)), so that numbers computed from several of them have the right error: in a difference of
-two that share their noise, the noise cancels.
+`Replicates` keeps the f(s_(−l)), so that numbers computed from several Replicates have the right error: if two share
+their noise, it cancels in their difference.
 
-`JackknifeUnits` says what is left out at a time. Units are independent: a sequence where each sequence answers another
-prompt, a prompt with all its responses, or a block of prompts on one process. Processes exchange sums of tables, never
-the sequences themselves.
+`JackknifeUnits` says what is left out at a time. Units are independent: sequences if each answers a different prompt,
+prompts with all their responses, or blocks of prompts on one rank. Ranks exchange sums of tables, never the sequences
+themselves.
 
-Which one to use: `jackknife_stderr` for the error of a number from its replicates, `estimates_over_units` for several
-numbers that are functions of sums over prompts, `JackknifeUnits` and `Replicates` where the replicates are kept.
+Which one to use: `jackknife_stderr` for the error of a number from its sums, `estimates_over_units` for several numbers
+that are functions of sums over prompts, `JackknifeUnits` and `Replicates` if the replicates are needed later.
 
 Source: Efron & Stein 1981, "The jackknife estimate of variance".
 """
@@ -62,12 +62,12 @@ def jackknife_covariance(
     """Return the delete-one-fold jackknife covariance of statistic(sums).
 
     Args:
-        statistic: maps (..., m) sums to (..., p) values.
-        sums: (m,), over all folds.
-        sums_without: (F, m); row l holds the sums without fold l.
+        statistic: Maps (..., m) sums to (..., p) values.
+        sums: The sums over all folds, (m,).
+        sums_without: The sums without each fold, (F, m): row l is without fold l.
 
     Returns:
-        (..., p, p), over the last dimension of the statistic.
+        The covariance of the statistic's last dimension, (..., p, p).
 
     The covariance of the sums of x and of y = −2x over three pairs:
 
@@ -85,7 +85,7 @@ def jackknife_covariance(
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, which on a single process is the sum over processes."""
+    """Return the tensor itself: the sum over ranks if there is only one."""
     return tensor
 
 
@@ -97,15 +97,15 @@ def estimates_over_units(
     no_bar: str | None = None,
     few: Limit = FEW_PROMPTS,
 ) -> dict[str, Estimate]:
-    """Return the numbers of statistic(Σ by_unit) by name, with jackknife errors where there are enough units.
+    """Return the numbers of statistic(Σ by_unit) by name, with jackknife errors if there are enough units.
 
     Args:
-        names: of the numbers in the statistic's last dimension.
-        statistic: maps (..., m) sums to (..., p) values.
-        by_unit: (units, m); what each independent unit contributes, such as a fold or a prompt with all its responses.
-        reduce: sums a tensor over the processes, where each process holds other units.
-        no_bar: the reason to give no error, where the units are not independent; None where they are.
-        few: what is said where there are too few units, which names them.
+        names: The names of the numbers in the statistic's last dimension.
+        statistic: Maps (..., m) sums to (..., p) values.
+        by_unit: What each independent unit, such as a fold or a prompt with all its responses, adds. (units, m).
+        reduce: Sums a tensor over ranks, if each rank holds other units. The call is then collective.
+        no_bar: The reason to give no error if the units are not independent; None if they are.
+        few: The limit if there are too few units. Its text names the kind of unit.
     """
     total = reduce(by_unit.sum(dim=0))
     value = statistic(total)
@@ -126,10 +126,10 @@ def estimates_over_units(
 
 @dataclass(frozen=True)
 class Replicates:
-    """Numbers from N independent units, and what they would be without each of the units.
+    """Numbers from N independent units, and their values without each of the units.
 
-    Sums, differences and multiples of Replicates of the same units, in the same order, are Replicates again. Example:
-    the mean of x is Replicates(x.mean(0), (x.sum(0) - x) / (N - 1)), and its `stderr` is sd(x)/√N.
+    Replicates of the same units, in the same order, can be added, subtracted and multiplied by a number. Example: the
+    mean of x is Replicates(x.mean(0), (x.sum(0) - x) / (N - 1)), and its `stderr` is sd(x)/√N.
     """
 
     value: Tensor  # (...), from all units
@@ -153,19 +153,19 @@ class Replicates:
 
 @dataclass(frozen=True)
 class JackknifeUnits:
-    """The unit of each of this process's rows. Methods that reduce are collectives."""
+    """The jackknife unit of each of this rank's rows. Methods that call `reduce` are collective."""
 
-    number: Tensor  # (B,), the unit of each row, 0 … count − 1 over all processes; no unit lies on two processes
-    count: int  # units over all processes
-    reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over the processes
+    number: Tensor  # (B,), the unit of each row, 0 … count − 1 over all ranks; no unit lies on two ranks
+    count: int  # number of units over all ranks
+    reduce: Callable[[Tensor], Tensor] = identity  # sums a tensor over ranks
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> JackknifeUnits:
-        """Make each row of a table a unit of its own. No other process holds units."""
+        """Make each row of a table a separate unit. No other rank holds units."""
         return cls(torch.arange(len(rows), device=rows.device), len(rows))
 
     def in_blocks(self, size: int) -> JackknifeUnits:
-        """Join `size` consecutive units of a process into one; the last block of a process may have fewer."""
+        """Join each `size` consecutive units of a rank into one; the last of a rank may be smaller. Collective."""
         numbers, place = self.number.unique(return_inverse=True)
         is_first = torch.zeros(self.count, dtype=torch.float64, device=numbers.device)
         is_first[numbers[::size]] = 1.0
@@ -174,20 +174,20 @@ class JackknifeUnits:
         return JackknifeUnits((is_first.long().cumsum(dim=0)[first] - 1)[place], int(is_first.sum()), self.reduce)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Sum (B, …) values over the rows of each unit, and return all units, (count, …), on every process."""
+        """Return the sums of (B, …) values over each unit's rows: all units, (count, …), on every rank. Collective."""
         table = values.new_zeros(self.count, *values.shape[1:])
         return self.reduce(table.index_add_(0, self.number, values))
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the maximum of (B, …) values over the rows of all processes, (…)."""
+        """Return the maximum of (B, …) values over the rows of all ranks, (…). Collective."""
         first = torch.zeros(self.count, dtype=torch.float64, device=values.device)
-        first[self.number.min()] = 1.0  # a process is identified by its first unit
+        first[self.number.min()] = 1.0  # a rank is identified by its first unit
         first = self.reduce(first)
         table = values.new_zeros(int(first.sum()), *values.shape[1:])
         table[int(first[: int(self.number.min())].sum())] = values.amax(dim=0)
         return self.reduce(table).amax(dim=0)
 
     def local(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of this process's units, (u,), and the sums of (B, …) values over the rows of each."""
+        """Return this rank's unit numbers, (u,), and the sums of (B, …) values over each unit's rows, (u, …)."""
         numbers, place = self.number.unique(return_inverse=True)
         return numbers, values.new_zeros(len(numbers), *values.shape[1:]).index_add_(0, place, values)

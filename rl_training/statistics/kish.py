@@ -1,8 +1,8 @@
-"""Kish's effective sample size: how many equally weighted sequences are worth as much as these weighted ones.
+"""Kish's effective sample size: how many equally weighted sequences are worth as much as the weighted ones.
 
     n_eff = (Σ_i |w_i|)² / Σ_i w_i²  =  n / (1 + cv²)        cv: coefficient of variation of the n weights |w_i|
 
-n when all weights are equal, 1 when one has all the weight.
+It is n if all weights are equal, and 1 if one has all the weight.
 
 Source: Kish 1965, "Survey Sampling" (the loss of precision through unequal weights).
 """
@@ -16,19 +16,15 @@ from torch import Tensor
 
 
 def kish_sums(weights: Tensor) -> Tensor:
-    """Return (Σ|w|, Σw²), (2,) fp64, which add up over microbatches and ranks.
-
-    Args:
-        weights: (n,), of any sign.
-    """
+    """Return (Σ|w|, Σw²), (2,) fp64, of (n,) weights of any sign. These sums add up over microbatches and ranks."""
     magnitudes = weights.double().abs()
     return torch.stack([magnitudes.sum(), magnitudes.square().sum()])
 
 
 def kish_size_of_sums(total: float, total_of_squares: float) -> float:
-    """Return the effective sample size from the totals of `kish_sums`; nan when all weights are 0.
+    """Return the effective sample size from the totals of `kish_sums`; nan if all weights are 0.
 
-    Two ranks with the weights (1, 1) and (2,) have the sums (2, 2) and (2, 4), which is worth 4² / 6 sequences:
+    Two ranks with the weights (1, 1) and (2,) have the sums (2, 2) and (2, 4), so the effective size is 4² / 6:
 
     >>> round(kish_size_of_sums(2 + 2, 2 + 4), 3)
     2.667
@@ -37,7 +33,7 @@ def kish_size_of_sums(total: float, total_of_squares: float) -> float:
 
 
 def kish_size(weights: Tensor) -> float:
-    """Return the effective sample size of (n,) weights, between 1 and n; nan when all weights are 0.
+    """Return the effective sample size of (n,) weights, between 1 and n; nan if all weights are 0.
 
     >>> [kish_size(torch.tensor(weights)) for weights in ([3.0, 3.0, 3.0], [0.0, 5.0, 0.0], [1.0, -3.0])]
     [3.0, 1.0, 1.6]
@@ -47,12 +43,12 @@ def kish_size(weights: Tensor) -> float:
 
 
 def without_rounding(advantages: Tensor) -> Tensor:
-    """Set a prompt's advantages to exactly 0 where they are all the same number.
+    """Set a prompt's advantages to exactly 0 if all of them are the same number.
 
-    A prompt's advantages add up to zero, so equal ones are zero up to rounding: eight rewards of 0.1 minus their mean
-    are −7e-9 each in fp32, and would count as eight sequences of equal weight.
+    A prompt's advantages add up to zero, so equal ones are zero except for rounding: eight rewards of 0.1 minus their
+    mean are −7e-9 each in fp32, and would count as eight sequences of equal weight.
 
     Args:
-        advantages: (prompts, G).
+        advantages: Advantages, (prompts, G).
     """
     return advantages.masked_fill((advantages == advantages[:, :1]).all(dim=1, keepdim=True), 0.0)

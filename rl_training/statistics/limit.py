@@ -1,4 +1,4 @@
-"""A reason why something cannot be measured, with a code that names it."""
+"""The reason why something cannot be measured, with a code that identifies it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Self
 class Limit(str):
     """A reason why a number is nan or has no error bar, and what to do about it.
 
-    It is the text that logs and records show, "message: fix". Code and tests compare `code`, since texts are rewritten.
+    As a string it is the text that logs and records show, "message: fix". Code and tests compare `code`, because texts
+    may be rewritten.
 
     >>> mixed = Limit("mixed_prompts", "prompts lie in several folds", fix="whole_prompts=True")
     >>> mixed.code, str(mixed)
     ('mixed_prompts', 'prompts lie in several folds: whole_prompts=True')
     """
 
-    code: str  # a few words in snake_case, which stay the same when the message is rewritten
+    code: str  # a few words in snake_case; stable even if the message is rewritten
     message: str
-    fix: str  # what the user types or changes; "" where nothing helps, or nothing needs to
+    fix: str  # what the user types or changes; "" if nothing helps or no fix is needed
 
     def __new__(cls, code: str, message: str, fix: str = "") -> Self:
         limit = super().__new__(cls, f"{message}: {fix}" if fix else message)
@@ -27,11 +28,11 @@ class Limit(str):
         return limit
 
     def __getnewargs__(self) -> tuple[str, str, str]:  # type: ignore[override]
-        """Return what copies and pickles are made from."""
+        """Return the arguments with which copy and pickle call `__new__`."""
         return self.code, self.message, self.fix
 
     def filled(self, **values: object) -> Limit:
-        """Return this limit with {names} in its message and its fix replaced.
+        """Return this limit with the {names} in its message and fix replaced by `values`.
 
         >>> Limit("too_far", "the sampler is too far: {ess:.2f}").filled(ess=0.26)
         'the sampler is too far: 0.26'

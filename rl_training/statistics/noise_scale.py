@@ -1,4 +1,4 @@
-"""The gradient noise scale from square norms of gradients of blocks and of the whole batch. Pure functions.
+"""The gradient noise scale, from square norms of the gradients of blocks and of the whole batch. Pure functions.
 
 With G the true mean gradient and Σ the covariance of one independent unit's gradient, B_simple = tr Σ / |G|² is the
 batch size at which noise and signal are equal. From the mean gradients g_b of M blocks of b units, and g_B of all
@@ -6,8 +6,8 @@ B = M b of them,
 
     |G|²^ = (B |g_B|² − b mean|g_b|²) / (B − b)         tr Σ^ = (mean|g_b|² − |g_B|²) / (1/b − 1/B).
 
-Both are unbiased, and |G|²^ may come out negative. Then the noise scale has no value, while its inverse |G|² / tr Σ,
-the signal-to-noise ratio of one unit, always has one. Below, estimates of both from averages over steps.
+Both are unbiased, so |G|²^ may be negative. Then the noise scale has no value, while its inverse |G|² / tr Σ, the
+signal-to-noise ratio of one unit, always has one. The functions below estimate both from averages over steps.
 
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
@@ -29,7 +29,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.statistics.running_pairs import fieller_interval
 
 BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
-WARM_STEPS = 10  # of AdamW: from here on the preconditioner of the step before serves as a metric
+WARM_STEPS = 10  # of AdamW; after them, the previous step's preconditioner can serve as a metric
 NOT_WARM = Limit(
     "not_warm",
     f"no AdamW step after the first {WARM_STEPS} was measured: until then its preconditioner is not a metric",
@@ -45,10 +45,10 @@ def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: floa
     """Return the unbiased estimates (tr Σ^, |G|²^), stacked in a new last dimension. |G|²^ may be negative.
 
     Args:
-        block_sq_norm: the mean of |g_b|² over the blocks.
+        block_sq_norm: The mean of |g_b|² over the blocks.
         batch_sq_norm: |g_B|².
-        block_size: b, the units in a block.
-        batch_size: B > b, the units in all blocks.
+        block_size: b, the number of units in a block.
+        batch_size: B > b, the number of units in all blocks.
 
     Without noise, |g_b|² = |g_B|² = 4 gives
 
@@ -61,22 +61,22 @@ def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: floa
 
 
 def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: int) -> Tensor:
-    """Split tr Σ into what lies between prompts and what lies within them.
+    """Split tr Σ into the noise between prompts and the noise within prompts.
 
     With r_i the gradient of response i on the mean scale and μ = E[g | prompt],
 
         within = E|g − μ|²,  falls as 1/G         between = E|μ|² − |G|²         E|μ|² = c (G−1)² / ((G−1)² + 1)
 
-    The factor is Dr-GRPO's. It is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so that R_j is in r_i
-    and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J the prompt's expected reward.
+    The factor holds for Dr-GRPO, whose baseline is the group's mean: r_i = (R_i − R̄) ∂S_i. So R_j is in r_i and R_i is
+    in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|², while μ = (1 − 1/G) ∂J, with J the prompt's expected reward.
 
     Args:
         same_prompt: c, the mean of r_i·r_j over pairs of responses to one prompt.
-        moments: (…, 2), (tr Σ^, |G|²^) from `noise_moments`.
+        moments: (tr Σ^, |G|²^) from `noise_moments`, (…, 2).
         responses_per_prompt: G.
 
     Returns:
-        (…, 2), unbiased (between, within), which add up to tr Σ^. Either may be negative.
+        (between, within), (…, 2): unbiased, and with the sum tr Σ^. Either may be negative.
     """
     trace, grad_sq_norm = moments.unbind(-1)
     square = (responses_per_prompt - 1) ** 2
@@ -91,12 +91,12 @@ class Averages:
     means: Tensor  # (2,), tr Σ and |G|²
     covariance: Tensor  # (2, 2), of the two means
     signal_to_noise_stderr: float  # standard error of |G|² / tr Σ
-    steps: float  # effective number of averaged steps
+    steps: float  # the effective number of averaged steps
     degrees: float  # degrees of freedom of the covariance, for Student's t
 
     @property
     def signal_to_noise(self) -> float:
-        """|G|² / tr Σ of one unit; nan where both are 0."""
+        """|G|² / tr Σ of one unit; nan if both are 0."""
         trace, grad_sq_norm = self.means
         return float(grad_sq_norm / trace)
 
@@ -105,9 +105,9 @@ def average(history: Tensor, decay: float, ages: Tensor) -> Averages:
     """Average (tr Σ, |G|²) over steps with weights w = decay^age, with the delete-one-step jackknife's covariance.
 
     Args:
-        history: (steps, 2); rows that are not finite are left out.
-        decay: the weight of an optimizer step relative to the next one.
-        ages: (steps,), how many optimizer steps ago each row was measured.
+        history: tr Σ and |G|² of each step, (steps, 2). Rows that are not finite are left out.
+        decay: The weight of an optimizer step relative to the next one.
+        ages: How many optimizer steps ago each row was measured, (steps,).
 
     The average is worth (Σw)²/Σw² equally weighted steps. Its variance is a sum with weights w², so its degrees of
     freedom are those of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946) minus one: 18 with decay .95.
@@ -131,16 +131,16 @@ def average(history: Tensor, decay: float, ages: Tensor) -> Averages:
 
 
 def signal_to_noise_interval(averages: Averages, coverage: float = 0.95) -> tuple[float, float]:
-    """Return Fieller's interval of |G|² / tr Σ, whose ends may be negative, as the estimate may.
+    """Return Fieller's interval of |G|² / tr Σ. Its ends may be negative, like the estimate.
 
-    It is (−∞, ∞) where tr Σ itself may be 0. The interval of the noise scale is the same set inverted, and has no
-    upper end where 0 is in it.
+    It is (−∞, ∞) if tr Σ itself may be 0. The interval of the noise scale is the same set inverted. It has no upper end
+    if this set includes 0.
     """
     return fieller_interval(averages.means, averages.covariance, averages.degrees, coverage)
 
 
 def noise_scale_interval(signal_to_noise: tuple[float, float]) -> tuple[float, float]:
-    """Return the interval of tr Σ / |G|², positive values only. It ends at ∞ where |G|² = 0 cannot be ruled out.
+    """Return the interval of tr Σ / |G|², positive values only. It ends at ∞ if |G|² = 0 cannot be ruled out.
 
     Example: noise_scale_interval((-0.01, 0.05)) == (20, inf).
     """
@@ -149,7 +149,7 @@ def noise_scale_interval(signal_to_noise: tuple[float, float]) -> tuple[float, f
 
 
 def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
-    """Return an average over steps, with its error once there are enough steps."""
+    """Return an average over steps; its error is given once there are enough steps."""
     if averages.steps == 0:
         return Estimate.missing(NOT_WARM)
     if math.isnan(value):
@@ -167,7 +167,7 @@ def means(averages: Averages) -> list[Estimate]:
 
 
 def signal_to_noise(averages: Averages) -> Estimate:
-    """Return |G|² / tr Σ, with a remark where it is negative: the ratio cannot be, but its unbiased estimate can."""
+    """Return |G|² / tr Σ, with a remark if it is negative: the ratio cannot be, but its unbiased estimate can."""
     ratio = _averaged(averages, averages.signal_to_noise, averages.signal_to_noise_stderr)
     if not ratio.value < 0:
         return ratio
@@ -175,7 +175,7 @@ def signal_to_noise(averages: Averages) -> Estimate:
 
 
 def bound(averages: Averages, end: float) -> Estimate:
-    """Return one end of an interval, which may be infinite; nan while there are too few steps for an error."""
+    """Return one end of an interval, which may be infinite; missing while there are too few steps for an error."""
     averaged = _averaged(averages, averages.signal_to_noise, 0.0)
     if math.isnan(averaged.stderr):
         return Estimate.missing(averaged.reason)
@@ -183,7 +183,7 @@ def bound(averages: Averages, end: float) -> Estimate:
 
 
 def noise_scale(averages: Averages) -> list[Estimate]:
-    """Return tr Σ / |G|² in prompts and the ends of its interval; it has an error bar where the upper end is finite."""
+    """Return tr Σ / |G|² in prompts and the ends of its interval. It has an error bar if the upper end is finite."""
     ends = noise_scale_interval(signal_to_noise_interval(averages))
     bounds = [bound(averages, end) for end in ends]
     ratio = averages.signal_to_noise

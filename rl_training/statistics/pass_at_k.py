@@ -1,11 +1,11 @@
-"""How often several responses to one prompt hold a right answer: pass@k and majority vote.
+"""How often several responses to one prompt include a right answer: pass@k and majority vote.
 
-Of n sampled responses c are right. The chance that k of them, drawn without replacement, hold a right one is
+Of n sampled responses, c are right. The chance that k of them, drawn without replacement, include a right one is
 
     pass@k = 1 − C(n−c, k) / C(n, k) = 1 − Π_{i=n−c+1}^{n} (1 − k/i),
 
-unbiased for 1 − (1−p)^k, the chance that k fresh responses do; 1 − (1 − c/n)^k is not. Unbiased in each prompt, hence
-also in the mean over prompts.
+which is unbiased for 1 − (1−p)^k, the chance that k fresh responses do; 1 − (1 − c/n)^k is not. Being unbiased for each
+prompt, it is also unbiased in the mean over prompts.
 
 Source: Chen et al. 2021, "Evaluating large language models trained on code", equation 1 (arXiv:2107.03374).
 """
@@ -22,12 +22,12 @@ def pass_at_k(num_right: Tensor, num_responses: int, k: int) -> Tensor:
     """Return the unbiased estimate of pass@k for each prompt, (P,) fp64, between 0 and 1.
 
     Args:
-        num_right: (P,), c, how many of a prompt's responses are right.
+        num_right: c, how many of each prompt's responses are right, (P,).
         num_responses: n, the same for all prompts.
         k: 1 … n.
 
     Raises:
-        ValueError: k is larger than n; fewer than k responses give no unbiased estimate.
+        ValueError: If k is not in 1 … n. Fewer than k responses give no unbiased estimate.
 
     Example: two right responses of four, k = 2: 1 − C(2,2)/C(4,2) = 5/6.
     """
@@ -42,8 +42,9 @@ def majority_vote(answers: Sequence[str | None], is_right: Sequence[bool]) -> fl
     """Return the chance that the most frequent answer is right; ties are broken at random.
 
     Args:
-        answers: of one prompt's responses. None does not vote; without any vote the chance is 0.
-        is_right: of each response. Where responses with the same answer differ, the share of right ones counts.
+        answers: The answers of one prompt's responses. None does not vote; without any vote the chance is 0.
+        is_right: Whether each response is right. If responses with the same answer differ in this, their share of right
+            ones counts.
 
     Example: answers 3, 3, 7, 7, 5 with 7 right: 1/2.
     """

@@ -1,20 +1,20 @@
-"""Means over prompts with standard errors that count a prompt once, however many responses it has.
+"""Means over prompts, with standard errors that count each prompt once, whatever its number of responses.
 
 Prompts are independent; responses to one prompt are not. So every quantity is first summed within its prompt, and the
-standard error is taken over P prompts: of a mean
+standard error is taken over P prompts. For a mean,
 
-    x̄ = Σ x_p / P,      se² = Σ (x_p − x̄)² / (P (P−1)),
+    x̄ = Σ x_p / P,      se² = Σ (x_p − x̄)² / (P (P−1)).
 
-and of a ratio of sums (entropy per token: nats of all prompts over tokens of all prompts) by the delete-one-prompt
-jackknife. It covers the spread between prompts: it is the error for prompts like these, not for these alone.
+For a ratio of sums (entropy per token: nats of all prompts over tokens of all prompts), it is the delete-one-prompt
+jackknife's. It includes the spread between prompts: it is the error for prompts like these, not for these alone.
 
-A share is a mean of values in [0, 1], and its interval lies there too. Where x̄ ± t se leaves [0, 1], or is empty
-because all prompts have the same value, the interval is Wilson's: the π for which
+A share is a mean of values in [0, 1], and its interval lies there too. If x̄ ± t se leaves [0, 1], or has no width
+because all prompts have the same value, the interval is Wilson's: all π with
 
     (x̄ − π)² ≤ q² π (1 − π) / n,
 
-with n = x̄ (1 − x̄) / se², the number of draws of 0 or 1 with this error, and q Student's t of P − 1 degrees of freedom.
-Where se = 0, n = P and q is normal: 20 prompts that are all right give .84 to 1.
+where n = x̄ (1 − x̄) / se² is the number of draws of 0 or 1 that would have this error, and q is the quantile of
+Student's t with P − 1 degrees of freedom. If se = 0, n = P and q is normal: 20 prompts, all right, give .84 to 1.
 
 Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference"; with the effective number
 of draws Korn and Graubard 1998, "Confidence intervals for proportions with small expected number of positive counts".
@@ -44,7 +44,7 @@ def mean_over_prompts(values: Tensor) -> Estimate:
 
 
 def share_over_prompts(values: Tensor, least: float = 0.0, most: float = 1.0) -> Estimate:
-    """Return the mean of (P,) values within [least, most], with an interval that lies there too."""
+    """Return the mean of (P,) values within [least, most], with an interval within the same range."""
     mean = mean_over_prompts(values)
     low, high = mean.bounds()
     if math.isnan(low) or (least <= low < high <= most):

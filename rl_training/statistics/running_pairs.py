@@ -1,7 +1,7 @@
 """Two estimates with their joint covariance: the interval of their ratio, and their means over steps.
 
-Batches of different steps are independent, so the covariance of the mean Σ w x / Σ w, with w = decay^age, is
-Σ w² C / (Σ w)². Its degrees of freedom are Satterthwaite's for the first estimate, (Σ w² V)² / Σ (w² V)² / ν.
+Batches of different steps are independent. So the mean Σ w x / Σ w, with w = decay^age, has the covariance
+Σ w² C / (Σ w)². Its degrees of freedom are Satterthwaite's for the first estimate, (Σ w² V)² / Σ ((w² V)² / ν).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ NOT_FINITE = Limit("not_finite", "a gradient of the step is not finite")
 def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage: float = 0.95) -> tuple[float, float]:
     """Return Fieller's interval of numerator / denominator.
 
-    The interval contains each ρ that the data do not reject: with q Student's quantile,
+    The interval contains each ρ that the data do not reject. With q, Student's quantile,
 
         (S − ρT)² ≤ q² (V_SS − 2ρ V_TS + ρ² V_TT).
 
     Unlike value ± q·stderr of the ratio, this assumes only that S and T are normal.
 
     Args:
-        means: (2,), the denominator T and the numerator S.
-        covariance: (2, 2), of T and S.
-        degrees: degrees of freedom of the covariance, for Student's t.
-        coverage: of the interval.
+        means: The denominator T and the numerator S, (2,).
+        covariance: The covariance of T and S, (2, 2).
+        degrees: The covariance's degrees of freedom, for Student's t.
+        coverage: The interval's coverage.
 
     Returns:
-        The ends of the interval; (−∞, ∞) where T may be 0.
+        The ends of the interval; (−∞, ∞) if T may be 0.
 
     Example: T = 1 without error, S = 3 ± 1 and infinitely many degrees: 3 ± 1.96.
 
@@ -66,19 +66,19 @@ class Pair:
         return Pair(factor * self.values, factor**2 * self.covariance, self.degrees)
 
     def estimate(self, number: int, remark: str = "") -> Estimate:
-        """Return estimate 0 or 1 with its error; missing where it is not finite."""
+        """Return estimate 0 or 1 with its error; missing if it is not finite."""
         if not bool(self.values[number].isfinite()):
             return Estimate.missing(remark or NOT_FINITE)
         variance = float(self.covariance[number, number])
         return Estimate(float(self.values[number]), math.sqrt(max(variance, 0.0)), int(self.degrees) + 1, remark)
 
     def both(self, second_limit: str | None, remark: str = "") -> tuple[Estimate, Estimate]:
-        """Return both estimates with their errors. The second is missing where a reason `second_limit` is given."""
+        """Return both estimates with their errors. The second is missing if a reason, `second_limit`, is given."""
         second = Estimate.missing(second_limit) if second_limit else self.estimate(1, remark)
         return self.estimate(0, remark), second
 
     def minus_ratio(self, lost: str) -> Estimate:
-        """Return −second/first with Fieller's interval; missing, for the reason `lost`, where the first may be 0.
+        """Return −second/first with Fieller's interval; missing, for the reason `lost`, if the first may be 0.
 
         Example: first −2 without error, second 6 ± 1: 3 ± 0.5.
         """
@@ -98,14 +98,14 @@ class RunningPair:
     """The average of pairs over steps."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))  # see `add` for their order
-    num_steps: int = 0  # in the sums
-    last_step: int = 0  # of these
+    num_steps: int = 0  # the number of steps in the sums
+    last_step: int = 0  # the last of these steps
 
     def add(self, pair: Pair, step: int, decay: float) -> RunningPair:
-        """Return the average with the pair of another step. One that is not finite is left out: it would stay in.
+        """Return the average with another step's pair. A pair that is not finite is skipped: it would spoil the sums.
 
         Args:
-            decay: the weight of an optimizer step relative to the next one, measured or not.
+            decay: The weight of an optimizer step relative to the next one, measured or not.
         """
         if not bool(pair.values[0].isfinite()):
             return self
@@ -117,7 +117,7 @@ class RunningPair:
         return RunningPair(factor**powers * self.sums + new, self.num_steps + 1, step)
 
     def mean(self) -> Pair:
-        """Return the mean over the steps so far; nan where there is none."""
+        """Return the mean over the steps so far; nan if there are none."""
         weight, first, second, var_first, mixed, var_second, squares = self.sums
         covariance = torch.stack([var_first, mixed, mixed, var_second]).view(2, 2) / weight.square()
         # A quotient just below 7 would count as 6.

@@ -1,19 +1,19 @@
 """Variances of successive batches' estimates, averaged over a few steps.
 
-A batch that misses rare responses looks too certain: its own variance is small exactly then. The true variance changes
-slowly along a run, so the average over the last steps, with weights w = decay^age, is more reliable:
+A batch that misses rare responses looks too certain, because exactly then its own variance is small. The true variance
+changes slowly along a run, so the average over the last steps, with weights w = decay^age, is more reliable:
 
-    s² = Σ w s_j² / Σ w                    of (Σ w s_j²)² / Σ (w s_j²)² batches of equal variance
+    s² = Σ w s_j² / Σ w                    worth (Σ w s_j²)² / Σ (w s_j²)² batches of equal variance
 
-The second is Satterthwaite's count: 1 for one batch, 3 for decay ½ and equal variances, and hardly more than 1 where
-one variance dominates. Student's t has that many times one batch's degrees of freedom. An age is a number of optimizer
+The second is Satterthwaite's count: 1 for one batch, 3 for decay ½ and equal variances, and little more than 1 if one
+variance dominates. Student's t has that many times one batch's degrees of freedom. An age is a number of optimizer
 steps, measured or not.
 
-A dead step says nothing about the noise of a live one: where all rewards are equal, or the learning rate is 0 as at
-the first step of a warm-up, hardly anything moves, and nothing varies. So a batch is left out, w = 0, whose variance is
-below a hundredth of the newest: of the same noise it would be that small twice in a million times with 8 folds (F of 7
-and 7 degrees of freedom), and once in 600 with 4. A dead step itself keeps the larger variances of those before: a
-batch like theirs would have moved something.
+A dead step says nothing about the noise of a live one: if all rewards are equal, or the learning rate is 0 as at the
+first step of a warm-up, hardly anything moves, and nothing varies. So a batch is left out, w = 0, if its variance is
+below a hundredth of the newest one's. With the same noise, this would happen twice in a million times with 8 folds (F
+with 7 and 7 degrees of freedom), and once in 600 with 4. A dead step itself keeps the larger variances of earlier
+steps: a batch like theirs would have moved something.
 
 Source: Satterthwaite 1946, "An approximate distribution of estimates of variance components".
 """
@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-SMALLEST_WEIGHT = 1e-9  # a batch is forgotten when its weight decay^age falls below this
-OF_THE_NEWEST = 0.01  # a batch whose variance is below this share of the newest one is a dead step, and left out
+SMALLEST_WEIGHT = 1e-9  # a batch is dropped once its weight decay^age is below this
+OF_THE_NEWEST = 0.01  # a batch with less than this share of the newest one's variance is a dead step, and left out
 
 
 @dataclass(frozen=True)
 class RunningVariance:
-    """Variances of the last steps, and their average, entry by entry. An entry that is nan at a step does not count."""
+    """Variances of the last steps and their average, entry by entry. A step at which an entry is nan is skipped."""
 
     variances: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))  # (steps, entries)
     steps: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # (steps,), the newest last
@@ -41,23 +41,23 @@ class RunningVariance:
         """Return these variances with that of another step, and without those that no longer count.
 
         Args:
-            variance: of any shape. One with another number of entries begins anew.
-            decay: the weight of an optimizer step relative to the next one, measured or not; 0 keeps the newest only.
+            variance: The step's variance, of any shape. A different number of entries discards the earlier variances.
+            decay: The weight of an optimizer step relative to the next one, measured or not; 0 keeps the newest only.
         """
         newest = variance.reshape(1, -1)
         if self.variances.shape[1] != newest.shape[1]:
             return RunningVariance(newest, torch.tensor([step]))
-        is_kept = (self.steps > step - _memory(decay)) & (self.steps < step)  # a step that is taken again counts once
+        is_kept = (self.steps > step - _memory(decay)) & (self.steps < step)  # a repeated step counts once
         return RunningVariance(
             torch.cat([self.variances[is_kept], newest]), torch.cat([self.steps[is_kept], torch.tensor([step])])
         )
 
     def average(self, decay: float) -> tuple[Tensor, Tensor]:
-        """Average over the steps, of which there must be one.
+        """Average over the steps. At least one must have been added.
 
         Returns:
-            (entries,), the averaged variance, nan where the newest step's is; and (entries,), the effective number of
-            batches behind it.
+            The averaged variance, nan where the newest step's is, and the effective number of batches behind it,
+            (entries,) each.
         """
         newest = self.variances[-1]
         weights = (decay ** (self.steps[-1] - self.steps).to(newest)).unsqueeze(1)
@@ -69,5 +69,5 @@ class RunningVariance:
 
 
 def _memory(decay: float) -> int:
-    """Return for how many optimizer steps a batch counts."""
+    """Return the number of optimizer steps for which a batch counts."""
     return 1 if decay == 0.0 else math.ceil(math.log(SMALLEST_WEIGHT) / math.log(decay))

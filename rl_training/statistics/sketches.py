@@ -1,17 +1,17 @@
-"""Sketches: short vectors whose inner products are, in expectation, those of the long vectors they were made of.
+"""Sketches: short vectors whose inner products equal, in expectation, those of the long vectors they stand for.
 
-A CountSketch of m buckets puts coordinate α with a random sign s(α) into a random bucket b(α):
+A CountSketch with m buckets adds coordinate α, with a random sign s(α), to a random bucket b(α):
 
     a'_k = Σ_{α: b(α) = k} s(α) a_α            E[a'·b'] = a·b,   Var[a'·b'] ≤ (|a|² |b|² + (a·b)²) / m
 
 S independent sketches of a vector give S independent answers: their mean, its standard error, and Student's t with
-S − 1 degrees of freedom. (The buckets of a single sketch do not: each holds other coordinates.) Side by side and
-divided by √S they are a sparse Johnson–Lindenstrauss transform of S·m rows with S entries per column, so this code
+S − 1 degrees of freedom. (The buckets of one sketch do not, because each holds other coordinates.) Concatenated and
+divided by √S, they are a sparse Johnson–Lindenstrauss transform with S·m rows and S entries per column, so this code
 serves both.
 
-b and s are bits of a hash of a seed, the parameter's name and the coordinate: never stored, and the same on every
-machine, process and block of columns, so that sketches made at different times can be multiplied. Several sketches use
-different bits of one 64-bit hash.
+b and s are bits of a hash of the seed, the parameter's name and the coordinate. They are never stored, and are the same
+on every machine, on every rank and for every block of columns, so sketches made at different times can be multiplied.
+Several sketches use different bits of one 64-bit hash.
 
 Source: Charikar, Chen & Farach-Colton 2002, "Finding frequent items in data streams"; Kane & Nelson 2014, "Sparser
 Johnson–Lindenstrauss transforms"; the mixing of the hash is SplitMix64's (Steele, Lea & Flood 2014).
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rl_training.errors import UserError
 
-COLUMNS = 2**16  # columns that are hashed at once
+COLUMNS = 2**16  # columns to hash at once
 # The constants of SplitMix64.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
@@ -44,13 +44,13 @@ class CountSketches:
         """Define the sketches, which hold no memory.
 
         Args:
-            sizes: the number of entries of each parameter, by name.
+            sizes: The number of entries of each parameter, by name.
             buckets: m, a power of two.
             repeats: S, at least 2.
-            seed: sketches with the same seed can be multiplied.
+            seed: Seed of the hash. Only sketches with the same seed can be multiplied.
 
         Raises:
-            UserError: for numbers of buckets or repeats that are not allowed.
+            UserError: If `buckets` is not a power of two, or `repeats` is below 2.
         """
         if buckets < 1 or buckets & (buckets - 1):
             raise UserError(f"sketch.buckets={buckets} must be a power of two: use {1 << max(buckets, 1).bit_length()}")
@@ -62,8 +62,8 @@ class CountSketches:
         self.seed = seed
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Sketch (n, P) rows, whose columns are in the parameters' order. Return (n, repeats, buckets) fp32."""
-        # The sign is one more bit of the bucket: it is fastest to sum each sign separately and to subtract once.
+        """Return sketches, (n, repeats, buckets) fp32, of (n, P) rows. Their columns are in the order of `sizes`."""
+        # The sign is one more bit of the bucket: summing each sign separately and subtracting once is fastest.
         sums = torch.zeros(len(rows), self.repeats, 2 * self.buckets, device=rows.device)
         by_parameter = rows.split(list(self.sizes.values()), dim=1)
         width = self.buckets.bit_length()  # bits of a bucket and its sign
@@ -85,8 +85,8 @@ def inner_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate the inner products of all pairs of vectors from their sketches.
 
     Args:
-        a: (n, S, m).
-        b: (q, S, m).
+        a: Sketches, (n, S, m).
+        b: Sketches, (q, S, m).
 
     Returns:
         The products and their standard errors, (n, q) fp64 each. The errors are those of a mean of S values: Student's
@@ -103,10 +103,10 @@ def cosines(a: Tensor, b: Tensor, sq_norms_a: Tensor, sq_norms_b: Tensor) -> tup
     is its square norm, which is known exactly.
 
     Args:
-        a: (n, S, m).
-        b: (q, S, m).
-        sq_norms_a: (n,), of the vectors themselves.
-        sq_norms_b: (q,), of the vectors themselves.
+        a: Sketches, (n, S, m).
+        b: Sketches, (q, S, m).
+        sq_norms_a: Exact square norms of the vectors behind `a`, (n,).
+        sq_norms_b: Exact square norms of the vectors behind `b`, (q,).
 
     Returns:
         The cosines and their standard errors, (n, q) fp64 each. An error is about 1/√(S m).
@@ -122,7 +122,7 @@ def _key(seed: int, name: str, number: int) -> int:
 
 
 def _mixed(index: Tensor, key: int) -> Tensor:
-    """Return SplitMix64's output for the states key + golden · index: 64 mixed bits each, as int64."""
+    """Return SplitMix64's output for the states key + golden · index: 64 mixed bits for each index, as int64."""
     state = index * _signed(_GOLDEN) + _signed(key)
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         state = (state ^ _shifted(state, shift)) * _signed(factor)
@@ -130,10 +130,10 @@ def _mixed(index: Tensor, key: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """Shift bits to the right and fill with zeros: torch's shift of an int64 repeats the sign."""
+    """Shift bits to the right, filling with zeros: torch's shift of an int64 repeats the sign bit."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(bits: int) -> int:
-    """Return 64 bits as an int64: torch has no unsigned product, and its signed one wraps around as needed."""
+    """Return 64 bits as an int64: torch cannot multiply unsigned, but its signed product wraps around as needed."""
     return bits - (1 << 64) if bits >> 63 else bits

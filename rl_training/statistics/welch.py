@@ -3,8 +3,8 @@
 mean         se = sd/√n, n − 1 degrees of freedom
 difference   se² = se₁² + se₂², with ν = se⁴ / (se₁⁴/ν₁ + se₂⁴/ν₂) degrees of freedom, rounded down (Welch 1947)
 
-Where one of two estimates has an asymmetric interval (l, u) about its value x, as a share near 1 has, the difference
-has the interval
+If one of two estimates has an asymmetric interval (l, u) about its value x, like a share near 1, the difference has the
+interval
 
     x₁ − x₂ − √((x₁ − l₁)² + (u₂ − x₂)²)   to   x₁ − x₂ + √((u₁ − x₁)² + (x₂ − l₂)²)
 
@@ -24,20 +24,20 @@ ONE_VALUE = Limit("one_value", "one value has no error")
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values with its standard error. The mean of a single value has none."""
+    """Return the mean of independent values with its standard error, which a single value does not have."""
     if not values:
         return Estimate.missing(NO_VALUES)
     count = len(values)
-    # Rounding can put the mean of equal values outside of them, which would give them an error.
+    # Rounding could move the mean of equal values off them, which would give them an error.
     mean = min(max(math.fsum(values) / len(values), min(values)), max(values))
     if count == 1:
         return Estimate(mean, num_samples=1, reason=ONE_VALUE)
-    squares = math.fsum((value - mean) * (value - mean) for value in values)  # nan where a value is infinite
+    squares = math.fsum((value - mean) * (value - mean) for value in values)  # nan if a value is infinite
     return Estimate(mean, math.sqrt(squares / (count - 1) / count), count)
 
 
 def difference(a: Estimate, b: Estimate) -> Estimate:
-    """Return a − b of independent estimates. It has no error where one of them has none."""
+    """Return a − b of independent estimates. It has no error if one of them has none."""
     value = a.value - b.value
     if a.interval or b.interval:
         (low_a, high_a), (low_b, high_b) = a.bounds(), b.bounds()
@@ -57,6 +57,6 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
 
 
 def is_significant(estimate: Estimate) -> bool:
-    """Return whether the 95 % interval excludes 0; False where there is no error."""
+    """Return whether the 95 % interval excludes 0; False if there is no error."""
     low, high = estimate.bounds()
     return low > 0 or high < 0
