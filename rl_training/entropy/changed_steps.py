@@ -24,7 +24,7 @@ from rl_training.step.runtime import Runtime, rows_by_fold, shares_of_folds
 
 CHUNK_BYTES = 2**28  # how many bytes of the bases' rows to hold at once
 SHARE_OF_GPU = 1 / 32  # on a GPU: this share of its memory instead, if that is more
-ROUNDING = 1e-11  # fp32 weights are multiples of others up to this share of their sum of squares
+ROUNDING = 1e-11  # squared distance, relative to the squared norm, within which fp32 weights count as multiples
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,10 @@ def _bytes_at_once(device: torch.device) -> int:
 
 
 class ChangedSteps:
-    """The updates without each fold, unchanged and with changes that share a basis. Collective to construct.
+    """The updates without each fold, unchanged and with changes that share a basis.
 
-    Internal tables have a row for each fold that is left out, and a last row for the whole step.
+    The constructor is collective: it calculates the gradients' inner products. Internal tables have a row for each fold
+    that is left out, and a last row for the whole step.
 
     Args:
         plain: The updates as they are.

@@ -43,7 +43,7 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 TARGETS: tuple[Target, ...] = ("token", "sequence")
-MOST_BLOCKS = 32  # enough for an error bar; blocks stay small enough for this number, even if a microbatch holds more
+MOST_BLOCKS = 32  # enough blocks for an error bar; to reach it, blocks are made smaller than a microbatch
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> li
 
 
 def without_blocks(products: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Replicates:
-    """Sum products, (blocks, …, targets), over blocks, and over all blocks but one, scaled up to all of E.
+    """Sum products, (blocks, …, targets), over all blocks, and without each block, scaled up to all of E.
 
     A sum without a block is divided by the remaining share of E's tokens (per token) or sequences (per sequence). The
     H_tok and the baseline inside the weights are treated as constants.
@@ -107,7 +107,7 @@ class MeasuredChange:
     sequences: JackknifeUnits  # each sequence is a unit
     units: JackknifeUnits  # independent units
     fresh: Tensor | None  # (N, 3), totals of responses drawn at θ'; None if importance weights are trusted
-    true: Replicates  # by per-decision importance sampling, or by pairs if E was drawn again
+    true: Replicates  # by per-decision importance sampling, or from paired samples if E was drawn again
     snis: Replicates  # by importance weights of whole sequences
     weights: Weights  # statistics of the weights behind `snis`
     log_ratios: Tensor  # (N,), log π'(t)/π(t) of whole sequences
@@ -150,7 +150,7 @@ def change_between(
 def true_change(
     before: Scores, after: Scores, sequences: JackknifeUnits, units: JackknifeUnits, fresh: Tensor | None
 ) -> Replicates:
-    """Return ΔH by per-decision importance sampling, or by pairs if E was drawn again. Collective."""
+    """Return ΔH by per-decision importance sampling, or from paired samples if E was drawn again. Collective."""
     if fresh is None:
         return per_decision_change(before, after, units)
     return paired_replicates(_totals(before, sequences), fresh, _global_units(units, sequences))

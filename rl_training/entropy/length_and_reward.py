@@ -29,7 +29,7 @@ from rl_training.statistics.limit import Limit
 from rl_training.step.batch import Batch
 from rl_training.step.limits import NO_OTHERS, NO_REWARDS, NO_SAMPLING_LOGPS, OTHER_LOSS, Limits
 
-ROUNDING = 1e-6  # the loss's weights count as a multiple of the reward's up to this share of the sum of squares
+ROUNDING = 1e-6  # squared distance, relative to the squared norm, within which weights count as multiples
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _multiple_of_the_step(
         torch.stack([of_loss @ of_loss, of_loss @ of_reward, of_reward @ of_reward])
     ).unbind()
     table = torch.stack([torch.stack([square, product]), torch.stack([product, others])])
-    rounding = ROUNDING + torch.finfo(batch.loss_weights.logps.dtype).eps ** 2  # the loss's may be bf16
+    rounding = ROUNDING + torch.finfo(batch.loss_weights.logps.dtype).eps ** 2  # the loss's weights may be bf16
     factors = multiples(table, 1, [0], rounding)
     if factors is not None:
         return factors[0], None

@@ -160,7 +160,7 @@ def _updates(step: StepData, ranks: Ranks) -> Updates:
     max_grad_norm = step.optimizer.max_grad_norm
     if step.optimizer.states is None:
         return Updates()
-    mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined by piece
+    mean = layout.vector(gradients.mean.values()) if layout.is_small else gradients.mean  # else joined per piece
     pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     square = torch.zeros((), dtype=torch.float64, device=layout.device)
     for part in (piece.of(mean) for piece in pieces):

@@ -13,8 +13,8 @@ The estimate is the mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k
     length   w_k = (T−k) − loo_k(T−k), u_k = 0    estimates ∂E[T], which H_tok needs too
 
 loo_k is the mean over the OTHER responses to the same prompt that are still alive at k, 0 if there are none.
-The response itself must be left out: a mean that includes it shrinks the estimate by (G−1)/G. Without the w term the
-estimate would be the gradient of the mean measured entropy, which ignores that the visited prefixes change: biased.
+The response itself must be left out: a mean that includes it shrinks the estimate by (G−1)/G. The w term must be there:
+without it the estimate is the gradient of the mean measured entropy, which ignores that the visited prefixes change.
 If every sequence answers a different prompt, the baseline is the mean over all other sequences. It removes less noise,
 but it does not depend on the response either, so the estimate stays unbiased. Copies of one response would break this.
 
@@ -26,8 +26,8 @@ before k, and the baseline by ρ_≤k, which includes token k (`PrefixRatios`; c
 With all ρ = 1 these are the weights above. The weights for h minus H_tok times those for the length are the weights
 for the centred costs h − H_tok. At a KL of 1e-3 per token, h alone has 3 to 150 times the noise of h − H_tok.
 
-In several turns an environment (a tool, a user) writes between the policy's tokens. Given what came before, what it
-writes does not depend on the parameters. So the formulas hold with k and j counting the policy's tokens only, and E
+In multi-turn rollouts an environment (a tool, a user) writes between the policy's tokens. Given what came before, what
+it writes does not depend on the parameters. So the formulas hold with k and j counting the policy's tokens only, and E
 includes the environment's randomness: docs/explanation/theory.md.
 
 Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4

@@ -38,7 +38,7 @@ class OptimizerState(abc.ABC):
     neighbouring parameters that differ only in their tensors are joined into one vector, and large ones are cut.
     """
 
-    # A step counts as another one than the formula's if it differs from `total` by more than this share of its norm.
+    # A step that differs from `total` by more than this share of its norm did not follow the formula.
     error_limit: ClassVar[float] = 1e-3
 
     lr: float
@@ -75,7 +75,7 @@ class OptimizerState(abc.ABC):
 
     @property
     def goes_by_sign(self) -> bool:
-        """Whether this step's size is independent of the gradient's, so that parts of the gradient have no share."""
+        """Whether this step's size does not depend on the gradient's, so that no part of the gradient has a share."""
         return False
 
     @property
@@ -93,7 +93,7 @@ class OptimizerState(abc.ABC):
         return None
 
     def not_updated(self) -> Self:
-        """Return the state with the mark that this step does not update the parameter."""
+        """Return the state of a parameter that this step does not update."""
         return self.replace(lr=0.0, moves=False)
 
     def replace(self, **fields: Any) -> Self:

@@ -86,7 +86,7 @@ class LeaveOneOutUpdates:
         self.clip = clip
         squares = torch.zeros_like(gradient.share_of_mean[:, 0], dtype=torch.float64)
         for piece in pieces:
-            # Not from products of g and g_k, which would cancel if one fold is nearly all of g.
+            # Norms are not taken from products of g and g_k, which would cancel if one fold is nearly all of g.
             squares += gradient.without(EVERY_FOLD, piece).square_().sum(dim=-1).double()
         # The clipping factor of the gradient without each fold, (F,) fp64 in host memory.
         self.clips = clipping(reduce(squares).cpu(), max_grad_norm)

@@ -31,12 +31,12 @@ class OptimizerView:
 
     @property
     def goes_by_sign(self) -> bool:
-        """Whether some parameter's step has a size independent of its gradient's: Adam's first step, Lion's every."""
+        """Whether some parameter's step size does not depend on its gradient's: Adam's first step, any of Lion's."""
         return any(state.goes_by_sign for state in (self.states or {}).values())
 
     @property
     def error_limit(self) -> float:
-        """How far a step may differ from the formula before it counts as another one, as a share of its norm."""
+        """A step that differs from the formula by more than this share of its norm did not follow it."""
         return max((state.error_limit for state in (self.states or {}).values()), default=OptimizerState.error_limit)
 
     @property

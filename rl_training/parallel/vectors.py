@@ -178,7 +178,7 @@ def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
     block = math.gcd(*sizes) or 1
     sums = values.view(-1, block).sum(dim=1).double()
     for lengths in _segments(sizes, block, values.device):
-        sums = torch.segment_reduce(sums, "sum", lengths=lengths, unsafe=True)  # unsafe: no wait for a check
+        sums = torch.segment_reduce(sums, "sum", lengths=lengths, unsafe=True)  # unsafe: skips a check that would wait
     return sums
 
 
