@@ -20,7 +20,7 @@ COMMANDS = {
     "report": ("rl_training.records.compare.command", "main", "make the report of a run, or compare several runs"),
     "kernel": ("rl_training.offline.kernel.command", "main", "print and redraw the kernels of an analysis"),
     "dashboard": ("rl_training.records.workspace", "main", "save a W&B workspace for the runs"),
-    "config": ("rl_training.job.configuration.shipped", "show_conf", "say where the configuration lies, or copy it"),
+    "config": ("rl_training.job.configuration.shipped", "show_conf", "print where the configuration is, or copy it"),
     "launch-file": ("rl_training.job.configuration.shipped", "copy_launch_file", "copy a launch file or script"),
 }
 

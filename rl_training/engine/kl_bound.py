@@ -266,8 +266,8 @@ def refuse_what_is_not_quadratic(kl_of: Callable[[float], float], info: BoundInf
     if half < LEAST_RATIO * quarter:
         raise UserError(
             f"target_kl_share: a step with the KL {info.kl:.1e} has {half:.1e} at half its length and {quarter:.1e} at "
-            f"a quarter, where 4 to 1 was to be: rounding hides smaller steps. Keep fp32 weights, or raise the target "
-            f"of {info.target:.1e} nats per token"
+            f"a quarter, where a ratio of 4 was expected: rounding hides smaller steps. Keep fp32 weights, or raise "
+            f"the target of {info.target:.1e} nats per token"
         )
 
 

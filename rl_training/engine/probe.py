@@ -114,7 +114,7 @@ class Probe(ABC):
         """Refuse to be used as a trainer callback: transformers calls this on every callback of a new trainer."""
         made = f"{type(self).__name__}(...)"
         raise UserError(
-            f"{type(self).__name__} is a probe, no callback: attach(trainer, FOLDER, [{made}]), not callbacks="
+            f"{type(self).__name__} is a probe, not a callback: use attach(trainer, FOLDER, [{made}]), not callbacks="
         )
 
     on_train_begin = on_init_end  # transformers calls this if a callback is added later

@@ -19,104 +19,106 @@ REUSED = Limit(
     "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1; a replay buffer): "
     "they are not a fresh sample, and the optimizer's momentum holds their noise",
 )
-SAMPLING_MISMATCH = Limit("sampling_mismatch", "the responses are no samples of the policy that is scored")
+SAMPLING_MISMATCH = Limit("sampling_mismatch", "the responses are not samples of the scored policy")
 MISMATCHED = SAMPLING_MISMATCH.prefixed("on another process")
 SPLIT_PROMPTS = Limit(
     "split_prompts", "the responses of a prompt are spread over several optimizer steps, or processes"
 )
 ONE_RESPONSE = Limit(
     "one_response",
-    "a prompt has one response, and no others that it could be held against",
+    "a prompt has only one response, and no other to compare it with",
     fix="sample at least two",
 )
 NO_SAMPLING_LOGPS = Limit(
     "no_sampling_logps",
     "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios",
 )
-UNKNOWN_TRUNCATION = Limit("unknown_truncation", "which responses are cut off at the maximum length is not known here")
+UNKNOWN_TRUNCATION = Limit("unknown_truncation", "it is not known which responses were cut off at the maximum length")
 NO_REWARDS = Limit("no_rewards", "the rewards of these responses are not known")
 NO_OTHERS = Limit("no_others", "no two responses to one prompt of this step have rewards")
 # The folds.
 MIXED_PROMPTS = Limit(
     "mixed_prompts", "the microbatches mix prompts, so their gradients cannot be split into folds of whole prompts"
 )
-OTHER_SIZES = Limit(
-    "other_sizes", "the step's microbatches have other sizes than its folds were made for when the first one came"
+OTHER_SIZES = Limit("other_sizes", "the step's microbatches differ in size from those for which its folds were planned")
+ONE_FOLD = Limit(
+    "one_fold",
+    "a step has only one fold, so there is no scatter between folds and none can be left out",
+    fix="use {more}",
 )
-ONE_FOLD = Limit("one_fold", "a step is one fold, which has no scatter and cannot be left out", fix="use {more}")
 # The policy that is scored.
 OTHER_SCORES = Limit(
     "other_scores",
-    "{cause} (training's {what} are {off:.2g} nats per token off those that probes calculate with the same weights at "
-    "temperature={temperature:g}, and up to {limit:.2g} could be rounding)",
+    "{cause} (training's {what} differ by {off:.2g} nats per token from those that probes calculate with the same "
+    "weights at temperature={temperature:g}; rounding explains at most {limit:.2g})",
 )
 TOO_FAR = Limit(
     "sampler_too_far",
     "the sampler is too far from this policy: the effective sample size is {ess:.2f} of the sequences, below {least}",
     fix="fewer stale steps, sampling in fp32 or shorter responses help",
 )
-NO_TOKENS = Limit("no_tokens", "no response of this step has a token of the policy")
+NO_TOKENS = Limit("no_tokens", "no response of this step has a token sampled from the policy")
 # The loss and its backward.
 OTHER_LOSS = Limit(
     "other_loss",
-    "the loss is not log-probabilities weighted by reward less the mean of the prompt's alone (it has other weights, a "
-    "KL term or an entropy bonus), so that the step's gradient is no multiple of the reward's",
+    "the loss is not just log-probabilities weighted by reward minus the prompt's mean reward (it has other weights, a "
+    "KL term or an entropy bonus), so the step's gradient is not a multiple of the reward gradient",
 )
 OTHER_TERMS = Limit(
     "other_terms",
-    "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts, a loss on "
-    "other sequences), whose share per response is not known",
+    "the loss has a term besides log-probabilities and entropies (the auxiliary loss of a mixture of experts, a loss "
+    "on other sequences), whose share per response is not known",
 )
 HOOKED = Limit(
     "hooked",
-    "parameters have hooks on their gradients (register_hook, wandb.watch), which entropy gradients would run through "
-    "too",
+    "parameters have hooks on their gradients (register_hook, wandb.watch), which entropy gradients would trigger too",
     fix="edit .grad after the backward, or use register_post_accumulate_grad_hook",
 )
 OTHER_GRADIENT = Limit(
     "other_gradient",
-    "the gradient of a fold is {distance:.2g} of its norm off the one that its log-probabilities and entropies give: "
-    "the loss has another term (tell it with other_terms=True), or something changes gradients on their way",
+    "the gradient of a fold differs by {distance:.2g} of its norm from the one that its log-probabilities and "
+    "entropies give: the loss has another term (declare it with other_terms=True), or something changes gradients "
+    "during the backward",
 )
 GRADIENT_IN_PARTS = Limit(
     "gradient_in_parts",
-    "the gradient differs from that of the microbatches, since parameters got theirs in several parts",
+    "the gradient differs from that of the microbatches, because parameters received it in several parts",
     fix="call backward once for each microbatch, and use checkpointing with use_reentrant=False",
 )
 GRADIENT_MISMATCH = Limit(
     "gradient_mismatch",
-    "the gradient differs from that of the microbatches by {distance:.2g} of its norm: a backward too many, a "
-    "zero_grad missing or between microbatches, a GradScaler, or gradients that were edited",
+    "the gradient differs from that of the microbatches by {distance:.2g} of its norm: an extra backward, a "
+    "missing zero_grad or one between microbatches, a GradScaler, or edited gradients",
 )
 # The weights, and the optimizer's step.
-_OTHERS = "something else than the optimizer that probes know of (a second one, an average of weights, an edit)"
+_OTHERS = "something other than the optimizer that probes know of (a second optimizer, weight averaging, an edit)"
 EDITED_AFTER_STEP = Limit("edited_weights", f"weights were changed after it by {_OTHERS}")
 EDITED_BEFORE_STEP = Limit(
-    "edited_weights", f"weights were changed between the probes' look at it and its optimizer's step by {_OTHERS}"
+    "edited_weights", f"weights were changed between the probes' measurement and the optimizer's step by {_OTHERS}"
 )
 EDITED_WITHIN_STEP = Limit(
     "edited_weights",
-    "weights were changed in this step before the optimizer's, so its responses and gradients are not those of the "
-    "policy that is updated",
+    "weights were changed in this step before the optimizer changed them, so its responses and gradients are not those "
+    "of the policy that is updated",
     fix="swap or edit weights between steps",
 )
 NOT_THE_FORMULA = Limit(
     "not_the_formula",
     "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
     "(step/formula_error)",
-    fix="clip as max_grad_norm says, step once, with this optimizer and learning rate, and change weights by nothing "
-    "else",
+    fix="clip as max_grad_norm says, step once, with this optimizer and learning rate, and change weights in no "
+    "other way",
 )
 LEFT_OUT = Limit("left_out", "this step was left out: the optimizer has not changed the weights")
-FAILED = Limit("failed", "the step has failed before the optimizer made it")
+FAILED = Limit("failed", "the step failed before the optimizer took it")
 FIRST_STEP = Limit(
     "first_step",
-    "no earlier update is known to look back on: this is the first measured step, or the first one after a stop",
+    "there is no earlier update to look back on: this is the first measured step, or the first one after a restart",
 )
 STEP_TAKEN_AGAIN = Limit(
     "step_taken_again",
-    "a step of this number was measured before: it failed and is taken again, or steps are numbered anew, and what was "
-    "kept of the step before it is gone by now",
+    "a step of this number was measured before (it failed and is retried, or numbering has restarted), so the update "
+    "before it is no longer kept",
 )
 STEP_NOT_MEASURED = Limit(
     "step_not_measured", "step {step} was not measured, so its update is not known; backward needs every=1"

@@ -18,7 +18,7 @@ PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
 LENGTH_AND_REWARD = "length_and_reward"  # the name of this quantity's pair of numbers
 SPLIT_WITHOUT_ERROR = Limit(
     "split_without_error",
-    "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
+    "no error bar: the splits by layer and kind have none; the split into momentum, gradient and decay has one",
 )
 NO_ERROR = {
     "reuse": Limit("biased", "no error bar: the same-batch product is biased"),

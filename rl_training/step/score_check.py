@@ -33,8 +33,8 @@ OF_ROTARY_TABLES = (
     "other batches: keep prompts and responses within its original_max_position_embeddings, or use another rope_type"
 )
 OF_THE_LOOP = (
-    "the loss is made of a policy with another temperature, another mask, or an adapter merged or switched off. Keep "
-    "the temperature that probes were told, and make the loss of the whole model's plain forward pass"
+    "the loss comes from a policy with another temperature, another mask, or an adapter merged or switched off. Keep "
+    "the temperature that probes were given, and compute the loss from a plain forward pass of the whole model"
 )
 
 

@@ -28,7 +28,7 @@ from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
 PROMPTS = 8  # of a step
-NUMBERS = "of its norm off the one that its log-probabilities and entropies give"
+NUMBERS = "of its norm from the one that its log-probabilities and entropies give"
 
 
 def loop_with(

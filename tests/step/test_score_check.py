@@ -129,7 +129,7 @@ def test_how_far_scores_are_off_is_the_mean_over_the_tokens_of_the_first_respons
         return hotter(model, part)
 
     odd = estimates(forward=at_odd_steps(forward))[ODD - 1]
-    (off,) = re.findall(r"are ([\d.]+) nats per token off .* at temperature=1, ", odd["delta_h/forward"].reason)
+    (off,) = re.findall(r"differ by ([\d.]+) nats per token .* at temperature=1; ", odd["delta_h/forward"].reason)
     assert float(off) == pytest.approx(float(torch.cat(outcomes).mean()), rel=0.05)
 
 
@@ -166,7 +166,7 @@ def test_all_processes_say_the_same_where_one_is_off() -> None:
         check = ScoreCheck(batch, policy)
         check.look(torch.arange(ROWS))
         why = check.limit(reduce)
-        return torch.tensor([bool(why), f"are {off / 2:.2g} nats" in (why or "")])
+        return torch.tensor([bool(why), f"by {off / 2:.2g} nats" in (why or "")])
 
     for off in (1.9 * LIMIT, 2.1 * LIMIT):
         values = [tensor.tolist() for tensor in on_two_ranks(lambda rank, reduce, off=off: said(rank, reduce, off))]

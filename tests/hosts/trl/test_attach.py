@@ -571,7 +571,7 @@ def test_weights_that_a_callback_edits_between_steps_are_no_step_of_the_optimize
     assert "step 1: weights were changed" in trainer.attachment.latest["delta_h/backward"].reason
 
 
-@pytest.mark.parametrize(("moment", "said"), [(BEFORE, "between the probes' look at it and"), (AFTER, "after it by")])
+@pytest.mark.parametrize(("moment", "said"), [(BEFORE, "between the probes' measurement and"), (AFTER, "after it by")])
 def test_a_second_optimizer_is_noticed_beside_one_that_has_no_formula(make_trainer, moment: str, said: str) -> None:
     trainer = make_trainer(probes=[SimpleEntropyProbe()], optim="adagrad", **FEW)
     act = another_optimizer if moment == BEFORE else each_weight(lambda weight: weight.mul_(1.01))  # without gradients

@@ -60,7 +60,7 @@ def is_plain(value: Any) -> bool:
 
 
 def test_a_probe_among_callbacks_is_told_its_place_when_the_trainer_is_made(make_trainer) -> None:
-    place = re.escape("SimpleEntropyProbe is a probe, no callback: attach(trainer, FOLDER, [SimpleEntropyProbe(...)])")
+    place = re.escape("is a probe, not a callback: use attach(trainer, FOLDER, [SimpleEntropyProbe(...)])")
     with pytest.raises(ValueError, match=place):
         make_trainer(**PLAIN, beside={"callbacks": [SimpleEntropyProbe()]})
     trainer = make_trainer(**PLAIN)
