@@ -67,7 +67,7 @@ def about(checkpoint: Path) -> dict[str, str]:
     with safe_open(path, framework="pt") as file:
         notes: dict[str, str] = file.metadata() or {}
     if not _are_ours(notes):
-        raise UserError(f"{path} holds other notes than a run writes, so it is damaged: choose an earlier checkpoint")
+        raise UserError(f"{path} does not hold the notes of a run, so it is damaged: choose an earlier checkpoint")
     return notes
 
 

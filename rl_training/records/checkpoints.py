@@ -85,7 +85,7 @@ def _named(choice: str, runs: Path, flaw_of: Callable[[Path], str], setting: str
     elif not path.is_dir():
         raise UserError(f"{setting}={choice}: there is no such folder; give a run or a checkpoint-N folder")
     elif flaw := flaw_of(path):
-        raise UserError(f"{setting}={choice} cannot be taken: {flaw}. Choose an earlier checkpoint-N folder")
+        raise UserError(f"{setting}={choice} cannot be used: {flaw}. Choose an earlier checkpoint-N folder")
     else:
         return path
     newest_first = (folder for run in listed for folder in (checkpoints_of(run) or checkpoints_in(run))[::-1])
@@ -192,7 +192,7 @@ def deepspeed_folder(checkpoint: Path) -> str:
     """Return the name of the folder with the state of DeepSpeed's engine. Raises UserError if `latest` has no name."""
     name = read_text(checkpoint / "latest").strip()
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise UserError(f"{checkpoint / 'latest'} names no folder of this checkpoint: it is damaged")
+        raise UserError(f"{checkpoint / 'latest'} does not name a folder of this checkpoint: it is damaged")
     return name
 
 
@@ -238,7 +238,7 @@ def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
         changed = changed_files(checkpoint, json.loads(about(checkpoint).get("checksums", "{}")))
     except UserError as error:
         return str(error)
-    return f"{', '.join(changed)} is damaged (another checksum than when it was written)" if changed else ""
+    return f"{', '.join(changed)} is damaged (its checksum has changed since it was written)" if changed else ""
 
 
 def _flaw_of_zip(path: Path) -> str:

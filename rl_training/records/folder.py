@@ -34,7 +34,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def refuse_a_file(path: Path) -> None:
     """Raise UserError if a file stands at the path of a folder that is to be created."""
     if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file, and a folder of this name is to be made: move it away")
+        raise UserError(f"{path} is a file, but a folder of this name is needed: move the file away")
 
 
 def step_of(checkpoint: Path) -> int:

@@ -164,7 +164,7 @@ def read_analysis(path: str | Path) -> dict[str, Any]:
         [row[name] for row in content["tables"].get("conditioning", []) for name in PRECONDITIONED]
     except (AttributeError, KeyError, OSError, OverflowError, TypeError, ValueError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is no result of a checkpoint analysis ({said}): delete it") from error
+        raise UserError(f"{path} is not a result of a checkpoint analysis ({said}): delete it") from error
     return content
 
 
@@ -224,7 +224,7 @@ def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
     except FileNotFoundError:
         raise
     except (KeyError, ValueError, OSError) as error:
-        raise UserError(f"{path} is no log of a checkpoint analysis ({error})") from error
+        raise UserError(f"{path} is not a log of a checkpoint analysis ({error})") from error
     if "statistics" in content:
         tables["statistics"] = pd.DataFrame(content["statistics"]).T
     tables |= {name: pd.DataFrame(rows) for name, rows in content.get("tables", {}).items()}

@@ -171,21 +171,21 @@ def _as_it_is(value: Any) -> Any:
 def checked_count(value: Any) -> int:
     """Return the value if it is an integer of at most MOST in size; otherwise raise UserError."""
     if type(value) is not int or abs(value) > MOST:
-        raise UserError(f"{str(value)[:40]!r}, which is no count")
+        raise UserError(f"{str(value)[:40]!r}, which is not a count")
     return value
 
 
 def checked_text(value: Any) -> str:
     """Return the value if it is a text, "" for null (None or nan); otherwise raise UserError."""
     if not isinstance(value, str | None) and value == value:
-        raise UserError(f"{str(value)[:40]!r}, which is no text")
+        raise UserError(f"{str(value)[:40]!r}, which is not a text")
     return value if isinstance(value, str) else ""
 
 
 def checked_number(value: Any) -> float:
     """Return the value as a float if it is a number, nan (null) included; otherwise raise UserError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{str(value)[:40]!r}, which is no number")
+        raise UserError(f"{str(value)[:40]!r}, which is not a number")
     return float(value)
 
 

@@ -207,5 +207,5 @@ def test_files_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "replace", lambda self, to: (moved.append(to.name), replace(self, to))[1])
     write_atomically(dict.fromkeys(paths, b"x"))
     assert moved[-1] == "a_summary.json"  # where it is, all of them are
-    with pytest.raises(ValueError, match="is no log of a checkpoint analysis"):
+    with pytest.raises(ValueError, match="is not a log of a checkpoint analysis"):
         read_probe_log(paths[2])

@@ -98,7 +98,7 @@ def test_notes_that_no_run_writes_are_neither_followed_nor_counted(tmp_path: Pat
     save_file({"a": torch.zeros(1)}, checkpoint / PROBE_STATES, metadata=WRITTEN)
     assert not find_flaw(checkpoint)
     save_file({"a": torch.zeros(1)}, checkpoint / PROBE_STATES, metadata=WRITTEN | changed)
-    assert f"{checkpoint / PROBE_STATES} holds other notes than a run writes" in find_flaw(checkpoint)
+    assert f"{checkpoint / PROBE_STATES} does not hold the notes of a run" in find_flaw(checkpoint)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"global_step": {}}', '{"global_step": "1"}', "[" * 100_000])

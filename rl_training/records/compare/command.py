@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--pictures", choices=["png", "svg"], default="",
-        help="draw each chart of the page as a file beside it too, for papers and slides",
+        help="also write each chart of the page as a file next to it, for papers and slides",
     )  # fmt: skip
     chosen = parser.parse_args(arguments)
     if chosen.watch is not None and not 1 <= chosen.watch < math.inf:

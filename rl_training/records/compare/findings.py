@@ -21,7 +21,7 @@ def describe(pairs: Sequence[Difference]) -> list[str]:
 
 def one_group(seeds: Sequence[str]) -> str:
     """Return the sentence for a comparison with one group, which has no pair."""
-    return f"One group: of what affects training, only the seeds differ ({', '.join(seeds)})."
+    return f"One group: of the settings that affect training, only the seeds differ ({', '.join(seeds)})."
 
 
 def _difference(pair: Difference) -> str:

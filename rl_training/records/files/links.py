@@ -36,7 +36,7 @@ def refuse_links_out(run: Path, *names: str) -> None:
             if not path.resolve().is_relative_to(home):
                 raise UserError(
                     f"{path} is a link that leads out of {run}, to {path.resolve()}: nothing is read or written "
-                    "through it; remove it, or put what it leads to in its place"
+                    "through it; remove it, or replace it with what it leads to"
                 )
         elif path.is_dir():
             if path.parent.name != TRAINING_STATE and path.relative_to(run) != WANDB:

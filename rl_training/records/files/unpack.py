@@ -88,7 +88,7 @@ def _members(path: Path, file: BinaryIO) -> Iterator[bytes]:
             next_start = content.find(_MEMBER, start + len(_MEMBER))
         if next_start >= 0:
             raise UserError(
-                f"{path} is damaged between bytes {start} and {next_start} ({problem}), and there is more behind: take "
-                "another copy of it, or move it away"
+                f"{path} is damaged between bytes {start} and {next_start} ({problem}), with more data "
+                "after that: get another copy of the file, or move it away"
             )
-        logger.warning(f"{path}: its end, from byte {start} on, is damaged ({problem}), as a kill leaves it: left out")
+        logger.warning(f"{path}: its end, from byte {start} on, is damaged ({problem}), as after a kill: skipped")

@@ -46,7 +46,7 @@ def _against_the_loss(run: Run, by_name: Mapping[str, Line], set_up: SetUp) -> s
     effects = effects_of(run)
     chosen = halving(effects) or keeping(effects)
     if chosen:
-        return f"To change: {_as_setting(chosen[0], set_up)}, the cheapest of what was measured to keep entropy."
+        return f"To change: {_as_setting(chosen[0], set_up)}, the cheapest measured intervention that keeps entropy."
     if effects:
         return "No measured intervention keeps entropy significantly: measure more steps, or others."
     return f"To measure what would keep it: {set_up.probe('interventions')}."

@@ -48,7 +48,7 @@ def opening(run: Run) -> Opening:
         headline, change = "Nothing has been learned from rewards", as_a_change(line)
         evidence = f" {headline}{said}" if hindered else said
     if hindered and change == NOTHING_YET:
-        change = "First of all, see to what the first sentence says."
+        change = "First of all, fix what the first sentence says."
     return Opening(hindered or headline, evidence, change, further, lines)
 
 

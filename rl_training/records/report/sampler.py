@@ -24,8 +24,8 @@ def sampler_and_trainer(run: Run) -> list[str]:
     return spoken(
         f"Sampler and trainer are {in_words(kl)} nats per token apart (KL) at the last measured step.",
         f"At this KL, importance weights hold for responses up to {longest} tokens.",
-        f"The trainer's own numerics are {in_words(numerics)} of it." if numerics else "",
-        f"The weights leave {100 * ess.value:.0f}% of the sequences." if ess else "",
+        f"The trainer's own numerics account for {in_words(numerics)} of it." if numerics else "",
+        f"With importance weights, the effective sample is {100 * ess.value:.0f}% of the sequences." if ess else "",
         f"{100 * outside.value:.1f}% of the tokens have a ratio outside of 0.9 … 1.1." if outside else "",
         f"The mean ratio is {in_words(ratio)}, and not 1{': ' * bool(why)}{why}." if is_off else "",
         f"The trained policy's own reward differs from the logged one by {in_words(gap, True)}." if gap else "",

@@ -57,7 +57,7 @@ def _rewards(run: Run) -> Iterator[Row]:
     logged = len(run.steps)
     yield Row("steps", str(run.last_step), f"{logged} of them logged" if logged != run.last_step else "")
     acceptance = findings.ends_of(run.logged("buffer/acceptance"))
-    drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
+    drawn = "over all generated responses, with prompts drawn by difficulty; " if acceptance else ""
     yield _from_to("reward", findings.ends_of(run.logged("reward")), drawn)
     for label, rows in findings.held_out_rewards(run).items():
         ends = to_estimates(rows.iloc[sorted({0, len(rows) - 1})])
@@ -141,7 +141,7 @@ def _noise_scale(run: Run) -> Iterator[Row]:
     low, high = scale.interval
     value = f"{scale.value:.0f} ({low:.0f} … {high:.0f}) prompts"
     if math.isinf(high):
-        value = "no end to it" if math.isinf(low) else f"above {low:.0f} prompts"
+        value = "unbounded" if math.isinf(low) else f"above {low:.0f} prompts"
     yield Row("noise scale", value, f"95 %; {_advice(ratio.interval if ratio else None)}")
 
 
@@ -175,7 +175,7 @@ def _interventions(run: Run) -> Iterator[Row]:
     effects = effects_of(run)
     halve, keep = halving(effects), keeping(effects)
     if effects and judge(run).kind == SPENT:
-        yield Row("interventions", "none needed", "entropy is being spent on reward; what would keep it stands below")
+        yield Row("interventions", "none needed", "entropy is being spent on reward; the page lists what would keep it")
     elif halve:
         strengths = ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halve)
         yield Row("interventions", strengths, "would halve the fall of entropy when kept, in order of price")

@@ -195,4 +195,4 @@ def test_the_report_of_a_run_of_few_prompts_says_first_what_to_set(make_trainer,
     first = opening(read_run(tmp_path / "run"))
     assert first.headline.startswith("No step has a prediction: a step has only one fold")
     assert "gradient_accumulation_steps=8 in GRPOConfig (8 times as many responses a step)" in first.headline
-    assert first.advice == "First of all, see to what the first sentence says."
+    assert first.advice == "First of all, fix what the first sentence says."

@@ -179,7 +179,7 @@ def test_a_file_in_the_place_of_a_dashboards_folder_is_named(tmp_path: Path, kin
     name = kind.__name__.removesuffix("Logger").lower()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / name).touch()
-    refused = rf"logs/{name} is a file, and a folder of this name is to be made: move it away"
+    refused = rf"logs/{name} is a file, but a folder of this name is needed: move the file away"
     with pytest.raises(UserError, match=refused):
         kind(tmp_path, {}).start(0)
     with pytest.raises(UserError, match=refused):

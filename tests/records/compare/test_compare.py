@@ -300,7 +300,7 @@ def test_without_any_settings_a_run_is_a_group_of_its_own_and_nothing_is_said_to
     assert [group.label for group in read_groups([tmp_path])] == ["a", "b"]
     page = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text()
     assert "how these runs were configured is not known" in page
-    assert "Only seeds" not in page
+    assert "Of the settings that affect training" not in page
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +326,7 @@ def test_attached_runs_are_compared_by_what_their_records_say_of_how_they_were_t
     }  # fmt: skip
     assert [member.seed for member in groups[1].members] == ["0", "1"]
     page = write_comparison([attached], attached / "page.html")[0].read_text()
-    assert "Only seeds" not in page
+    assert "Of the settings that affect training" not in page
     assert "not known" not in page
 
 
@@ -458,7 +458,7 @@ def test_command_line_compares_several_runs_or_a_folder_of_them(tmp_path, capsys
     for arguments in (runs, [str(tmp_path / "runs")]):
         out = tmp_path / f"{len(arguments)}.html"
         main([*arguments, "--out", str(out)])
-        finding = "One group: of what affects training, only the seeds differ (0, 1)."
+        finding = "One group: of the settings that affect training, only the seeds differ (0, 1)."
         assert capsys.readouterr().out == f"{finding}\nComparison: {out}\n"
         assert finding in out.read_text(encoding="utf-8")
 

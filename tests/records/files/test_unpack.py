@@ -122,7 +122,7 @@ def test_lines_are_those_of_a_plain_reader_without_the_unfinished_one(tmp_path: 
 def test_a_log_that_unpacks_without_end_or_is_cut_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "entropy_probe_step_1.json.gz"
     log.write_bytes(b"".join(gzip.compress(b" " * 10**6) for _ in range(3))[:-9])
-    with pytest.raises(ValueError, match="is no log of a checkpoint analysis"):
+    with pytest.raises(ValueError, match="is not a log of a checkpoint analysis"):
         read_probe_log(log)
     log.write_bytes(gzip.compress(b'{"timing": {}}')[:-9])
     with pytest.raises(ValueError, match="it ends too early"):

@@ -144,7 +144,7 @@ def test_no_ratio_to_a_measured_change_within_its_own_error_of_zero(tmp_path: Pa
         (20.0, 100.0, "200 (20 … 100) prompts", "not known yet"),
         (120.0, math.inf, "above 120 prompts", "0.00 to 0.27 of it: larger batches still save steps"),
         (30.0, math.inf, "above 30 prompts", "not known yet"),
-        (math.inf, math.inf, "no end to it", "larger batches still save steps"),
+        (math.inf, math.inf, "unbounded", "larger batches still save steps"),
     ],
 )
 def test_what_the_noise_scale_says_of_the_batch_follows_its_interval(

@@ -163,7 +163,7 @@ def test_lost_entropy_is_answered_by_the_cheapest_that_was_measured_to_keep_it(t
     told = {f"intervention/{name}/{what}": e for name, quantities in priced.items() for what, e in quantities.items()}
     Records(folder / "logs").write_estimates(40, 1, "interventions", {**told, "intervention/plain_mean_delta_h": plain})
     assert opening(read_run(folder)).advice == (
-        "To change: GRPOConfig(entropy_coef=0.014), the cheapest of what was measured to keep entropy."
+        "To change: GRPOConfig(entropy_coef=0.014), the cheapest measured intervention that keeps entropy."
     )
 
 

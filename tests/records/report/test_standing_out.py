@@ -190,7 +190,7 @@ def test_a_share_has_the_interval_of_clopper_and_pearson() -> None:
     ("steps", "cut_off", "change"),
     [
         (1, 0.8, "To change: GRPOConfig(max_completion_length=128)."),
-        (40, 0.0, "Look at a response and what it earns: it is the reward function that gives all the same."),
+        (40, 0.0, "Look at responses and their rewards: the reward function gives all of them the same."),
     ],
 )
 def test_a_report_of_rewards_that_were_never_unequal_begins_with_that(

@@ -53,7 +53,7 @@ def all_equal(recorded: Recorded) -> Line | None:
             "equal", since, f"{said} {in_percent(share)} of the responses are cut off at the maximum length.", setting
         )
     return Line(
-        "equal", since, said, "Look at a response and what it earns: it is the reward function that gives all the same."
+        "equal", since, said, "Look at responses and their rewards: the reward function gives all of them the same."
     )
 
 
@@ -99,9 +99,9 @@ def jump(recorded: Recorded) -> Line | None:
         known = made.get(step)
         if known is not None and math.isfinite(known.stderr):
             beyond = difference(change, known)
-            between = f"What the step between changed is measured as {in_words(known, signed=True)}."
+            between = f"The effect of the step in between is measured as {in_words(known, signed=True)}."
         elif _moves_little(recorded, step):
-            beyond, between = change, "The policy hardly moved in the step between."
+            beyond, between = change, "The policy hardly moved in the step in between."
         else:
             continue
         # The other averaged steps move the reward too, by about as much as this one was measured to.
@@ -150,7 +150,7 @@ def length_with_reward(recorded: Recorded) -> Line | None:
         f"{length.iloc[0]:.0f} at step {length.index[0]} and {length.iloc[-1]:.0f} at step {length.index[-1]}. "
         f"From step to step the two move together: correlation {in_words(together)}."
     )
-    return Line("length", int(length.index[0]), said, "Ask of the reward whether it pays for length.")
+    return Line("length", int(length.index[0]), said, "Check whether the reward function pays for length.")
 
 
 def correlation(first: pd.Series[float], other: pd.Series[float]) -> Estimate:

@@ -96,5 +96,5 @@ def _by_measurement(recorded: Recorded) -> Line | None:
         since = first_of_trailing(shares.rolling(FEW_STEPS, min_periods=1).mean() < FAR) or int(recent(shares).index[0])
         said = f"The policy that samples is not the one that is trained: {apart}. Importance weights leave "
         said += f"{in_words(left)} of the sequences."
-        return Line("sampler", since, said, "Setting: fewer steps between two copies of the weights to the sampler.")
+        return Line("sampler", since, said, "Setting: copy the weights to the sampler more often.")
     return None

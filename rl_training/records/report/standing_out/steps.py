@@ -88,7 +88,10 @@ def _more(recorded: Recorded) -> str:
     norm, clip = recorded.run.logged("grad_norm"), recorded.set_up.number("max_grad_norm")
     if str(recorded.set_up.trainer("optim", "")).startswith("sgd") and len(norm) and 0 < clip < 0.5 * norm.median():
         return f"Setting: {recorded.set_up.line(max_grad_norm=float(norm.median()))}."
-    return f"Setting: {recorded.set_up.bounded_step()}, which finds a rate, or learning_rate and what is trained."
+    return (
+        f"Setting: {recorded.set_up.bounded_step()}, which adapts the rate; or a higher learning_rate, or more "
+        "trained parameters."
+    )
 
 
 def too_large(recorded: Recorded) -> Line | None:
