@@ -1,4 +1,4 @@
-"""What measuring costs is said in full, of the step as it is, whichever order the probes have; and it is given back."""
+"""The cost of measuring is reported completely, whatever the order of the probes, and what a step keeps is freed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_training.probes import (
 )
 from rl_training.records.jsonl import Records, read_estimates
 
-LONG = 0.2  # seconds: what these trainings otherwise take is much less
+LONG = 0.2  # seconds, much longer than anything else in these trainings
 
 
 def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def costs_of(trainer: Any) -> list[dict[str, float]]:
-    """Return what each step of a training is said to have cost."""
+    """Train, and return the reported costs of each step."""
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     begin = "probe_cost/"
@@ -51,7 +51,7 @@ def costs_of(trainer: Any) -> list[dict[str, float]]:
     [
         (PaddingCheck, "limit"),
         (driver_module, "build_step"),
-        (Exchange, "add"),  # what hooks do of the backward's time
+        (Exchange, "add"),  # the part of the backward's time that hooks take
         (predictions, "predict_entropy"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_probe_cannot_have_the_engines_name() -> None:
 
 
 def test_costs_are_of_the_time_from_the_end_of_one_step_to_that_of_the_next(make_trainer) -> None:
-    """Not of TRL's step_time, which leaves out the optimizer and what lies between steps."""
+    """They do not use TRL's step_time, which leaves out the optimizer and the time between steps."""
 
     class Slow(TrainerCallback):
         def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +123,7 @@ def test_costs_are_of_the_time_from_the_end_of_one_step_to_that_of_the_next(make
 
 
 def test_asking_for_costs_changes_nothing_and_nobody_need_ask(make_trainer, monkeypatch) -> None:
-    """What the step has kept is freed when it ends."""
+    """Also: what a step keeps is freed when it ends."""
     trainer = make_trainer(probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe()], max_steps=1, **FEW)
     driver = trainer.attachment.driver
     asked = []

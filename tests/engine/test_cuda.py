@@ -1,7 +1,7 @@
-"""On a GPU: training with probes is bitwise the training without, values are the CPU's, offloaded rows say the same.
+"""On a GPU: probes do not change a bit of training, values agree with the CPU's, offloaded rows give the same values.
 
-The same on the CPU wherever that claims something, so that all of this has run; with CUDA on the GPU too, by
-benchmarks/gpu.py. Kernels without a deterministic kind are allowed, with a warning.
+Tests that are meaningful on a CPU run there as well, so this code is exercised without a GPU. benchmarks/gpu.py runs
+all of them on a GPU. Kernels without a deterministic version are allowed, with a warning.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def of_kinds(*kinds: str, on_cpu: bool = True) -> pytest.MarkDecorator:
-    """All of them on the GPU, on the CPU the last."""
+    """Parametrize a test with all kinds on the GPU, and with the last kind on the CPU."""
     on_gpu = [pytest.param("cuda", kind, marks=needs_cuda) for kind in kinds]
     return pytest.mark.parametrize(("device", "kind"), [("cpu", kinds[-1])] * on_cpu + on_gpu)
 
@@ -59,14 +59,14 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with sdpa_kernel(SDPBackend.MATH):  # the others' backward is not deterministic
+    with sdpa_kernel(SDPBackend.MATH):  # the backward of the other kernels is not deterministic
         yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
 def rounded_products(device: str) -> Iterator[None]:
-    """fp32 products with fewer bits, where the machine has them: TF32, on a CPU bf16."""
+    """Let fp32 products use fewer bits if the machine can: TF32 on a GPU, bf16 on a CPU."""
     backends: Any = torch.backends
     setting, kind = (backends.cuda.matmul, "tf32") if device == "cuda" else (backends.mkldnn.matmul, "bf16")
     before, setting.fp32_precision = setting.fp32_precision, kind
@@ -89,7 +89,7 @@ def assert_probes_change_nothing(make_trainer: MakeTrainer, device: str, **setti
     assert math.isfinite(trainer.attachment.latest["delta_h/forward"].value)
 
 
-@of_kinds(*KINDS, on_cpu=False)  # hosts/trl/test_bitwise.py has these there
+@of_kinds(*KINDS, on_cpu=False)  # hosts/trl/test_bitwise.py has these on the CPU
 def test_training_with_probes_is_bitwise_the_training_without(make_trainer, device: str, kind: str) -> None:
     assert_probes_change_nothing(make_trainer, device, **KINDS[kind])
 
@@ -167,7 +167,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
 
 @needs_cuda
 def test_fsdp2_estimates_what_a_gpu_without_it_does_and_trains_as_it_does_without_probes(tmp_path: Path) -> None:
-    """On the GPUs that there are, two at most: with one, FSDP2 cuts nothing, and all of its code runs."""
+    """Uses at most two of the available GPUs. With one, FSDP2 shards nothing, but all of its code runs."""
     world = min(torch.cuda.device_count(), 2)
     plain, sharded, bare = "plain_1_gpu", f"fsdp2_{world}_gpu", f"fsdp2_{world}_gpu_bare"
     replay = Path(__file__).parents[1] / "support" / "replay.py"

@@ -1,4 +1,4 @@
-"""However a step is cut into microbatches and folds, its totals are those of the step."""
+"""The totals of a step do not depend on how it is split into microbatches and folds."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from rl_training.policy.rollout import take_rows
 from rl_training.step.limits import MIXED_PROMPTS, Limits
 from rl_training.tasks.models import load_tiny
 
-ROLLOUTS = {1: 1, 2: 3}  # the given one that a step learns from
+ROLLOUTS = {1: 1, 2: 3}  # by step: the number of the given rollout that it trains on
 TOTALS = ["delta_h/backward", "delta_h/reuse", "delta_h/backward_sequence", "delta_h/reuse_sequence"]
 TOTALS += ["entropy/token", "entropy/sequence"]
-# Sequences of a microbatch, microbatches, whether prompts are spread over them, and folds that may be asked for.
+# Sequences per microbatch, number of microbatches, whether prompts are spread over them, and possible numbers of folds.
 LAYOUTS: list[tuple[int, int, bool, Sequence[int | None]]] = [
     (4, 8, True, (None, 3, 4, 7)),
     (4, 8, False, (None, 7)),
     (2, 18, True, (None, 4)),  # 9 prompts
     (12, 3, True, (None, 2)),
-    (12, 3, False, (3, 9)),  # for 9 microbatches are cut in slices
+    (12, 3, False, (3, 9)),  # for 9 folds, microbatches are split into slices
     (36, 1, True, (None, 9)),
     (6, 6, False, (None, 2)),  # a prompt and a half in each
 ]
@@ -44,7 +44,7 @@ LAYOUTS: list[tuple[int, int, bool, Sequence[int | None]]] = [
 
 @functools.cache
 def sequences(number: int, count: int, shuffled: bool, sampler: bool) -> Rollout:
-    """Return some sequences of a step, short ones, as they lie in its microbatches."""
+    """Return the last `count` sequences of a step, which are short, in the order of its microbatches."""
     rollout = plain_loop.rollout_of(ROLLOUTS[number])
     if sampler:
         rollout = by_another(load_tiny()[0].double(), rollout, number)
@@ -57,7 +57,7 @@ def sequences(number: int, count: int, shuffled: bool, sampler: bool) -> Rollout
 def totals(
     size: int, count: int, shuffled: bool, num_folds: int | None, responses: int, sampler: bool = False
 ) -> list[float]:
-    """Return TOTALS of the second of two steps of a loop."""
+    """Return TOTALS at the second of two steps of a loop."""
     estimates = measured_at(size, count, shuffled, num_folds, responses, sampler)
     return [estimates[name].value for name in TOTALS]
 
@@ -66,7 +66,7 @@ def totals(
 def measured_at(
     size: int, count: int, shuffled: bool, num_folds: int | None, responses: int, sampler: bool
 ) -> dict[str, Estimate]:
-    """Return what is estimated at the second of two steps of a loop, which is made once for all tests."""
+    """Return the estimates at the second of two steps of a loop, which all tests share."""
     model = load_tiny()[0].double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-5, weight_decay=0.1)
     probe = Answers(num_folds=num_folds, responses_per_prompt=responses, per_sequence=True)
@@ -88,7 +88,7 @@ def measured_at(
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids="{0[0]}x{0[1]} shuffled={0[2]}".format)
 def test_no_total_depends_on_the_number_of_folds(layout: tuple[int, int, bool, Sequence[int | None]]) -> None:
-    """But for the rounding of X, which comes from a head in fp32."""
+    """They agree up to rounding of X, because the head computes in fp32."""
     size, count, shuffled, folds = layout
     responses = 1 + (size + count) % G
     first, *others = (totals(size, count, shuffled, number, responses, sampler=size == 12) for number in folds)
@@ -98,7 +98,7 @@ def test_no_total_depends_on_the_number_of_folds(layout: tuple[int, int, bool, S
 
 
 def test_no_total_depends_on_how_prompts_lie_in_microbatches() -> None:
-    """All responses of a prompt are in X, so that it does not matter which come first."""
+    """X includes all responses of a prompt, so it does not matter which come first."""
     cuts = [(4, 8, False, None), (4, 8, True, 5), (32, 1, False, None), (1, 32, True, None)]
     first, *others = (totals(*cut, responses=G) for cut in cuts)
     for other in others:
@@ -112,7 +112,7 @@ def test_no_total_depends_on_how_prompts_lie_in_microbatches() -> None:
 def test_however_prompts_lie_in_microbatches_they_have_the_prediction_and_the_error_of_one_prompt_in_each(
     size: int, count: int, shuffled: bool
 ) -> None:
-    """Folds of one prompt each: caught by hooks where each microbatch is a prompt, and made anew elsewhere."""
+    """Each fold is one prompt. Hooks catch its gradient if each microbatch is a prompt; otherwise it is recomputed."""
     caught, anew = measured_at(4, 8, False, None, G, False), measured_at(size, count, shuffled, None, G, False)
     for name in ("delta_h/forward", "delta_h/forward_sequence", "delta_h/part/momentum", "delta_h/backward"):
         assert math.isfinite(caught[name].stderr)
@@ -123,7 +123,7 @@ def test_however_prompts_lie_in_microbatches_they_have_the_prediction_and_the_er
 def test_shuffled_prompts_have_folds_of_whole_prompts_and_the_estimates_and_errors_of_the_plain_twin(
     make_trainer,
 ) -> None:
-    """TRL's own order of a rollout: the responses of a prompt lie in several microbatches."""
+    """With TRL's shuffled rollout, the responses to a prompt are in several microbatches."""
     recorder, probe = Recorder(), Answers(num_folds=5, responses_per_prompt=3, per_sequence=True)
     trainer = make_trainer(
         GRPOTrainer, loss_type="dr_grpo", scale_rewards="none", beta=0.0, mask_truncated_completions=False,
@@ -149,8 +149,8 @@ def test_shuffled_prompts_have_folds_of_whole_prompts_and_the_estimates_and_erro
 def test_processes_with_unlike_numbers_of_spread_prompts_share_folds_of_which_none_is_empty(
     num_folds: int | None,
 ) -> None:
-    """As many as the process with fewer prompts can fill, or twice as many where each is of one process."""
-    prompts = (torch.tensor([4, 9, 6, 4]), torch.tensor([7, 1, 8, 1, 3, 5, 7]))  # three and five
+    """There are as many folds as the process with fewer prompts can fill, or twice as many if each has one process."""
+    prompts = (torch.tensor([4, 9, 6, 4]), torch.tensor([7, 1, 8, 1, 3, 5, 7]))  # three and five prompts
     placed_folds: list[list[int]] = [[], []]
 
     def placed(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:

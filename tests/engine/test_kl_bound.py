@@ -1,4 +1,4 @@
-"""A step that may move the policy by a set share of its entropy: the rule by itself, and in trainings."""
+"""Bounded steps, which may move the policy by a set share of its entropy: the rule alone, and in trainings."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_share_that_is_no_positive_number_is_refused(share: Any) -> None:
 
 @dataclasses.dataclass
 class OneWeight:
-    """A policy of one weight w, by which a token i has the log-probability −w i."""
+    """A policy with one weight w that gives token i the log-probability −w i."""
 
     weight: Tensor
 
@@ -106,7 +106,7 @@ class OneWeight:
 
 
 def test_entropy_and_kl_are_means_over_the_tokens_of_all_processes() -> None:
-    """Two tokens of the first process and six of the second, and a step of −.1 · .05 of the weight."""
+    """The first process has two tokens, the second six, and the step moves the weight by −.1 · .05."""
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     masks = torch.tensor([[[1, 0, 0], [1, 0, 0]], [[1, 1, 1], [1, 1, 1]]])
 
@@ -133,13 +133,13 @@ def test_entropy_and_kl_are_means_over_the_tokens_of_all_processes() -> None:
 
 
 def numbers_of(trainer: Any) -> list[dict[str, float]]:
-    """Return what was logged of the bound at each step."""
+    """Return the bound's logged values at each step."""
     rows = [{k: v for k, v in row.items() if k.startswith("bound/")} for row in trainer.state.log_history]
     return [row for row in rows if row]
 
 
 class Onlooker(DrGRPOTrainer):
-    """Keeps the sequences that its steps are made of."""
+    """Keeps the sequences that it trains on."""
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         batch = super()._prepare_inputs(inputs)
@@ -148,7 +148,7 @@ class Onlooker(DrGRPOTrainer):
 
 
 def kl_by_hand(model: Any, batches: list[dict[str, Tensor]], before: Tensor, after: Tensor, responses: int) -> float:
-    """Return the KL of two weight vectors on the first responses of each prompt, from two plain forward passes."""
+    """Return the KL between two weight vectors on the first responses to each prompt, from two plain forward passes."""
     logps = []
     for weights in (before, after):
         torch.nn.utils.vector_to_parameters(weights, model.parameters())
@@ -193,11 +193,11 @@ def test_the_step_is_a_multiple_of_the_step_without_the_bound(
         moves.append(trained_weights(trainer) - before)
     factor = numbers_of(trainer)[0]["bound/rate_factor"]
     assert factor < 0.5
-    torch.testing.assert_close(moves[1], factor * moves[0], rtol=1e-3, atol=1.2e-7)  # of weights in fp32
+    torch.testing.assert_close(moves[1], factor * moves[0], rtol=1e-3, atol=1.2e-7)  # differences of fp32 weights
 
 
 def test_what_is_predicted_is_the_step_that_is_made(make_trainer: Callable[..., Any]) -> None:
-    """A step whose rate was found is measured as one that was started with that rate."""
+    """A step whose learning rate the bound has found gets the same estimates as one that starts with that rate."""
     settings = SHAPE | {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
     bounded = make_trainer(probes=[SimpleEntropyProbe()], target_kl_share=1e-4, **settings | {"learning_rate": 1e-2})
     bounded.train()
@@ -219,7 +219,7 @@ def test_what_is_predicted_is_the_step_that_is_made(make_trainer: Callable[..., 
 
 
 def test_the_schedules_factor_is_squared_on_the_target(make_trainer: Callable[..., Any]) -> None:
-    probes = [SimpleEntropyProbe(num_folds=4)]  # which knows the entropy over all tokens
+    probes = [SimpleEntropyProbe(num_folds=4)]  # measures the entropy over all tokens
     settings = SHAPE | {"max_steps": 4, "lr_scheduler_type": "linear", "target_kl_share": SHARE}
     trainer = make_trainer(probes=probes, **settings)
     trainer.train()
@@ -250,7 +250,7 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(make_trainer: Calla
 
 @pytest.mark.parametrize("optim", ["adafactor", "rmsprop"])
 def test_a_step_without_a_formula_goes_back_along_its_line(make_trainer: Callable[..., Any], optim: str) -> None:
-    """To the length that its KL asks for; the weights are then a mix of those before and those after the first try."""
+    """It goes back to the length that its KL allows, by interpolating the weights before and after the first try."""
     settings = SHAPE | {"max_steps": 1, "learning_rate": 1e-2, "optim": optim, "weight_decay": 0.0}
     moves = []
     for share in (None, SHARE):
@@ -326,7 +326,7 @@ def test_any_trl_trainer_is_bounded_by_one_argument_of_attach(make_trainer: Call
 
 
 def test_a_second_training_of_a_trainer_begins_with_the_factor_of_a_first_one(make_trainer: Callable[..., Any]) -> None:
-    """Which is 1: what the last step of another training was cut to says nothing of it."""
+    """That factor is 1: the factor of another training's last step does not apply."""
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN_TRL | {"max_steps": 2})
     with attach(trainer, probes=(), metrics="all", target_kl_share=SHARE):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Terms of a loss beside log-probabilities and entropies: seen in its graph, or in the gradient of a fold."""
+"""Loss terms other than log-probabilities and entropies are detected in the graph or in the gradient of a fold."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from rl_training.step.limits import OTHER_TERMS
 from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
-PROMPTS = 8  # of a step
+PROMPTS = 8  # per step
 NUMBERS = "of its norm from the one that its log-probabilities and entropies give"
 
 
 def loop_with(
     term: Any, steps: int = 1, forward: Any = plain_loop.scores_of, **options: Any
 ) -> list[dict[str, Estimate]]:
-    """Return the estimates of a plain loop that adds a term to its loss, and does not say so.
+    """Return the estimates of a plain loop that adds a term to its loss without declaring it.
 
-    term  from the model to the term
+    Args:
+        term: A function of the model that returns the term.
     """
     torch.manual_seed(0)
     model = load_tiny()[0].float()
@@ -68,7 +69,7 @@ def test_a_term_that_a_loop_does_not_tell_is_seen_in_the_gradient_of_a_fold() ->
         assert math.isfinite(plain[name].value)
         assert math.isnan(other[name].value)
         assert other[name].code == "other_gradient"
-    for name in ("entropy/token", "gns/trace_step"):  # which do not take the weights for the whole loss
+    for name in ("entropy/token", "gns/trace_step"):  # these do not assume that the loss weights are the whole loss
         assert math.isfinite(other[name].value)
 
 
@@ -82,7 +83,7 @@ def test_a_term_that_a_loop_does_not_tell_keeps_slices_of_microbatches_from_bein
 
 
 def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:
-    """Step 2 is compared, though the reason of step 1 has said that slices cannot be folds."""
+    """Step 2 is compared even though step 1 found a reason why slices cannot be folds."""
     calls: list[int] = []
 
     def at_first(model: Any) -> Tensor:
@@ -96,10 +97,10 @@ def test_slices_are_folds_again_once_a_comparison_finds_no_term() -> None:
 
 @pytest.mark.parametrize(("factor", "is_seen"), [(1.0, True), (0.01, False)])
 def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float, is_seen: bool) -> None:
-    """By norms alone too, where a probe keeps no gradient of a fold."""
+    """Also if probes need only the folds' norms and keep no fold gradient."""
 
     def bias(model: Any) -> Tensor:
-        """A term whose gradient is of one size in one direction."""
+        """Return a term whose gradient has a fixed size and direction."""
         return 0.02 * factor * model.model.norm.weight.sum() / PROMPTS
 
     for probes in (SimpleEntropyProbe(per_sequence=True), GradientNoiseScaleProbe(split_prompts=2)):
@@ -109,7 +110,7 @@ def test_a_small_term_is_seen_and_one_of_hardly_any_effect_is_not(factor: float,
 
 
 def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_left(monkeypatch: Any) -> None:
-    """A slice before the last of its microbatch is made of its own weights: it would agree with any loss."""
+    """Only a microbatch's last slice is compared. The others are computed from loss weights and agree with any loss."""
     compared: list[int] = []
     compare = gradient_check._compare
 
@@ -122,13 +123,13 @@ def test_folds_take_turns_and_of_slices_those_are_compared_that_hold_what_is_lef
     loop_with(nothing, steps=3)
     assert len({*compared}) == 3
     compared.clear()
-    loop_with(nothing, steps=3, num_folds=PROMPTS)  # two of each microbatch
+    loop_with(nothing, steps=3, num_folds=PROMPTS)  # two folds per microbatch
     assert len({*compared}) == 3
     assert all(number % 2 == 1 for number in compared)
 
 
 def test_under_dropout_no_comparison_accuses_the_loss() -> None:
-    """Two passes differ then, whatever the loss is: the noise is not its term."""
+    """With dropout two passes differ for any loss, and this noise is not a loss term."""
 
     def forward(model: Any, part: Any) -> tuple[Tensor, Tensor]:
         model.config.attention_dropout = 0.3
@@ -152,7 +153,7 @@ def test_a_loop_that_says_dr_grpo_and_weighs_otherwise_is_contradicted(monkeypat
 
 
 class Terms(Seen):
-    """What each step was said to have beside its weights."""
+    """Keeps the limit for other loss terms at each step."""
 
     needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
 
@@ -162,7 +163,7 @@ class Terms(Seen):
 
 
 def test_a_term_of_one_step_is_seen_at_that_step_and_at_no_other(make_trainer: Any) -> None:
-    """Its graph is walked at each step, not only where a fold's gradient is compared."""
+    """The graph is searched at every step, not only at steps that compare a fold's gradient."""
     probe, trainer = Terms(), make_trainer(WithSupervision, **PLAIN | FEW | {"max_steps": 4})
     trainer.at = (3,)
     with attach(trainer, probes=[probe], whole_prompts=True):
@@ -171,11 +172,11 @@ def test_a_term_of_one_step_is_seen_at_that_step_and_at_no_other(make_trainer: A
 
 
 def test_a_gradient_that_is_changed_on_its_way_is_seen_where_a_fold_is_compared(make_trainer: Any) -> None:
-    """No graph shows it: here a layer's output has a hook that doubles its gradient in the trainer's own backward."""
+    """The graph does not show it: a hook on a layer's output doubles its gradient in the trainer's backward only."""
     probe, trainer = Terms(), make_trainer(GRPOTrainer, **PLAIN | FEW | {"max_steps": 1})
 
     def forward(module: Any, args: Any, output: Tensor, calls: list[int] = []) -> None:  # noqa: B006
-        if torch.is_grad_enabled() and len(calls) < 2:  # in the two microbatches of training alone
+        if torch.is_grad_enabled() and len(calls) < 2:  # only in training's own two microbatches
             calls.append(1)
             output.register_hook(lambda gradient: 2 * gradient)
 
@@ -191,7 +192,7 @@ def test_a_coefficient_that_is_learned_beside_the_model_is_no_term() -> None:
     scores = Scores(hidden.view(1, 2), (3 * hidden).view(1, 2), torch.ones(1, 2))
     loss = (scores.logps * scores.entropies * coefficient).sum()
     assert not has_other_terms(loss, scores, [weight])
-    assert has_other_terms(loss + hidden.sum(), scores, [weight])  # around the scores, from what they are made of
+    assert has_other_terms(loss + hidden.sum(), scores, [weight])  # bypasses the scores, from the scores' inputs
     assert not has_other_terms(scores.logps.detach().sum(), scores, [weight])
 
 

@@ -1,4 +1,4 @@
-"""What cannot be measured at a step, by steps that are made by hand."""
+"""What cannot be measured at a step, and why, for steps made by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_products_by_folds_take_four_folds(ctx: StepContext) -> None:
 
 
 def test_the_effective_sample_size_is_that_of_all_ranks(ctx: StepContext) -> None:
-    """The ratios of this rank's 64 responses are 1. Of the other's 16 are 8 and 48 are 0: (64 + 128)²/(64 + 1024)."""
+    """This rank's 64 responses have ratio 1. The other rank has 16 of ratio 8 and 48 of 0: (64 + 128)²/(64 + 1024)."""
     batch = ctx.step.batch
     rollout = dataclasses.replace(batch.rollout, on_policy=False, sampling_logps=batch.scores.logps)
     batch = dataclasses.replace(batch, rollout=rollout, fold_sizes=2 * batch.fold_sizes)
@@ -72,7 +72,7 @@ def test_the_effective_sample_size_is_that_of_all_ranks(ctx: StepContext) -> Non
 
 
 def test_a_step_is_reused_on_all_processes_where_it_is_on_one() -> None:
-    """Otherwise one process would leave out the collectives that the other waits in."""
+    """Otherwise one process would skip collectives in which the other waits."""
 
     def found(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         shape, ranks = SimpleNamespace(responses_per_prompt=2), Ranks(2, reduce, rank)
@@ -117,7 +117,7 @@ def test_norms_of_slices_are_measured_at_steps_whose_other_probes_keep_no_gradie
 
 
 def test_a_loop_that_is_in_autocast_from_end_to_end_is_measured_in_full_precision() -> None:
-    """In bf16 the mean of the folds' gradients would be .3 % off that of the step: no step would be believed."""
+    """In bf16 the mean of the folds' gradients would differ from the step's by .3 %, and every step would fail."""
 
     def autocast() -> Any:
         return torch.autocast("cpu", torch.bfloat16)
@@ -128,7 +128,7 @@ def test_a_loop_that_is_in_autocast_from_end_to_end_is_measured_in_full_precisio
 
 
 class AdamW(torch.optim.Optimizer):
-    """Another library's, with a name that torch has as well."""
+    """Another library's optimizer with the same name as one of torch's."""
 
     __module__ = "bitsandbytes.optim.adamw"
 
@@ -136,7 +136,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-3})
 
     def step(self, closure: Any = None) -> None:
-        """Leave the weights as they are."""
+        """Leave the weights unchanged."""
 
 
 def test_an_optimizer_of_another_library_is_told_from_torchs_of_the_same_name() -> None:
@@ -156,7 +156,7 @@ def test_a_parameter_that_is_not_moved_does_not_make_a_step_go_by_sign() -> None
 def test_a_parameter_that_the_loss_does_not_reach_does_not_hide_adams_metric_of_the_others(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its state stays cold, whatever the number of steps."""
+    """That parameter's Adam state stays cold after any number of steps."""
     monkeypatch.setattr(adamw_module, "WARM_STEPS", 1)
     model, probe = load_tiny()[0], GradientNoiseScaleProbe()
     model.unused = torch.nn.Parameter(torch.ones(3))
@@ -166,7 +166,7 @@ def test_a_parameter_that_the_loss_does_not_reach_does_not_hide_adams_metric_of_
     assert adam.isfinite().all(dim=1).tolist() == [False, True, True]
 
 
-# By a device's batch and gradient accumulation, at eight responses per prompt: what is said when training begins.
+# By batch per device and gradient accumulation, with eight responses per prompt: the messages when training begins.
 SAID: dict[tuple[int, int], tuple[str, str]] = {
     (8, 1): (
         "1 fold of whole prompts a step, from 1 microbatch of 8",
@@ -200,13 +200,13 @@ def test_what_a_batch_will_measure_and_what_would_change_that_is_said_when_train
         model, torch.optim.AdamW(model.parameters()), probes, responses_per_prompt=8, microbatch_size=size,
         microbatches=count, dr_grpo=True,
     ):  # fmt: skip
-        (line,) = caplog.messages  # at the level that is shown without any setting
+        (line,) = caplog.messages  # at the default log level
     assert re.search(f"robes measure {plan}", line)
     assert re.match(missing or "probes measure", line)
 
 
 PLAIN_LOSS = LossSettings(12, 0.2, 0.2, hides_truncated=False)
-# By host: what is typed of a microbatch and of folds, with an example of each.
+# By host: its advice, and patterns for what a user would type to change microbatches or folds.
 TYPED = {
     "loop": (Fixes(), r"\((?:microbatch_size=(\d+), )?microbatches=(\d+)", r"SimpleEntropyProbe\(num_folds=(\d+)\)"),
     "attach": (
@@ -247,7 +247,7 @@ def test_advice_names_what_is_typed_and_whoever_follows_it_has_enough_folds(host
 def test_a_step_of_one_prompt_says_at_each_estimate_what_to_type(
     size: int, count: int, make_trainer: Callable[..., Any]
 ) -> None:
-    """Also where it lies in two microbatches, which then mix no prompts."""
+    """Also if it spans two microbatches, which then do not mix prompts."""
     one_prompt = {"gradient_accumulation_steps": count, "per_device_train_batch_size": size, "max_steps": 1}
     trainer = make_trainer(
         probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe()], max_completion_length=8, **one_prompt
@@ -273,7 +273,7 @@ def test_a_noise_scale_that_one_fold_does_not_have_is_said_when_training_begins(
 
 
 def test_the_announcement_and_the_estimates_of_a_step_have_the_same_limits(caplog: pytest.LogCaptureFixture) -> None:
-    """Responses to one prompt, and samples of another policy: said once at the start, and at each estimate."""
+    """Here: only one prompt, and another policy's samples. Both are reported at the start and with each estimate."""
     short = {"responses_per_prompt": G_OF_LOOP, "microbatch_size": G_OF_LOOP, "microbatches": 1}
     for settings, code in (({}, "one_fold"), ({"sampling_mismatch": "top-p cuts them"}, "sampling_mismatch")):
         caplog.clear()

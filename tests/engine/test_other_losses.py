@@ -1,4 +1,4 @@
-"""Losses with terms beside Dr-GRPO's: a bonus for entropy is measured, what cannot be measured is said."""
+"""Losses with terms that Dr-GRPO's lacks: an entropy bonus is measured, and what cannot be measured is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OTHER = {
 
 
 class FoldsAndTwins(Seen):
-    """Each fold's gradient as it is kept, and from a forward pass over its rows alone."""
+    """Keeps each fold's gradient, and a twin computed by a forward pass over the fold's rows alone."""
 
     needs = Need.FOLD_GRADIENTS
 
@@ -59,11 +59,11 @@ class FoldsAndTwins(Seen):
 
 
 def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None:
-    probe = FoldsAndTwins(num_folds=8)  # of 4 microbatches with 2 prompts each
+    probe = FoldsAndTwins(num_folds=8)  # there are 4 microbatches with 2 prompts each
     trainer = make_trainer(
         GRPOTrainer,
         config_class=GRPOConfig,
-        reward=lambda completions, **kwargs: [1.0] * len(completions),  # nothing but the bonus is left of the loss
+        reward=lambda completions, **kwargs: [1.0] * len(completions),  # so that only the bonus is left of the loss
         max_steps=1,
         **PLAIN | {"entropy_coef": 0.1},
     )
@@ -71,11 +71,11 @@ def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None
         trainer.train()
     for kept, twin in zip(probe.kept, probe.twins, strict=True):
         assert float(twin.norm()) > 1e-3
-        assert float((kept - twin).norm() / twin.norm()) < 1e-3  # the last slice is a difference
+        assert float((kept - twin).norm() / twin.norm()) < 1e-3  # the last slice is computed as a difference
 
 
 def test_a_share_of_the_loss_is_a_share_of_its_bonus_for_entropy_too() -> None:
-    """∂log π = 2, ∂h = 5 at every token, two of three sequences of a token: ½ (1 · 2 + 10 · 5) + ¼ (2 · 2 + 20 · 5)."""
+    """Each token has ∂log π = 2, ∂h = 5. Two of three one-token sequences: ½ (1 · 2 + 10 · 5) + ¼ (2 · 2 + 20 · 5)."""
     theta = torch.ones((), requires_grad=True)
     ones = torch.ones(2, 1)
     fresh = Scores(2 * theta * ones, 5 * theta * ones, ones)
@@ -129,7 +129,7 @@ def test_a_fold_that_is_a_slice_of_a_microbatch_is_not_left_out_of_a_loss_with_a
     router = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
     experts = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **heads, **router))
     settings = {"max_steps": 2, "learning_rate": 1e-3, "max_completion_length": 8, "gradient_accumulation_steps": 2}
-    for num_folds in (None, 4):  # a fold a microbatch, once the term is known, and two
+    for num_folds in (None, 4):  # one fold per microbatch, once the term is known; and two per microbatch
         trainer = make_trainer(probes=[SimpleEntropyProbe(num_folds=num_folds)], model=experts, **settings)
         trainer.train()
         forward = trainer.attachment.latest["delta_h/forward"]

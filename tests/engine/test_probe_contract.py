@@ -1,4 +1,4 @@
-"""A probe is functions of a step and a state: which state is kept, and what a step that disagrees takes with it."""
+"""A probe consists of functions of a step and a state: which state is kept, and what a failed check discards."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ train = functools.partial(plain_loop.train, count=MICROBATCHES)
 
 
 class Counting(Probe):
-    """Counts the steps that it has been given the state of."""
+    """Counts, in its state, the steps whose state was kept."""
 
     def __init__(self, name: str, needs: Need = Need.NOTHING) -> None:
         self.name, self.needs = name, needs
         super().__init__()
-        self.during: list[Any] = []  # what the driver holds after each step, before it has verified it
+        self.during: list[Any] = []  # the driver's state after each step, before the step is verified
         self.driver: StepDriver | None = None
 
     def init(self) -> dict[str, int]:
@@ -63,14 +63,14 @@ def loop_with(*probes: Probe) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]
 
 
 def counted(late: Action = nothing) -> tuple[list[dict[str, Estimate]], Counting, Counting]:
-    """Return the estimates of three steps, and a probe that predicts and one that does not."""
+    """Return the estimates of three steps, a probe that predicts, and one that does not."""
     predicting, measuring = Counting("predicting", Need.ENTROPY_GRADIENT), Counting("measuring")
     model, optimizer, measured = loop_with(predicting, measuring)
     return train(model, optimizer, measured, late=late), predicting, measuring
 
 
 def wrong_at(step: int) -> Action:
-    """Return what doubles the learning rate of a step behind the probes' back."""
+    """Return an action that doubles the learning rate of one step without the probes' knowledge."""
     numbers = itertools.count(1)
 
     def act(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +89,7 @@ def test_a_state_is_kept_once_the_step_is_verified_and_no_earlier() -> None:
     for probe in (predicting, measuring):
         assert [step[f"{probe.name}/steps_before"].value for step in answers] == [0, 1, 2]
     assert predicting.during == [0, 1, 2]
-    assert measuring.during == [1, 2, 3]  # nothing that the step may turn out to be takes it back
+    assert measuring.during == [1, 2, 3]  # measurements stay valid whatever the verification finds
 
 
 def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_nothing_else() -> None:
@@ -101,7 +101,7 @@ def test_a_step_that_was_not_the_formula_takes_predictions_and_their_state_and_n
 
 
 def test_a_step_that_was_not_the_formula_leaves_no_error_bar_behind() -> None:
-    """The third step's error is averaged with the first's alone."""
+    """The third step's error is averaged with that of the first step only."""
     model, optimizer, measured = loop_with(SimpleEntropyProbe())
     answers = train(model, optimizer, measured, late=wrong_at(2))
     first, third = (float(answers[i]["delta_h/forward"].detail["stderr_of_batch"]) for i in (0, 2))
@@ -135,7 +135,7 @@ def test_a_dictionary_that_grows_is_refused_since_a_resumed_run_would_lose_what_
 
 
 def test_probes_hold_nothing_of_a_training() -> None:
-    """Two loops at once, with the same objects, step by turns as each would alone."""
+    """Two loops that share the probe objects and step alternately give the same results as each alone."""
     probes = [SimpleEntropyProbe(), MeasuredStepProbe()]
     alone = train(*loop_with(SimpleEntropyProbe(), MeasuredStepProbe()), steps=2)
     inner = loop_with(*probes)

@@ -1,4 +1,4 @@
-"""A run on a real model, on a small stand-in: experiment=qwen_gsm8k, bf16, checkpointing, adapter=qlora."""
+"""The settings of a run on a real model, with a small stand-in: experiment=qwen_gsm8k, bf16, checkpointing, qlora."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(stan
     assert adapted == LINEAR
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {getattr(torch, dtype)}
-    seen: list[tuple[bool, bool, bool, torch.dtype]] = []  # in training, in a backward, autocast, what came out
+    seen: list[tuple[bool, bool, bool, torch.dtype]] = []  # training mode, inside a backward, autocast, output's dtype
 
     def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -49,7 +49,7 @@ def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(stan
 
     model.base_model.model.model.layers[0].mlp.gate_proj.lora_A["default"].register_forward_hook(look)
     run.train()
-    of_training = {(True, in_backward, True, torch.bfloat16) for in_backward in (True, False)}  # in it: recomputed
+    of_training = {(True, in_backward, True, torch.bfloat16) for in_backward in (True, False)}  # True: recomputed
     of_evaluation = {(False, in_backward, False, torch.float32) for in_backward in (True, False)}
     assert set(seen) == of_training | of_evaluation
     (line,) = read_metrics(tmp_path / "run" / "logs")
@@ -80,7 +80,7 @@ def test_a_run_with_weights_that_are_kept_in_bf16_is_told_what_to_do(stand_in: P
 
 
 def test_training_weights_that_are_kept_in_bf16_is_said_to_lose_steps(make_trainer, caplog) -> None:
-    """TRL's optimizer is the fused one. What is predicted of its step is what it does, to the last bit of a weight."""
+    """TRL uses the fused optimizer. Its predicted step is what it does, to the last bit of every weight."""
     probes = [SimpleEntropyProbe(), GradientNoiseScaleProbe(), TokenClassesProbe(every=1)]
     trainer = make_trainer(dtype=torch.bfloat16, probes=probes, **FEW)
     with caplog.at_level("WARNING"):
@@ -94,14 +94,14 @@ def test_training_weights_that_are_kept_in_bf16_is_said_to_lose_steps(make_train
         sum(line[f"delta_h/part/{cause}"] for cause in ("momentum", "gradient", "decay")), abs=1e-9
     )
     assert "steps are rounded: model.embed_tokens.weight is kept in bfloat16" in caplog.text
-    assert "Adam's second moment never decays" in caplog.text  # at TRL's beta2 of 0.999
+    assert "Adam's second moment never decays" in caplog.text  # with TRL's default beta2 of 0.999
 
 
 # --- 4 bits -----------------------------------------------------------------------------------------------------------
 
 
 class StepAndFormula(Seen):
-    """Keeps the change of the parameters at each step, and what the optimizer's formula says of it."""
+    """Keeps the parameters' change at each step, and the change that the optimizer's formula predicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,12 +128,12 @@ class StepAndFormula(Seen):
 
 
 def four_bit_run(make_trainer: Any, *probes: Probe) -> tuple[dict[str, Tensor], dict[str, Estimate]]:
-    """Return parameters and estimates after 2 steps of the embedded default in 4 bits, with checkpointing, autocast."""
+    """Train the shipped model in 4 bits with checkpointing and autocast; return weights and estimates after 2 steps."""
     trainer = make_trainer(
         model=load_tiny("bfloat16", "nf4")[0], dtype=None, probes=probes, bf16=True, activation_checkpointing=True,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         per_device_train_batch_size=4, gradient_accumulation_steps=4, max_completion_length=8, reward=graded,
-        learning_rate=1e-5,  # as real models have it: 0.2 % of an adapter's weight
+        learning_rate=1e-5,  # typical for real models: 0.2 % of an adapter's weight
         lr_scheduler_type="linear",
     )  # fmt: skip
     trainer.train()
@@ -152,7 +152,7 @@ def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_to
     assert set(trained.values()) == {torch.float32}
     assert {p.dtype for name, p in without.items() if "base_layer.weight" in name} == {torch.uint8}
     for done, said in steps.pairs:
-        torch.testing.assert_close(done, said, rtol=0, atol=2e-8)  # of 1e-5
+        torch.testing.assert_close(done, said, rtol=0, atol=2e-8)  # changes are about 1e-5
         assert done.abs().max() > 5e-6
     assert all(math.isfinite(answers[name].stderr) for name in ("delta_h/forward", "delta_h/trapezoid"))
     assert math.isfinite(answers["delta_h/true"].value)
@@ -164,7 +164,7 @@ def test_qlora_composes_with_the_experiment_and_loads_4_bits(stand_in: Path) -> 
     assert cfg.adapter == composed("train", "adapter=lora").adapter
     model, _ = load_causal_lm(cfg.model.name, cfg.model.dtype, cfg.model.quantization)
     quantised = {name.split(".")[-1] for name, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
-    assert quantised == LINEAR  # not the head, which is the embedding
+    assert quantised == LINEAR  # not the head, which is tied to the embedding
 
 
 def test_without_bitsandbytes_4_bits_are_refused_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Responses over several turns: what an environment writes is a condition, and its randomness is part of the mean."""
+"""Responses over several turns: the environment's tokens are conditioned on, and its randomness is averaged over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rl_training.tasks.models import load_tiny
 
 
 def mean_gradient(target: str) -> Tensor:
-    """Return the expectation of the estimate over all groups of two outcomes."""
+    """Return the estimate's expectation over all groups of two outcomes."""
     groups = list(itertools.product(OUTCOMES, repeat=2))
     outcomes = torch.cartesian_prod(torch.arange(len(OUTCOMES)), torch.arange(len(OUTCOMES))).flatten()
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
@@ -52,7 +52,7 @@ def test_error_bars_hold_the_truth_and_forward_has_it_as_its_mean() -> None:
     for truth, mean, error, covered in zip(*coverages, strict=True):
         assert abs(mean - truth) < 4 * error
         assert abs(truth) > 10 * error
-        assert 0.86 <= covered <= 1.0  # .940 ± .027 are expected
+        assert 0.86 <= covered <= 1.0  # expected: .940 ± .027
 
 
 # --- TRL's own turns --------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ TEMPLATE = (
 
 
 def calling_tokenizer() -> Any:
-    """Return the tiny model's tokenizer as that of a chat model: every second response is read as a call of `look`."""
+    """Return the tiny model's tokenizer set up as a chat model's: every second response is parsed as a `look` call."""
     tokenizer = load_tiny()[1]
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = {}
@@ -97,7 +97,7 @@ def look(where: int) -> str:
 
 
 class Weather:
-    """An environment that throws dice of its own, which nobody but training may use up."""
+    """An environment with its own random numbers, which only training may consume."""
 
     dice: random.Random
 
@@ -117,7 +117,7 @@ class Weather:
 
 
 def ask_and_look(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-    """A rollout_func of one's own: what every second response says is answered, and gone on with."""
+    """Generate as a custom `rollout_func`: every second response gets an answer and is then continued."""
     tokenizer = trainer.processing_class
     asked = [tokenizer(prompt[0]["content"])["input_ids"] for prompt in prompts]
     given, _ = trainer._generate_single_turn(asked, None, {}, trainer.num_generations)
@@ -140,7 +140,7 @@ TURNS: dict[str, dict[str, Any]] = {
 
 
 def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[Ending, Any, GRPOTrainer]:
-    """Train two steps of 8 prompts, or 4, with 4 responses."""
+    """Train two steps of 8 or 4 prompts with 4 responses each."""
     Weather.dice = random.Random(0)
     prompts = [[{"role": "user", "content": f"{a}+{a % 7}="}] for a in range(16)]
     experimental = pytest.warns(UserWarning, match="experimental feature")
@@ -177,9 +177,9 @@ def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_
         rollout = step.rollout
         written = rollout.token_mask.sum(dim=1) - rollout.completion_mask.sum(dim=1)
         assert 0.1 < float((written > 0).float().mean()) < 0.9
-        assert rollout.completion_mask[:, 0].all()  # the policy begins, and is heard where it is cut off later
+        assert rollout.completion_mask[:, 0].all()  # the policy's tokens come first, and count even if cut off later
         cut_in_second_turn += int(((rollout.completion_mask[:, -1] == 1) & (written > 0)).sum())
-    # The last step, from moments that the first one has fed.
+    # The last step, whose Adam moments come from the first one.
     answer = probe.all[-1]
     twin = Twin(step, responses=1, max_length=settings["max_completion_length"])
     for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
@@ -204,7 +204,7 @@ def test_a_second_step_on_truncated_turns_knows_what_was_sampled(make_trainer) -
     assert torch.equal(first.rollout.completion_ids, second.rollout.completion_ids)
     left_out = (second.rollout.advantages == 0) & mask[:, -1]
     assert int(left_out.sum()) > 2
-    twin = Twin(first, responses=1, max_length=14)  # at the parameters of the sampling
+    twin = Twin(first, responses=1, max_length=14)  # at the parameters that sampled
     for row, expected in enumerate(twin.logps):
         sampled = second.rollout.sampling_logps[row][mask[row]].double()
         torch.testing.assert_close(sampled, expected.detach(), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Advantages of tokens, (B, T), as a subclass may hand them to TRL's loss: measured as they are, or said."""
+"""Per-token advantages, (B, T), as a subclass may pass them to TRL's loss: measured exactly, or reported as a limit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEP: dict[str, Any] = PLAIN | {
 
 
 class OfTokens(GRPOTrainer):
-    """Discounts what later tokens get, and lets a response's second half change its sign."""
+    """Discounts the advantages of later tokens, and flips the sign in the second half of a response."""
 
     decay = 0.9
 
@@ -75,7 +75,7 @@ def test_every_probe_measures_a_step_whose_tokens_have_advantages_of_their_own(m
     assert estimates["delta_reward/forward"].code == "other_loss"
     for name in ("delta_h/forward", "intervention/psr/delta_h", "intervention/psr/delta_reward", "covariance/token"):
         assert math.isfinite(estimates[name].value), name
-    # Positive tokens alone and negative ones alone are all of the loss.
+    # Positive tokens and negative tokens together make up the whole loss.
     both = estimates["intervention/psr/delta_h"].value, estimates["intervention/nsr/delta_h"].value
     assert both[0] != 0.0
     assert both[1] != 0.0
@@ -105,7 +105,7 @@ def test_training_with_advantages_of_tokens_is_bitwise_the_training_without_prob
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
-ADVANTAGES = torch.tensor([[2.0, -1.0, 9.0], [-3.0, 0.0, 6.0]])  # the third of the first response is no token
+ADVANTAGES = torch.tensor([[2.0, -1.0, 9.0], [-3.0, 0.0, 6.0]])  # the first response has only two tokens
 
 
 def rollout(advantages: Tensor) -> Rollout:
@@ -155,7 +155,7 @@ def test_an_intervention_asks_for_the_sign_of_each_token_s_advantage(name: str, 
 
 
 def test_a_prompt_is_silent_where_no_token_of_its_responses_has_an_advantage() -> None:
-    advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0], [0.0, 0.0]])  # the first's mean is 0, and it is not silent
+    advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0], [0.0, 0.0]])  # the first has mean 0 but is not silent
     assert zero_advantage_share(advantages, torch.tensor([1, 2, 3]), torch.clone) == pytest.approx(2 / 3)
 
 

@@ -1,4 +1,4 @@
-"""A step is checked, not trusted: where the loop does something else than predicted, there is no prediction."""
+"""Steps are verified: if the loop does something other than what was predicted, there is no prediction."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ def estimates(
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     **wrong: Any,
 ) -> list[dict[str, Estimate]]:
-    """Return the estimates of the two steps of a plain loop that promises max_grad_norm=CLIP.
+    """Return the estimates of two steps of a plain loop that promises max_grad_norm=CLIP.
 
-    after        what happens behind the optimizer's step, before it has ended
-    dtype, rate  of the weights, of learning; all else as plain_loop.train takes it
-    probes       None for those that predict
-    kind         of the optimizer
+    Args:
+        after: What happens at the end of the optimizer's step, before it returns.
+        dtype: Dtype of the weights.
+        rate: Learning rate.
+        probes: None means probes that predict.
+        kind: Class of the optimizer.
+        wrong: Further arguments of plain_loop.train.
     """
     model = model_of(OPTIONS | {"dtype": dtype})
     optimizer = kind(model.parameters(), lr=rate, eps=1e-5)
@@ -118,7 +121,7 @@ def test_a_step_that_is_not_what_was_predicted_has_no_prediction_and_says_why(wr
 
 
 class ExactShares:
-    """The share of each step that rounding leaves, from all weights in fp64: of the whole, and by layer."""
+    """Computes from all weights in fp64 which share of each step survives rounding, in total and by layer."""
 
     def __init__(self) -> None:
         self.found: list[tuple[float, dict[str, float]]] = []
@@ -146,7 +149,7 @@ class ExactShares:
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-4])
 def test_the_surviving_share_of_bf16_weights_is_that_of_all_entries_to_a_hundredth(rate: float, monkeypatch) -> None:
-    monkeypatch.setattr(verifier, "SAMPLED", 2**14)  # of 105 thousand
+    monkeypatch.setattr(verifier, "SAMPLED", 2**14)  # of 105,000 weights
     exact = ExactShares()
     steps = estimates(dtype=torch.bfloat16, rate=rate, late=exact.late, after=exact.after)
     for step, (whole, by_layer) in zip(steps, exact.found, strict=True):
@@ -163,7 +166,7 @@ def test_the_surviving_share_of_bf16_weights_is_that_of_all_entries_to_a_hundred
 
 
 def round_at_random(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Move each weight to one of its neighbours, half of them up: not to nearest."""
+    """Multiply each weight by 1 − ε, 1 or 1 + ε at random, unlike rounding to nearest."""
     with torch.no_grad():
         for param in model.parameters():
             ulp = torch.finfo(param.dtype).eps
@@ -179,7 +182,7 @@ WRONG_IN_BF16: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("wrong", WRONG_IN_BF16.values(), ids=WRONG_IN_BF16)
 def test_a_step_of_bf16_weights_that_is_not_rounded_to_nearest_is_only_looked_back_on(wrong: dict[str, Any]) -> None:
-    """The step itself is measured, from the weights; a garbled model predicts little, but does not fail."""
+    """The step itself is measured from the weights. Garbage weights make the model useless but raise no error."""
     last = estimates(dtype=torch.bfloat16, rate=1e-4, **wrong)[-1]
     assert math.isnan(last["delta_h/forward"].value)
     assert last["delta_h/forward"].code == "not_the_formula"
@@ -205,7 +208,7 @@ def test_a_right_loop_is_the_formula_to_rounding() -> None:
         assert step["step/formula_error"].value < 1e-5
         assert math.isfinite(step["delta_h/forward"].value)
         shares = [e for name, e in step.items() if name.startswith("update/surviving_share")]
-        assert len(shares) == 2  # of all, and of the layer of which least is left: however many layers there are
+        assert len(shares) == 2  # the total and the worst layer's, whatever the number of layers
         assert all(share.value == pytest.approx(1.0, abs=1e-3) and "lost" not in share.reason for share in shares)
 
 
@@ -216,12 +219,12 @@ def test_weights_that_change_between_steps_are_no_step_of_the_optimizer(change: 
 
 
 def other_weights(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """As a second optimizer, told to nobody, moves the weights of the norms."""
+    """Move the weights of the norms, like a second, undeclared optimizer."""
     norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
     torch.optim.SGD(norms, lr=1.0).step()
 
 
-# Of an optimizer that has no formula: what is done, when, and what is said of it.
+# For an optimizer without a formula: what else changes the weights and when, and the expected limit.
 WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], Limit | None]] = {
     "nothing": ({}, None),
     "a second optimizer behind it": ({"after": other_weights}, EDITED_AFTER_STEP),
@@ -233,7 +236,7 @@ WITHOUT_FORMULA: dict[str, tuple[dict[str, Any], Limit | None]] = {
 
 @pytest.mark.parametrize("what", WITHOUT_FORMULA)
 def test_without_a_formula_a_step_is_looked_back_on_where_nothing_else_has_moved_the_weights(what: str) -> None:
-    """X · (θ_after − θ_before) of the optimizer's own step; else the sum of two, or a part of one."""
+    """X · (θ_after − θ_before) needs the optimizer's step alone; otherwise it covers two changes, or part of one."""
     actions, limit = WITHOUT_FORMULA[what]
     _, last = estimates(kind=torch.optim.Adagrad, probes=[SimpleEntropyProbe()], **actions)
     backward = last["delta_h/backward"]
@@ -242,14 +245,14 @@ def test_without_a_formula_a_step_is_looked_back_on_where_nothing_else_has_moved
 
 
 def test_a_learning_rate_that_is_set_within_the_step_is_that_of_the_step() -> None:
-    """A loop may set it where it likes, before gradients_ready()."""
+    """A loop may set it anywhere before gradients_ready()."""
     inside, before = estimates(ready=another_rate), estimates(rate=6e-4)
     assert inside[0]["delta_h/forward"] == before[0]["delta_h/forward"]
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_parameters_that_are_frozen_or_trained_later_are_refused_by_name(trained: bool) -> None:
-    """Of those that are trained later the steps would be left out of every product, silently."""
+    """The steps of parameters that are trained only later would silently be missing from every product."""
 
     def change(model: Any, optimizer: torch.optim.Optimizer) -> None:
         model.model.norm.requires_grad_(False)

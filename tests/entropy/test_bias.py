@@ -1,7 +1,7 @@
 """Claims on the mean of δH: over all batches, leave-fold-out is the product of independent means; the naive one is not.
 
-First exactly, on a tabular policy whose batches of two prompts can all be listed; then on the real trainer's first
-step, where the whole step is the sign of this very batch's gradient.
+First exactly, by enumerating all batches of two prompts of a tabular policy. Then on the real trainer's first step,
+which is the sign of the same batch's gradient.
 """
 
 import itertools
@@ -34,7 +34,7 @@ Step = Callable[[Tensor], Tensor]  # gradients (..., 21) to updates (..., 21)
 
 
 class Groups(NamedTuple):
-    """Every pair of responses to one prompt: its probability, entropy gradient X and training gradient g, both flat."""
+    """All pairs of responses to one prompt: probability, entropy gradient X and training gradient g, both flat."""
 
     probability: Tensor  # (225,)
     entropy_gradient: Tensor  # (225, 21)
@@ -53,7 +53,7 @@ def all_groups() -> Groups:
     mask = torch.tensor([[1.0] * len(r) + [0.0] * (width - len(r)) for r in responses], dtype=torch.float64)
     logps, entropies = log_pi[prefix, token] * mask, entropy[prefix] * mask
     w, u = surrogate_weights(entropies, mask, torch.arange(len(pairs)).repeat_interleave(2))
-    # More rewarded: fewer tokens, and more of token 0. The advantage is the reward less the group's mean: Dr-GRPO.
+    # The reward favours short responses with many tokens 0. Dr-GRPO's advantage: reward minus the group's mean.
     rewards = torch.tensor([r.count(0) - 0.5 * len(r) for r in responses], dtype=torch.float64).view(-1, 2)
     advantages = (rewards - rewards.mean(dim=1, keepdim=True)).flatten().unsqueeze(1)
 
@@ -93,7 +93,7 @@ def plain_step(name: str, gradient: list[float]) -> list[float]:
 
 
 def independent_product(name: str, groups: Groups) -> float:
-    """Return ∂H · E[δθ], ∂H by enumeration of the responses and δθ of the mean gradient of one prompt."""
+    """Return ∂H · E[δθ], with ∂H from enumerating all responses and δθ from one prompt's gradient."""
     steps = [plain_step(name, gradient) for gradient in groups.gradient.tolist()]
     mean_step = [
         math.fsum(p * x for p, x in zip(groups.probability.tolist(), column, strict=True))
@@ -120,11 +120,11 @@ def test_over_all_batches_leave_fold_out_is_the_exact_entropy_gradient_times_the
     assert abs(float(probability @ naive) - target) > 0.3 * abs(target)
 
 
-# --- the trainer's first step, over and over --------------------------------------------------------------------------
+# --- the trainer's first step, repeated -------------------------------------------------------------------------------
 
 
 class TakeEveryStepBack(TrainerCallback):
-    """Every step is the first step: parameters and Adam's state are put back as they were."""
+    """Restores the parameters and clears Adam's state after every step, so that every step is the first one."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._parameters = [p.detach().clone() for p in kwargs["model"].parameters()]
@@ -139,26 +139,24 @@ class TakeEveryStepBack(TrainerCallback):
 def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_and_the_naive_product_has_not(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        UpdateVerifier, "detect_external_edits", lambda self: None
-    )  # every step is taken back on purpose
+    monkeypatch.setattr(UpdateVerifier, "detect_external_edits", lambda self: None)  # every step is deliberately undone
     trainer = make_trainer(
         probes=[SimpleEntropyProbe(responses_per_prompt=4)],
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,  # two prompts in two folds: the fewer, the larger the naive product's bias
-        max_completion_length=8,  # where the naive product's bias is largest beside the noise
+        max_completion_length=8,  # here the naive product's bias is largest relative to the noise
         max_steps=40,
-        steps_per_generation=80,  # all prompts are answered at once: by the policy that every step starts from
+        steps_per_generation=80,  # one generation answers all prompts, with the policy that every step starts from
     )
     trainer.add_callback(TakeEveryStepBack())
     trainer.train()
-    logs = trainer.state.log_history[1:40]  # the first batch has none before it
+    logs = trainer.state.log_history[1:40]  # the first batch has no previous one
     forward, reuse, independent = (
         torch.tensor([row[f"delta_h/{name}"] for row in logs]) for name in ("forward", "reuse", "backward")
-    )  # backward: a batch's X, the step of the batch before it, and all at the same state
+    )  # backward multiplies a batch's X with the previous batch's step; here all are at the same state
 
     def distance(values: Tensor, others: Tensor) -> float:
-        """Return mean(values − others) in standard errors; both are of the same batches."""
+        """Return mean(values − others) in units of its standard error. Both are from the same batches."""
         difference = values - others
         return float(difference.mean() / difference.std() * math.sqrt(len(difference)))
 

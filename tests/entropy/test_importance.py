@@ -1,4 +1,4 @@
-"""The change of entropy by importance sampling, and its first order: enumerated, by hand, and from the definitions."""
+"""Entropy change by importance sampling, and its first order: enumerated, by hand, and from the definitions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_training.statistics.jackknife import JackknifeUnits, Replicates
 
 Table = list[list[float]]
 Response = tuple[int, ...]
-EIGHTHS = [[6, 1, 1], [1, 3, 4], [2, 4, 2], [1, 1, 6], [5, 2, 1], [3, 3, 2], [1, 5, 2]]  # chances of 3 tokens, in 1/8
+EIGHTHS = [[6, 1, 1], [1, 3, 4], [2, 4, 2], [1, 1, 6], [5, 2, 1], [3, 3, 2], [1, 5, 2]]  # 8 · probabilities of 3 tokens
 OLD = [[math.log(e / 8) for e in row] for row in EIGHTHS]
 DIRECTION = [[random.Random(7 + 3 * r + c).gauss(0, 1) for c in range(3)] for r in range(7)]
 
@@ -32,7 +32,7 @@ def moved(table: Table, size: float) -> Table:
 
 
 def population() -> list[Response]:
-    """Return responses in exact proportion to their chances under OLD: 512 of them."""
+    """Return 512 responses in exact proportion to their probabilities under OLD."""
     responses = []
     for response in reference.RESPONSES:
         rows = reference.prefix_numbers(response)
@@ -58,7 +58,7 @@ def ragged_scores(table: Table, responses: list[Response]) -> tuple[list[list[fl
 
 
 def as_scores(table: Table, responses: list[Response]) -> Scores:
-    """Return them as padded tensors, with nan in the padding."""
+    """Return the scores as padded tensors, with nan in the padding."""
     lengths = torch.tensor([len(response) for response in responses])
     mask = torch.arange(reference.MAX_LENGTH) < lengths.unsqueeze(1)
 
@@ -74,7 +74,7 @@ def exact_change(new: Table) -> list[float]:
     return [now.entropy / now.length - was.entropy / was.length, now.entropy - was.entropy]
 
 
-# --- two estimators, by name: from Scores before and after, and ΔH per token and per sequence in plain loops ----------
+# --- two estimators, from Scores before and after, and their plain twins: ΔH per token and per sequence ---------------
 
 
 def whole_sequences(before: Scores, after: Scores, units: JackknifeUnits | None = None) -> Replicates:
@@ -112,7 +112,7 @@ every_estimator = pytest.mark.parametrize(("estimator", "plain"), BOTH.values(),
 
 
 def each_left_out(responses: list[Response], size: int) -> list[list[Response]]:
-    """Return the responses without each prompt; `size` neighbours answer one."""
+    """Return, for each prompt, all responses except its own. Each prompt has `size` consecutive responses."""
     return [responses[:i] + responses[i + size :] for i in range(0, len(responses), size)]
 
 
@@ -160,7 +160,7 @@ def test_the_standard_error_is_the_scatter_of_repeated_samples_around_the_exact_
     rows = [draws(size, 1000 + i) for i in range(number)]
     changes = [estimator(as_scores(OLD, r), as_scores(new, r)) for r in rows]
     values, claimed = torch.stack([c.value for c in changes]), torch.stack([c.stderr for c in changes])
-    assert torch.allclose(values.std(dim=0), claimed.square().mean(dim=0).sqrt(), rtol=0.17)  # ±4 of its own errors
+    assert torch.allclose(values.std(dim=0), claimed.square().mean(dim=0).sqrt(), rtol=0.17)  # 4 standard errors of std
     off = (values.mean(dim=0) - torch.tensor(exact_change(new))).abs()
     assert (off < 4 * values.std(dim=0) / math.sqrt(number)).all()
 
@@ -192,7 +192,7 @@ def test_a_log_probability_that_is_not_finite_makes_the_change_or_its_ess_nan(ba
     after = before.clone()
     after[4, 0] = bad
     weights = importance_weights(before, after)
-    if bad == -math.inf:  # a sequence that has become impossible: weight 0
+    if bad == -math.inf:  # the sequence became impossible: weight 0
         assert (weights.ess, weights.smallest) == (pytest.approx(8), 0)
     else:
         assert math.isnan(weights.ess)
@@ -249,7 +249,7 @@ def finite_slopes(responses: list[Response], size: float = 1e-4) -> tuple[Tensor
 
 
 def test_over_the_whole_population_the_first_order_is_the_exact_derivative() -> None:
-    """In so large a sample that a baseline without oneself is one with: of n alive it is n / (n − 1) as large."""
+    """The sample is so large that a leave-one-out baseline hardly matters: with n alive its factor is n / (n − 1)."""
     responses = [response for response in population() for _ in range(8)]
     got = first_order_change(as_scores(OLD, responses), *finite_slopes(responses))
     assert got.value.tolist() == pytest.approx(exact_derivative(), rel=3e-3)
@@ -276,7 +276,7 @@ def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_t
 
 
 def test_a_sequence_that_outlives_all_others_has_no_baseline_there() -> None:
-    """In the value, at its positions 3 to 5; in what is left without it, at those of the next one."""
+    """In the value this concerns its positions 3 to 5. Without it, the same holds for the next longest sequence."""
     lengths = torch.tensor([6, 3, 2, 2])
     table = torch.rand(4, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = torch.arange(6) < lengths.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""How the policy differed before a step, from responses after it: enumerated, and term by term."""
+"""The policy before a step, estimated from responses sampled after it: by enumeration, and term by term."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from test_importance import OLD, Response, Table, as_scores, draws, moved, ragge
 from rl_training.entropy.previous_policy import differences_before
 
 REWARDS = {response: random.Random(number).gauss(0, 1) for number, response in enumerate(reference.RESPONSES)}
-BEFORE, SAMPLER = moved(OLD, 0.7), moved(OLD, -0.4)  # far away: all orders matter
+BEFORE, SAMPLER = moved(OLD, 0.7), moved(OLD, -0.4)  # far apart, so all orders matter
 
 
 def plain_terms(response: Response, others: list[Response]) -> list[float]:
-    """Return the terms of one response of SAMPLER's, whose prompt has these others."""
+    """Return the terms of one response from SAMPLER, whose prompt has these other responses."""
     (logps, *_), (h, *h_of_others) = ragged_scores(OLD, [response, *others])
     (logps_before,), (h_before,) = ragged_scores(BEFORE, [response])
     (logps_of_sampler,), _ = ragged_scores(SAMPLER, [response])
@@ -44,7 +44,7 @@ def test_terms_are_those_of_the_definition_with_padding_and_prompts_of_different
 
 @pytest.mark.parametrize("sampler", [OLD, SAMPLER])
 def test_over_all_pairs_of_responses_they_are_exact_for_a_step_of_any_size(sampler: Table) -> None:
-    """One of the two is scored again. The mean is weighted with the probability of the pair."""
+    """One response of each pair is scored again. The mean is weighted by the pair's probability."""
     pairs = list(itertools.product(reference.RESPONSES, repeat=2))
     chances = torch.tensor([
         math.exp(sum(reference.sequence_logp(sampler, response) for response in pair)) for pair in pairs
@@ -73,7 +73,7 @@ def test_the_documented_example() -> None:
 
 
 def test_a_response_without_a_reward_is_in_no_mean_of_rewards_and_one_alone_with_it_says_nothing() -> None:
-    """Of three to a prompt one has none: the other two are each other's. Of the next prompt's two only one has one."""
+    """First prompt: one of three has no reward, and the other two are compared. Second prompt: one of two has none."""
     responses, prompts = draws(5, seed=2), [0, 0, 0, 1, 1]
     rewards = torch.tensor([1.0, math.nan, 3.0, 2.0, math.nan], dtype=torch.float64)
     scores, before, every = as_scores(OLD, responses), as_scores(BEFORE, responses), torch.arange(5)

@@ -1,4 +1,4 @@
-"""The gradient of the reward: a multiple of the step's own only where the loss's weights say so, else made anew."""
+"""The reward gradient: a multiple of the step's gradient only if the loss weights imply it, otherwise recomputed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from rl_training.probes import GradientNoiseScaleProbe, InterventionsProbe, Meas
 from rl_training.step.limits import NO_OTHERS, OTHER_TERMS, Limits
 from rl_training.step.needs import Need
 
-STEP = FEW | {"max_steps": 2}  # two microbatches, each of one prompt with 4 responses
+STEP = FEW | {"max_steps": 2}  # two microbatches of one prompt with 4 responses
 G = 4
 WIDER: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "max_completion_length": 8}
 
 
 class BothGradients(Seen):
-    """Keeps the gradient of the reward as the product has it, and one made by hand from the rewards."""
+    """Keeps the package's reward gradient, and one computed by hand from the rewards."""
 
     needs = Need.FOLD_GRADIENTS | Need.LOSS_CHECK
 
@@ -59,7 +59,7 @@ def joined(gradients: Any) -> Tensor:
 
 
 def found_by(trainer: Any) -> list[BothGradients]:
-    """Return what each step has had."""
+    """Train, and return the gradients of each step."""
     steps = []
 
     class Each(BothGradients):
@@ -83,7 +83,7 @@ def found_by(trainer: Any) -> list[BothGradients]:
 def test_the_gradient_of_the_reward_is_that_of_rewards_whatever_the_loss_makes_of_them(
     make_trainer: Any, kind: str, code: str
 ) -> None:
-    """Dr-GRPO's own, with a longest response that changes; another loss; other advantages; missing rewards; a term."""
+    """Dr-GRPO with a changing maximum length; another loss; other advantages; missing rewards; an extra term."""
     classes = {"gmpo": GMPOTrainer, "psr": PositiveSamples, "sft": WithSupervision}
     more: dict[str, Any] = {"per_device_train_batch_size": 16, "max_completion_length": 16}
     settings_of_kind = more | {"config_class": GMPOConfig} if kind == "gmpo" else {}
@@ -99,7 +99,7 @@ def test_the_gradient_of_the_reward_is_that_of_rewards_whatever_the_loss_makes_o
 
 
 def test_a_multiple_is_read_from_the_weights_that_the_step_has_had(make_trainer: Any) -> None:
-    """−L G/(G−1), with the L of the step."""
+    """The factor is −L G/(G−1), with the maximum length L at that step."""
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP)
     trainer.add_callback(Longer(trainer))
     assert [step.found.factor for step in found_by(trainer)] == pytest.approx([-8 * 4 / 3, -16 * 4 / 3], rel=1e-5)
@@ -117,7 +117,7 @@ def test_of_rewards_without_others_to_compare_them_with_there_is_no_gradient(mak
 
 
 def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(make_trainer: Any) -> None:
-    """Their number, nan, was in every mean: the change was nan, "not a finite number"."""
+    """Missing rewards are nan and must not enter a mean, or the change would be nan, "not a finite number"."""
     probe, seen = MeasuredStepProbe(responses_per_prompt=G), Seen()
     trainer = make_trainer(GRPOTrainer, **PLAIN | STEP | {"reward": some_rewards, "per_device_train_batch_size": 16})
     with attach(trainer, probes=[probe, seen], whole_prompts=True) as attached:
@@ -130,7 +130,7 @@ def test_responses_without_a_reward_leave_what_is_measured_of_it_to_the_others(m
 
 
 def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward() -> None:
-    """(r − mean) n/(n−1) over six rewards, one of which is alone; times two, whose mean over processes is taken."""
+    """(r − mean) n/(n−1), over six rewards of which one is alone. Times two, for a mean over two processes."""
     rewards = torch.tensor([[1.0, 0.0, math.nan, 2.0], [3.0, 1.0, 2.0, math.nan]])
     prompts = torch.tensor([[0, 0, 0, 1], [5, 5, 5, 5]])
 
@@ -151,9 +151,10 @@ def test_weights_of_two_processes_are_those_of_all_responses_that_have_a_reward(
 
 
 def test_a_supervised_term_leaves_a_change_of_the_reward_by_rewards_alone(make_trainer: Any) -> None:
-    """The term does not depend on the learning rate's half: without and with it, ΔJ · δθ is of one size.
+    """Halving the learning rate changes the reward by about the same amount with and without the term.
 
-    Taken as a multiple of the step's own gradient, J had the term in it, and the change was a hundred times as large.
+    As a multiple of the step's gradient, the reward gradient would include the term, and the change would be a hundred
+    times as large.
     """
     estimates = {}
     for trainer_class in (GRPOTrainer, WithSupervision):

@@ -1,4 +1,4 @@
-"""Ratios to another sampler in a step: over processes of unlike widths, and `forward` on what another policy drew."""
+"""Ratios to another sampler: on processes with different widths, and `forward` on responses from another policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLER = [[x + 0.35 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] f
 
 
 def part_of(rows: slice, width: int) -> Any:
-    """Return what is read of a step: some of eight sequences of up to five tokens, at this width."""
+    """Return a step's batch with some of eight sequences of up to five tokens, padded to this width."""
     draw = torch.Generator().manual_seed(2)
     mask = torch.arange(5) < torch.tensor([3, 1, 2, 3, 5, 4, 1, 5]).unsqueeze(1)
     logps, sampled, entropies = (torch.randn(8, 5, generator=draw, dtype=torch.float64) for _ in range(3))
@@ -49,7 +49,7 @@ def test_levels_on_two_processes_of_unlike_widths_are_those_on_one() -> None:
 
 
 def test_a_fold_has_the_effects_of_its_sequences_on_the_normalisers() -> None:
-    """∂/∂w of Σ w · Σ_k Σ w ρh / Σ w ρ, by central differences: w weighs the sequences of a fold."""
+    """Central differences give ∂/∂w of Σ w · Σ_k Σ w ρh / Σ w ρ, where w weights the sequences of a fold."""
     batch = part_of(slice(0, 8), 5)
     logs = batch.log_ratios()
     before = (logs.cumsum(dim=1) - logs).exp()
@@ -69,7 +69,7 @@ def test_a_fold_has_the_effects_of_its_sequences_on_the_normalisers() -> None:
 
 
 def test_forward_of_what_another_policy_drew_is_unbiased_and_its_bars_hold() -> None:
-    """Truth by enumeration. 400 batches: weighed 1.0 standard errors off the truth, without ratios 10."""
+    """The truth is enumerated. Over 400 batches: off by 1.0 standard errors with ratios, by 10 without."""
     coverages = coverage(60, seed=1, sampler=SAMPLER)
     for truth, mean, error, covered in zip(*coverages, strict=True):
         assert abs(mean - truth) < 4 * error

@@ -1,4 +1,4 @@
-"""Claims on the running sum of trapezoids: what it sums, how sure it is, and how gaps are bridged."""
+"""Claims on the running sum of trapezoids: its value, its error, and how it bridges gaps."""
 
 import math
 
@@ -11,13 +11,13 @@ from rl_training.entropy.trapezoid import TrapezoidSum, TrapezoidTerms
 from rl_training.parallel.state_tensors import from_tensors, to_tensors
 from rl_training.step.quantities import Quantity
 
-SHAPE = (2, 3)  # any quantity, elementwise
+SHAPE = (2, 3)  # arbitrary: everything is elementwise
 EMPTY = TrapezoidSum.empty(*SHAPE)
 NUM_BATCHES = 6
 
 
 def tensor(values: list[float]) -> Tensor:
-    """Return a tensor of SHAPE whose first entry is the first value and so on."""
+    """Return the values as a tensor of SHAPE."""
     return torch.tensor(values, dtype=torch.float64).view(SHAPE)
 
 
@@ -26,7 +26,7 @@ def quantity(value: Tensor, stderr: Tensor, batches: Tensor) -> Quantity:
 
 
 class PlainBatch:
-    """A batch in plain floats, entry by entry: level, forward, backward, their variances, and the covariance F–B."""
+    """A batch in plain floats per entry: level, forward, backward, their variances, the forward-backward covariance."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.level, self.forward, self.backward = (torch.randn(3, 6, generator=generator, dtype=torch.float64)).tolist()
@@ -40,7 +40,7 @@ class PlainBatch:
         ]
 
     def terms(self) -> tuple[Quantity, Quantity, Quantity, Tensor]:
-        """Return level, forward and backward, and the error of half a step."""
+        """Return level, forward, backward, and the standard error of ½(forward + backward)."""
         half_step = [
             0.5 * math.sqrt(f + b + 2 * c)
             for f, b, c in zip(self.forward_var, self.backward_var, self.covariance, strict=True)
@@ -61,7 +61,7 @@ def batches(seed: int = 0) -> list[PlainBatch]:
 def feed(
     plain: list[PlainBatch], steps: list[int], total: TrapezoidSum = EMPTY
 ) -> tuple[TrapezoidSum, list[TrapezoidTerms]]:
-    """Return the sum with these batches, and what it has said of each."""
+    """Add the batches to the sum. Return the sum and its terms after each batch."""
     said = []
     for step, batch in zip(steps, plain, strict=True):
         total, terms = total.add(step, *batch.terms())
@@ -70,12 +70,12 @@ def feed(
 
 
 def twin_sum(plain: list[PlainBatch], last: int) -> Tensor:
-    """Return Σ_{j<last} ½(F_j + B_{j+1}), interval by interval."""
+    """Return Σ_{j<last} ½(F_j + B_{j+1}), one interval at a time."""
     return tensor([sum(0.5 * (plain[j].forward[e] + plain[j + 1].backward[e]) for j in range(last)) for e in range(6)])
 
 
 def twin_variance(plain: list[PlainBatch], last: int) -> Tensor:
-    """Return the variance of that sum as aᵀCa over all F_j and B_j, C with a 2×2 block for each batch."""
+    """Return that sum's variance aᵀCa over all F_j and B_j, where C has a 2×2 block for each batch."""
     out = []
     for e in range(6):
         covariance = torch.zeros(2 * (last + 1), 2 * (last + 1), dtype=torch.float64)
@@ -143,9 +143,9 @@ def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_o
 
 
 def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_allow() -> None:
-    """½F, half steps and ½B have the variances 1, then 2, then 3, and 1: (Σv)²/Σv² of the batches so far."""
+    """½F has variance 1, the half steps 2 and 3, ½B 1. The effective number of batches is (Σv)²/Σv² so far."""
     unit, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum.empty(), []
-    for step, half_step_variance in enumerate((9.0, 2.0, 3.0, 9.0)):  # that of an end is not asked for
+    for step, half_step_variance in enumerate((9.0, 2.0, 3.0, 9.0)):  # the first and the last one are not used
         stderr, half_step = 2 * unit, unit * math.sqrt(half_step_variance)
         level, change = quantity(unit, unit, unit), quantity(unit, stderr, unit)
         total, terms = total.add(step + 1, level, change, change, half_step)
@@ -163,7 +163,7 @@ def test_a_step_that_was_left_out_is_bridged_by_the_measured_change_and_said() -
         close(terms.measured.value, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
         assert terms.predicted.remark == ("bridged: 2 steps by the measured change, the last of them 4" * (last >= 3))
     assert answers[3].trapezoid.value.isnan().all()
-    # ½F_1; the half step of batch 2; ½B_3 and the level of batch 3, which it has both; the level of batch 4.
+    # ½F_1; the half step of batch 2; ½B_3 and level of batch 3, which are from the same batch; the level of batch 4.
     both = [
         (0.5 * math.sqrt(b) + math.sqrt(variance)) ** 2
         for b, variance in zip(plain[2].backward_var, plain[2].level_var, strict=True)
@@ -180,7 +180,7 @@ def test_a_step_without_forward_is_bridged_by_backward_alone_and_the_usual_secon
     halves = [0.5 * (tensor(plain[j + 1].backward) - tensor(plain[j].forward)) for j in (0, 1)]
     second_order = (0.5 * (halves[0].square() + halves[1].square())).sqrt()
     close(answers[3].predicted.value, twin_sum(plain, 2) + tensor(plain[3].backward))
-    # ½F_1; the half step of batch 2; ½B_3, of which nothing follows; B_4; and what second order leaves.
+    # ½F_1; the half step of batch 2; ½B_3, which has no forward after it; B_4; and the second-order remainder.
     parts = zip(plain[0].forward_var, plain[2].backward_var, plain[3].backward_var, strict=True)
     others = tensor([0.25 * f + 0.25 * b + after for f, b, after in parts])
     close(answers[3].predicted.stderr.square(), others + plain[1].terms()[3].square() + second_order.square())
@@ -189,7 +189,7 @@ def test_a_step_without_forward_is_bridged_by_backward_alone_and_the_usual_secon
 
 
 def test_before_any_step_has_a_trapezoid_there_is_no_prediction_and_afterwards_its_sum_covers_all_steps() -> None:
-    """As of a probe that measures every second step, and of one whose first step cannot be predicted."""
+    """One probe measures only every second step; another cannot predict its first step."""
     plain = batches(seed=5)
     for terms in feed(plain, [1, 3, 5, 7, 9, 11])[1][1:]:
         assert terms.predicted.value.isnan().all()
@@ -202,7 +202,7 @@ def test_before_any_step_has_a_trapezoid_there_is_no_prediction_and_afterwards_i
 
 
 def test_measured_changes_in_a_row_have_the_error_of_their_ends() -> None:
-    """The level of a batch between them cancels."""
+    """The level of the batch between them cancels."""
     plain = batches(seed=6)
     _, (*_, two, four) = feed(plain[:4], [1, 2, 4, 6])
     without_ends = [
@@ -224,7 +224,7 @@ def test_a_batch_without_an_error_bar_takes_the_sums_bar_and_says_so() -> None:
 
 
 def test_bars_of_bridged_sums_cover_the_truth() -> None:
-    """Of 4000 runs at once, whose steps have a second order and whose batches have one noise in all that they say."""
+    """4000 runs at once. Their steps have a second order, and each batch has noise that all of its estimates share."""
     steps, runs, curvature = 24, 4000, 0.2
     generator = torch.Generator().manual_seed(0)
 
@@ -242,7 +242,7 @@ def test_bars_of_bridged_sums_cover_the_truth() -> None:
             forward = forward * math.nan
         values = zip((level + common + noise(0.5), forward, backward), (0.34, 0.25, 0.1125), strict=True)
         quantities = [Quantity("", value, unit * math.sqrt(variance), step, batches=unit) for value, variance in values]
-        if step != 18:  # whose batch is not measured
+        if step != 18:  # the batch of step 18 is not measured
             half_step = math.sqrt(0.25 * ((1.5 * 0.3) ** 2 + 0.4**2 + 0.3**2))
             total, terms = total.add(step + 1, *quantities, unit * half_step)
             predicted = terms.predicted
@@ -251,7 +251,7 @@ def test_bars_of_bridged_sums_cover_the_truth() -> None:
                 assert float((off.abs() < 1.96).double().mean()) > 0.93, step
         truth = truth + changes[step]
         level = truth
-    assert float(off.std()) > 0.7  # and not for being useless
+    assert float(off.std()) > 0.7  # and the bars are not uselessly wide
 
 
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 4])

@@ -1,4 +1,4 @@
-"""Claims on the surrogate weights of the entropy gradient: exact in expectation, and blind to what means nothing."""
+"""Claims on the entropy gradient's surrogate weights: exact in expectation, and independent of padding and order."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_training.entropy.weights import PrefixRatios, surrogate_weights
 
-GARBAGE = 1e30  # what stands where mask is 0
+GARBAGE = 1e30  # the value wherever the mask is 0
 TABLE = [  # logits after each prefix: none uniform, so that no derivative vanishes by symmetry
     [0.3, -0.4, -0.2],
     [1.1, 0.2, -0.7],
@@ -23,13 +23,13 @@ TABLE = [  # logits after each prefix: none uniform, so that no derivative vanis
 
 
 class Tabular:
-    """The tabular policy of reference.py with logits that autograd knows, and its scores of a list of responses."""
+    """The tabular policy of reference.py with logits that require gradients, and its scores of responses."""
 
     def __init__(self, table: reference.Table) -> None:
         self.logits = torch.tensor(table, dtype=torch.float64, requires_grad=True)
 
     def scores(self, responses: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (logps, entropies, mask), (B, MAX_LENGTH); padding is scored too, as the first token would be."""
+        """Return (logps, entropies, mask), (B, MAX_LENGTH). Padding is scored too, like a first token."""
         padding = [[0] * (reference.MAX_LENGTH - len(r)) for r in responses]
         rows = torch.tensor([[*reference.prefix_numbers(r), *p] for r, p in zip(responses, padding, strict=True)])
         tokens = torch.tensor([[*r, *p] for r, p in zip(responses, padding, strict=True)])
@@ -40,7 +40,7 @@ class Tabular:
     def gradient(
         self, responses: list[tuple[int, ...]], of_sequence: Tensor, logp_weights: Tensor, entropy_weights: Tensor
     ) -> Tensor:
-        """Return ∂ of Σ_i of_sequence_i Σ_k w_ik log π(t_ik) + u_ik h_ik by the logits."""
+        """Return the gradient of Σ_i of_sequence_i Σ_k (w_ik log π(t_ik) + u_ik h_ik) with respect to the logits."""
         logps, entropies, _ = self.scores(responses)
         surrogate = (of_sequence * (logp_weights * logps + entropy_weights * entropies).sum(dim=1)).sum()
         return torch.autograd.grad(surrogate, self.logits)[0]
@@ -49,7 +49,7 @@ class Tabular:
 def all_groups(table: reference.Table, group_size: int) -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
     """Return every possible group of responses, one prompt each: (responses, prompt_index, probability / group_size).
 
-    Summing over sequences with the last as weight is the expectation over batches of the mean over a batch.
+    A sum over sequences weighted by the last is the expectation, over batches, of the mean over a batch.
     """
     responses, prompts, weights = [], [], []
     for number, group in enumerate(itertools.product(reference.RESPONSES, repeat=group_size)):
@@ -79,9 +79,9 @@ def twin_weights(
 
 
 def random_batch(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (entropies, mask, prompt_index): three prompts with 2, 3 and 4 responses, interleaved, ragged.
+    """Return (entropies, mask, prompt_index) of three prompts with 2, 3 and 4 ragged, interleaved responses.
 
-    One response is longer than every other: at its end it is alive alone.
+    One response is longer than all others, so at its end it alone is alive.
     """
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.tensor([31, 4, 4, 900, 31, 4, 900, 900, 4])
@@ -110,7 +110,7 @@ def test_mean_over_all_groups_is_the_exact_derivative_of_entropy_and_length(grou
 
 @pytest.mark.parametrize("target", ["sequence", "length"])
 def test_ratios_to_another_sampler_give_the_exact_derivative_in_its_mean_over_groups(target: str) -> None:
-    """Not normalised. ∂H_tok is (∂H_seq − H_tok ∂E[T]) / E[T]."""
+    """The ratios are not normalised. ∂H_tok is (∂H_seq − H_tok ∂E[T]) / E[T]."""
     sampler = [[1.3 * x + 0.4 * math.sin(3 * i + 5 * j) for j, x in enumerate(row)] for i, row in enumerate(TABLE)]
     policy = Tabular(TABLE)
     responses, prompts, of_sequence = all_groups(sampler, 2)
@@ -124,7 +124,7 @@ def test_ratios_to_another_sampler_give_the_exact_derivative_in_its_mean_over_gr
 
 
 def test_token_target_on_a_batch_that_is_the_population_is_the_exact_derivative_of_entropy_per_token() -> None:
-    """With probabilities in quarters every response stands 64·p times in a batch that has no sampling error at all."""
+    """With probabilities in quarters, each response occurs 64·p times in a batch, which has no sampling error."""
     table = [[math.log(x) for x in row] for row in ([1, 1, 2], [1, 2, 1], [2, 1, 1], [1, 1, 2], [2, 1, 1]) * 2][:7]
     copies = [round(64 * math.exp(reference.sequence_logp(table, r))) for r in reference.RESPONSES]
     population = [r for r, count in zip(reference.RESPONSES, copies, strict=True) for _ in range(count)]
@@ -144,7 +144,7 @@ def test_token_target_on_a_batch_that_is_the_population_is_the_exact_derivative_
 
 
 def test_weights_of_three_responses_worked_by_hand() -> None:
-    """One prompt, responses A, B, C with entropies [.9 .6 .3 .1], [.5 .2], [.4]; still to come after each token
+    """One prompt, responses A, B, C with entropies [.9 .6 .3 .1], [.5 .2], [.4]. R sums the entropies after a token:
 
         R_A = [1.0 .4 .1 0]        R_B = [.2 0]        R_C = [0]
 
@@ -167,7 +167,7 @@ def test_weights_of_three_responses_worked_by_hand() -> None:
 @every_target
 @pytest.mark.parametrize("seed", range(4))
 def test_weights_equal_the_plain_twin_on_ragged_interleaved_batches(target: str, seed: int) -> None:
-    """The twin knows neither padding, where there is garbage here, nor a mask, of whatever type, nor an order."""
+    """The twin needs no padding (garbage here), no mask (of any dtype here), and no order of rows."""
     entropies, mask, prompts = random_batch(seed)
     for dtype in (torch.bool, torch.int64, torch.float32):
         weights = surrogate_weights(entropies, mask.to(dtype), prompts, target)
@@ -179,7 +179,7 @@ def test_weights_equal_the_plain_twin_on_ragged_interleaved_batches(target: str,
 def test_weights_with_normalised_ratios_equal_the_plain_twin_where_others_wrote_in_between(target: str) -> None:
     entropies, mask, prompts = random_batch(seed=7)
     wide = [torch.stack([part, torch.full_like(part, fill)], dim=2).flatten(1) for part, fill in
-            ((entropies, GARBAGE), (mask, 0))]  # an environment's token after each of the policy's  # fmt: skip
+            ((entropies, GARBAGE), (mask, 0))]  # an environment token follows each policy token  # fmt: skip
     log_ratios = torch.randn(mask.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     logs = torch.stack([log_ratios, torch.full_like(log_ratios, GARBAGE)], dim=2).flatten(1)
     got = surrogate_weights(*wide, prompts, target, ratios=PrefixRatios.of(logs, wide[1]).normalised())
@@ -226,7 +226,7 @@ def test_what_has_no_weights_is_refused_with_the_choices(
 
 
 def two_prompts() -> tuple[Tensor, list[tuple[int, tuple[int, ...]]], list[float]]:
-    """Return logits (2 prompts, prefixes, tokens), all outcomes (prompt, response) of one draw, and their chances."""
+    """Return logits (2 prompts, prefixes, tokens), all (prompt, response) outcomes, and their probabilities."""
     other = [[0.7 * x - 0.3 * (i % 2) for i, x in enumerate(row)] for row in reversed(TABLE)]
     logits = torch.tensor([TABLE, other], dtype=torch.float64, requires_grad=True)
     outcomes = list(itertools.product((0, 1), reference.RESPONSES))
@@ -235,10 +235,10 @@ def two_prompts() -> tuple[Tensor, list[tuple[int, tuple[int, ...]]], list[float
 
 
 def test_the_baseline_of_the_buffer_is_unbiased_over_prompts_with_a_response_each() -> None:
-    """All buffers of two draws, enumerated: the mean is the derivative of the mean entropy over both prompts."""
+    """Over all buffers of two draws, the mean is the derivative of the mean entropy over both prompts."""
     logits, outcomes, chances = two_prompts()
     policies = [Tabular(table) for table in logits.tolist()]
-    scores = [policies[p].scores([r]) for p, r in outcomes]  # with graph, a row each
+    scores = [policies[p].scores([r]) for p, r in outcomes]  # one row each, with a graph
     logps, entropies, mask = (torch.cat(parts) for parts in zip(*scores, strict=True))
     w_mean, u_mean = torch.zeros_like(logps), torch.zeros_like(logps)
     for pair in itertools.product(range(len(outcomes)), repeat=2):

@@ -13,8 +13,8 @@ import pytest
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with two checkpoints, the first model moved a little and a little more; the second is damaged."""
-    import torch  # here: the process that only hands out the tests need not import it
+    """Make a run folder with two checkpoints, each a small change of the first model. The second one is damaged."""
+    import torch  # here, because the process that only distributes the tests need not import it
     from configs import composed
     from omegaconf import OmegaConf
 
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are evaluated in forks of this process, which has imported everything; their work is pickled."""
+    """Evaluate checkpoints in forks of this process, which has imported everything; their work is pickled."""
     from rl_training.evaluation.workers import run_in_process
     from rl_training.job.run import evaluation_plan
 

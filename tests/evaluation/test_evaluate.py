@@ -1,4 +1,4 @@
-"""Checkpoints evaluated: what is answered, what it leaves, and what a damaged or killed one costs."""
+"""Evaluation of checkpoints: the responses, the files it writes, and what happens to damaged or killed ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)  # as every command does
+    monkeypatch.syspath_prepend(tmp_path)  # every command does this for its folder
     metrics = "def characters(responses, **others):\n    return {'mean': sum(map(len, responses)) / len(responses)}\n"
     raising = "def raising(row, **others):\n    raise KeyError('nothing')\n"
     (tmp_path / "my_metrics.py").write_text(metrics + raising, encoding="utf-8")
@@ -100,8 +100,8 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     assert {"prompt", "response", "reward", "length", "mean_logp", "mean_entropy"} <= set(json.loads(lines[0]))
     events = EventAccumulator(str(run / "logs" / "tensorboard"))
     events.Reload()
-    steps = {event.step for event in events.Scalars("evaluation/reward")}  # in no order: files are read by their names,
-    assert steps == {1, 2}  # in which the tenth writer of a process comes before its ninth, where both are of a second
+    steps = {event.step for event in events.Scalars("evaluation/reward")}  # a set, because files are read by name,
+    assert steps == {1, 2}  # and a process's tenth writer precedes its ninth if both start within the same second
 
     anew = [
         *asked[:3],
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     assert "metric bad raised at row" in capsys.readouterr().out
     again = [*evaluated.read_table(run / "evaluations" / "anew").itertuples()]
     assert {row.metric for row in again} == {name for name in rows if "by_position" not in name and "mine" not in name}
-    for row in again:  # another batch size: the same numbers up to rounding, and the same responses
+    for row in again:  # with another batch size: the same numbers up to rounding, and the same responses
         assert row.value == pytest.approx(rows[row.metric].value, rel=1e-5, nan_ok=True)
     with gzip.open(run / "evaluations" / "anew" / "step_1" / "responses.jsonl.gz", "rt", encoding="utf-8") as file:
         assert [json.loads(line)["response"] for line in file] == [json.loads(line)["response"] for line in lines]
@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
 def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """And while one evaluation of a run is at work, another one says so and ends."""
+    """Also: while one evaluation of a run is active, another one reports this and exits."""
     cfg = composed(
         "evaluate", f"checkpoints=[{run}/training_state/checkpoint-1]", *QUICK, f"output={tmp_path}",
         "evaluation.batch_size=10",
@@ -183,7 +183,7 @@ def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_rig
 
 
 def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_path: Path) -> None:
-    """Its weights have the same names and sizes as before: its trainer's log tells them apart."""
+    """Its weights have the same names and sizes as before, but its trainer's log differs."""
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
@@ -255,7 +255,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_while_a_process_imports_is_for_the_parent_alone(tmp_path: Path) -> None:
-    """The module that takes long is interrupted while it is imported, once by the server of forks and once more."""
+    """A slow module is interrupted during its import, once in the server of forks and once more."""
     (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     (tmp_path / "script.py").write_text(INTERRUPTED)
     env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
@@ -278,7 +278,7 @@ def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returne
 
 @dataclasses.dataclass(frozen=True)
 class Answering(policy.CheckpointPolicy):
-    """A policy whose responses are given, and said with certainty."""
+    """A policy with given responses, which it produces with certainty."""
 
     answers: tuple[list[int], ...]
 
@@ -320,7 +320,7 @@ def test_a_response_depends_neither_on_its_batch_nor_on_the_other_rows_that_are_
 
 
 def test_tokens_are_drawn_with_the_policys_probabilities(run: Path) -> None:
-    """The first token of 3000 responses to one prompt, at temperature 2, against its exact distribution: χ²."""
+    """χ² test of the first token of 3000 responses to one prompt at temperature 2, against its exact distribution."""
     checkpoint = run / "training_state" / "checkpoint-1"
     loaded = policy.load_policy(checkpoint, None, with_reference=False, temperature=2.0, max_completion_length=1)
     prompt = torch.tensor(loaded.tokenizer(arithmetic().eval_dataset[0]["prompt"])["input_ids"])
@@ -363,7 +363,7 @@ def test_scores_are_those_of_a_plain_forward_without_padding(run: Path) -> None:
 
 
 def test_divergences_do_not_depend_on_how_many_sequences_are_scored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Responses of 4 tokens: four sequences in 4 · 4 · 103 entries of logits, whatever the prompts have."""
+    """Four responses of 4 tokens need 4 · 4 · 103 entries of logits, whatever the prompts' lengths."""
     model, tokenizer = load_tiny()
     first = type(model)(model.config)
     loaded = policy.CheckpointPolicy(model.eval(), tokenizer, first.eval(), 1.0, 4)
@@ -381,7 +381,7 @@ def test_divergences_do_not_depend_on_how_many_sequences_are_scored_at_once(monk
 
 
 def test_an_adapters_first_model_is_the_one_below_it(run: Path, tmp_path: Path) -> None:
-    """The divergence from it is 0 while the adapter is still the zero that LoRA starts from."""
+    """The divergence from it is 0 as long as the adapter is LoRA's initial zero."""
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(load_tiny()[0], LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2))
@@ -408,7 +408,7 @@ def response(row: int, number: int, reward: float, entropies: list[float], answe
 
 
 def given() -> list[Response]:
-    """Two prompts, two responses each and a greedy one."""
+    """Return two prompts' responses: two sampled and one greedy for each."""
     return [
         response(0, 0, 1.0, [0.5, 0.1], "3"),
         response(0, 1, 0.0, [0.9, 0.3, 0.6], None),
@@ -428,7 +428,7 @@ def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
     }  # fmt: skip
     assert {name: e.value for name, e in metrics.items()} == pytest.approx(expected)
     assert {e.num_samples for e in metrics.values()} == {2}
-    assert metrics["reward"].stderr == pytest.approx(0.25)  # prompts say 0.5 and 0
+    assert metrics["reward"].stderr == pytest.approx(0.25)  # the prompts' means are 0.5 and 0
 
 
 def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_where_all_say_the_same(
@@ -441,8 +441,8 @@ def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_wh
     print_table(tmp_path, [])
     shown = capsys.readouterr().out
     assert "mean ± half of the 95 % interval, or the interval itself, over 4 prompts" in shown
-    assert "1.00 (0.51 … 1.00)" in shown  # of 4 of 4: 4/7.8415 to 1, and nothing is above 1
-    assert "0.550 ± 0.092" in shown  # the entropy: 3.18 standard errors of three degrees of freedom
+    assert "1.00 (0.51 … 1.00)" in shown  # for 4 of 4: 4/7.8415 to 1, and nothing is above 1
+    assert "0.550 ± 0.092" in shown  # the entropy: 3.18 standard errors, with three degrees of freedom
     frame = pd.read_csv(tmp_path / evaluated.TABLE_FILE).set_index("metric")
     assert (frame.loc["reward", "low"], frame.loc["reward", "high"]) == (pytest.approx(0.5101, abs=1e-4), 1.0)
     assert math.isnan(frame.loc["length", "low"])
@@ -510,7 +510,7 @@ def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_pa
 
 
 def test_an_infinite_number_stays_infinite_and_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
-    """A divergence is infinite where the first model rules out what the policy says."""
+    """A divergence is infinite if the first model gives the policy's response probability 0."""
     metrics = {
         "kl/token": Estimate(math.inf, math.nan, 8, "infinite"),
         "low": Estimate(-math.inf, math.inf, 8),

@@ -1,4 +1,4 @@
-"""Divergences of next-token distributions, against their definition."""
+"""Divergences of next-token distributions, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_divergences_are_those_of_the_definition() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 5.0, 20.0])
 def test_divergences_of_fp32_logits_over_a_whole_vocabulary_are_those_in_fp64_to_1e_7_nats(scale: float) -> None:
-    """From a near-uniform distribution to one that is all but certain; the twin has every term in fp64."""
+    """From a nearly uniform to a nearly certain distribution. The twin computes every term in fp64."""
     generator = torch.Generator().manual_seed(0)
     logits = scale * torch.randn(8, 151_936, generator=generator)
     other = logits + 0.05 * torch.randn(logits.shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Checkpoints of the user's own trainer are evaluated in Python, by the objects of the user's script."""
+"""Checkpoints of a user's own trainer are evaluated in Python with the objects of the user's script."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_attached_run_is_evaluated_with_its_weighted_rewards_and_its_report_s
     assert table.loc["reward", "stderr"] == pytest.approx(rewards.reshape(8, 2).mean(axis=1).std(ddof=1) / 8**0.5)
     assert table.loc["kl/token", "value"] > 0.0
     assert evaluations(folder).query("metric == 'reward'")["value"].tolist() == [table.loc["reward", "value"]]
-    assert page.read_text() != before  # with a section of them
+    assert page.read_text() != before  # it now has a section on them
 
     with pytest.raises(ValueError, match=r"made with other settings.*name=NAME, or replace it with overwrite=True"):
         evaluate(fresh, checkpoint, folder, greedy=False, responses_per_prompt=3)
