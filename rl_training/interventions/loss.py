@@ -45,7 +45,7 @@ class LossInputs:
     truncated: Tensor | None = None  # (b,), bool: cut off at the maximum length
     old_logps: Tensor | None = None  # (b, T), the denominators of the loss's ratios; None: all ratios are 1
     sampling_logps: Tensor | None = None  # (b, T), the sampler's; None: the policy itself sampled, or they are unknown
-    reference_logps: Tensor | None = None  # (b, T), of the reference model of a KL term
+    reference_logps: Tensor | None = None  # (b, T), of a KL term's reference model
     hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss leaves out
     whole_prompts: bool = True  # whether the microbatch holds all responses to each of its prompts
     token_advantages: Tensor | None = None  # (b, T), if advantages differ within a response

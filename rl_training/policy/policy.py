@@ -25,16 +25,14 @@ class Policy(abc.ABC):
 
     Passes are local to a rank unless weights are sharded: then every pass is collective. Each host has a subclass,
     which adds how the loop samples and decodes.
+
+    Args:
+        model: The model that is trained, unwrapped.
+        scorer: The model's scorer.
+        batch_size: Number of rows in a forward pass without graph.
     """
 
     def __init__(self, model: nn.Module, scorer: Scorer, batch_size: int) -> None:
-        """Take the model that a loop trains.
-
-        Args:
-            model: The model that is trained, unwrapped.
-            scorer: The model's scorer.
-            batch_size: Number of rows in a forward pass without graph.
-        """
         self.model = model
         self.scorer = scorer
         self._batch_size = batch_size

@@ -34,7 +34,21 @@ CHUNK_LOGITS = 2**25  # 128 MB in fp32
 
 
 class Scorer:
-    """Scores sequences with a model's parameters at the moment of the call. Training is not affected."""
+    """Scores sequences with a model's parameters at the moment of the call. Training is not affected.
+
+    Args:
+        model: The causal language model itself, not wrapped by DDP or an engine; or PEFT's model around it.
+        temperature: The temperature at which the responses were sampled. It divides the logits.
+        autocast: Returns the autocast context of training's forward pass.
+        fp32_head: Whether training's head multiplies in fp32, outside autocast.
+        call_head: Call the head's module, for the hooks on it. Otherwise its weight is read if that is equivalent.
+        chunk_logits: The number of logits to hold at once; at least one position's.
+        run_inside_forward: Score inside the model's forward pass, whose hooks gather sharded weights. Collective.
+        whole_logits: Use the model's full logits, because its head is gathered only while it is called.
+
+    Raises:
+        UserError: If the adapters are tokens before the prompt (PEFT's prompt learning).
+    """
 
     def __init__(
         self,
@@ -48,21 +62,6 @@ class Scorer:
         run_inside_forward: bool = False,
         whole_logits: bool = False,
     ) -> None:
-        """Take the model to score with.
-
-        Args:
-            model: The causal language model itself, not wrapped by DDP or an engine; or PEFT's model around it.
-            temperature: The temperature at which the responses were sampled. It divides the logits.
-            autocast: Returns the autocast context of training's forward pass.
-            fp32_head: Whether training's head multiplies in fp32, outside autocast.
-            call_head: Call the head's module, for the hooks on it. Otherwise its weight is read if that is equivalent.
-            chunk_logits: The number of logits to hold at once; at least one position's.
-            run_inside_forward: Score inside the model's forward pass, whose hooks gather sharded weights. Collective.
-            whole_logits: Use the model's full logits, because its head is gathered only while it is called.
-
-        Raises:
-            UserError: If the adapters are tokens before the prompt (PEFT's prompt learning).
-        """
         wrapped: Any = model
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise UserError("prompt learning puts tokens of its own before every prompt: train a LoRA adapter instead")

@@ -62,7 +62,7 @@ FAR = Limit(
     fix="a lower learning rate makes smaller steps, and every=1 measures one at a time",
 )
 NO_BAR = "no error bar: it is a number of steps"
-REWARDED = -1  # the column of sums that counts responses with a reward
+REWARDED = -1  # the column of the sums that counts rewarded responses
 
 
 @dataclass(frozen=True)

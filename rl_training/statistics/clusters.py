@@ -15,7 +15,7 @@ def participation_ratio(repeats: Tensor) -> float:
     different repeats, which have independent noise, so the sum of squares is unbiased.
 
     Args:
-        repeats: Independent unbiased estimates of C for example from S sketches: (S, n, n), with 1 on the diagonal.
+        repeats: Independent unbiased estimates of C, for example from S sketches: (S, n, n), with 1 on the diagonal.
     """
     count = repeats.shape[0]
     num = repeats.shape[1]

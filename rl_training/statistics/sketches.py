@@ -35,23 +35,21 @@ _MIX2 = 0x94D049BB133111EB
 
 
 class CountSketches:
-    """Several independent CountSketches of vectors over named parameters.
+    """Several independent CountSketches of vectors over named parameters. An object holds settings only.
 
     Example: CountSketches({"w": 1000}, buckets=64, repeats=2)(torch.zeros(3, 1000)).shape == (3, 2, 64)
+
+    Args:
+        sizes: The number of entries of each parameter, by name.
+        buckets: m, a power of two.
+        repeats: S, at least 2.
+        seed: Seed of the hash. Only sketches with the same seed can be multiplied.
+
+    Raises:
+        UserError: If `buckets` is not a power of two, or `repeats` is below 2.
     """
 
     def __init__(self, sizes: Mapping[str, int], buckets: int = 512, repeats: int = 8, seed: int = 0) -> None:
-        """Define the sketches, which hold no memory.
-
-        Args:
-            sizes: The number of entries of each parameter, by name.
-            buckets: m, a power of two.
-            repeats: S, at least 2.
-            seed: Seed of the hash. Only sketches with the same seed can be multiplied.
-
-        Raises:
-            UserError: If `buckets` is not a power of two, or `repeats` is below 2.
-        """
         if buckets < 1 or buckets & (buckets - 1):
             raise UserError(f"sketch.buckets={buckets} must be a power of two: use {1 << max(buckets, 1).bit_length()}")
         if repeats < 2:
