@@ -36,8 +36,8 @@ def build_step(
     """Return the data of a step whose gradients are complete. Collective.
 
     `gradients.rows_limit` gives the reason if gradients cannot be split into folds: microbatches mix prompts, the loss
-    has terms whose share in a part of a microbatch is unknown, or the step's gradient is not the sum of what its
-    microbatches gave.
+    has terms whose share in a part of a microbatch is unknown, or the step's gradient differs from that of its
+    microbatches.
 
     Args:
         step: The recorded step and its plan.

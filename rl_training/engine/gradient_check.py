@@ -5,7 +5,7 @@ Three comparisons, each between gradients of the same step:
 - `gradient_mismatch`: the step's gradient and the mean of the microbatches' gradients caught by hooks.
 - `weights_mismatch`: the step's gradient and the one recomputed from its loss weights.
 - `TermsCheck`, now and then: one fold's gradient and the one recomputed from its loss weights. It detects loss terms
-that the loop does not report, and hooks that change gradients.
+  that the loop does not report, and hooks that change gradients.
 """
 
 from __future__ import annotations

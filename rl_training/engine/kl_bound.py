@@ -4,8 +4,8 @@ Before each step, the optimizer's formula gives the change of the weights, δθ.
 responses of the step's own batch. This measures KL(policy before ‖ after) per token:
 
     target     c · H · s²                 c the set share, H the batch's entropy per token, s the schedule's factor
-    first try  f · √(target / KL of the last step), with f the factor of the last step; by .1 to 2
-    while KL > 2 target:  f ← f · √(target / KL), by .1 to .7, at most 8 times
+    first try  f · √(target / KL of the last step), with f the factor of the last step; limited to .1 f to 2 f
+    while KL > 2 target:  f ← f · √(target / KL), the root limited to .1 to .7, at most 8 times
 
 The optimizer then steps with its learning rate times f. The roots are there because KL is quadratic in the length of a
 step: one measurement determines the factor, and after the first few steps a single pass is enough. The steps of AdamW,
@@ -43,8 +43,8 @@ from rl_training.policy.scores import Scores
 from rl_training.statistics.estimate import Estimate
 
 EXCESS = 2.0  # times the target: up to this KL a step is left as it is
-SMALLEST_CUT, LARGEST_CUT = 0.7, 0.1  # range of the factor's change in one try
-LARGEST_GROWTH = 2.0  # of the factor from one step to the next
+SMALLEST_CUT, LARGEST_CUT = 0.7, 0.1  # each further try multiplies the factor by .1 to .7
+LARGEST_GROWTH = 2.0  # a step starts with at most this multiple of the last factor
 MAX_TRIES = 8
 SAME = 1e-5  # nats: mean difference up to which log-probabilities count as those of the same weights in fp32
 LEAST_RATIO = 2.5  # least ratio of the KL at half a step to that at a quarter: 4 without rounding and higher orders
@@ -203,7 +203,7 @@ class KLBound:
         return self._mean_over_tokens(kl_of_tokens(self._before, after), self._before.mask)
 
     def restore(self) -> None:
-        """Reset the optimizer's learning rates to the schedule's, once it has stepped."""
+        """Reset the learning rates to the schedule's, and free the weights kept for the step."""
         for group, rate in zip(self._shard.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates, self._weights = [], {}
