@@ -1,11 +1,11 @@
 """The default task: chains of one-digit additions and subtractions, easy enough for 100k parameters.
 
-Every partial result is a digit: `7+2-3=?<think>` has the partial results 7, 9, 6 and the answer 6. They are drawn as a
-walk on 0..9 in which each step goes to one of the nine other digits with equal chance. So there are 10 * 9^(n-1) chains
-of n operands, and no operand after the first is 0.
+Every partial result is a digit: `7+2-3=?<think>` has the partial results 7, 9, 6 and the answer 6. The partial results
+are a random walk on 0..9 that moves to one of the nine other digits with equal probability. So there are 10 * 9^(n-1)
+chains of n operands, and no operand after the first is 0.
 
-A fixed eighth of all chains, picked by a checksum of the prompt, is held out: whatever the seeds, neither training nor
-the worked examples of the warm start ever show a prompt that evaluation asks.
+A fixed eighth of all chains, chosen by a checksum of the prompt, is held out: with any seed, neither training nor the
+worked examples of the warm start contain a prompt of the evaluation.
 """
 
 import random
@@ -34,14 +34,14 @@ def arithmetic(
     min_operands: int = MIN_OPERANDS,
     max_operands: int = MAX_OPERANDS,
 ) -> Task:
-    """Make the arithmetic task: `num_train` training and `num_eval` held-out chains, no prompt twice.
+    """Make the arithmetic task: `num_train` training and `num_eval` held-out chains, without duplicates.
 
-    The number of operands is drawn uniformly, and a chain drawn before is drawn anew; as there are only 810
-    chains of three operands, they come out somewhat rarer than the others. The embedded model was warmed up on
-    3 to 7 operands; more are harder for it, and want a larger max_completion_length (4 tokens an operand and 6).
+    The number of operands is drawn uniformly, and duplicate chains are drawn again. There are only 810 chains of three
+    operands, so these are somewhat rarer than the others. The default model was warmed up on 3 to 7 operands. Longer
+    chains are harder for it, and need a larger max_completion_length (4 tokens per operand, plus 6).
 
     Raises:
-        UserError: when fewer than three operands are asked for, or no range.
+        UserError: If min_operands is below three, or above max_operands.
     """
     if not MIN_OPERANDS <= min_operands <= max_operands:
         raise UserError(
@@ -59,7 +59,7 @@ def arithmetic(
 
 
 def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """Return 1.0 for each completion with one `<answer>…</answer>` that holds exactly the answer, otherwise 0.0.
+    """Return 1.0 for each completion with one `<answer>…</answer>` that contains exactly the answer, otherwise 0.0.
 
     A second opening or closing tag anywhere scores 0.0: listing several answers counts as giving none.
 
@@ -72,7 +72,7 @@ def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) 
 def worked_examples(
     seed: int, min_operands: int = MIN_OPERANDS, max_operands: int = MAX_OPERANDS
 ) -> Iterator[WorkedExample]:
-    """Yield right answers to training chains without end: half with the running result, half with the answer alone.
+    """Yield right answers to training chains, endlessly: half with the running result, half with only the answer.
 
     Examples: `7+2=9-3=6</think><answer>6</answer>` and `</think><answer>6</answer>`.
     """
@@ -89,7 +89,7 @@ def worked_examples(
 
 def _dataset(num_rows: int, operands: tuple[int, int], *, held_out: bool, seed: int) -> Dataset:
     rng = random.Random(f"{seed}, held out: {held_out}")
-    answers: dict[str, str] = {}  # by prompt, in the order of drawing
+    answers: dict[str, str] = {}  # by prompt, in the order in which they were drawn
     while len(answers) < num_rows:
         chain = _draw(rng, operands)
         if is_held_out(_prompt(chain)) == held_out:
@@ -115,7 +115,7 @@ def _prompt(chain: Chain) -> str:
 
 
 def given_answer(completion: str) -> str | None:
-    """Return what the one `<answer>…</answer>` of a completion holds; None for none, or for more than one."""
+    """Return the content of a completion's `<answer>…</answer>`, or None unless there is exactly one."""
     if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
         return None
     match = _ANSWER.search(completion)

@@ -1,8 +1,8 @@
-"""Read arithmetic that a model wrote, without running it as code.
+"""Evaluates arithmetic that a model wrote, without running it as code.
 
-Python's parser makes a tree of the text, and the tree is walked here: numerals, + - * / ** and parentheses, and those
-names and functions that the caller hands in. Everything else is an error: there is no way from a text to a call of
-anything that is not in the caller's own table, and no power is taken whose digits would fill the memory.
+Python's parser turns the text into a tree, which is evaluated here. Allowed are numerals, + - * / **, parentheses, and
+the names and functions that the caller provides; everything else is an error. So a text can call nothing outside the
+caller's table, and a power whose digits would fill the memory is refused.
 
 >>> value_of("2*(3 + 6)", Fraction)
 Fraction(18, 1)
@@ -18,10 +18,10 @@ from numbers import Rational
 from typing import Any
 
 MAX_CHARS = 10_000
-MAX_BITS = 4096  # of a power of numbers
-MAX_EXPONENT = 1000  # of a power of anything else
-# What numerals, names and operators are made of. Other numerals of Python's (0b11, 1e9, 1_0, 1j), strings and comments
-# would hide digits from whoever looks for the numbers in a text.
+MAX_BITS = 4096  # of a power whose base is a number
+MAX_EXPONENT = 1000  # of any power with a numeric exponent
+# The characters of numerals, names and operators. Python's other numerals (0b11, 1e9, 1_0, 1j), strings and comments
+# would hide digits from code that searches a text for numbers.
 _ALPHABET = re.compile(r"[-+*/() \tA-Za-z0-9.]*")
 _NUMERAL = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 _WORD = re.compile(r"[A-Za-z0-9.]+")
@@ -29,7 +29,7 @@ _LETTERS = re.compile(r"[A-Za-z]+")
 
 
 class NotArithmeticError(ValueError):
-    """A text is no arithmetic expression, or one whose value would be too large."""
+    """Raised if a text is not an arithmetic expression, or its value would be too large."""
 
 
 def value_of(
@@ -41,15 +41,15 @@ def value_of(
     """Return the value of an arithmetic expression.
 
     Args:
-        text: numerals in decimal notation, + - * / **, parentheses, names and calls of functions of one argument.
-        number: makes a number of the caller's kind of a numeral's exact value.
-        names: gives the value of a name, and raises an error for one that it does not know; None allows no names.
-        functions: by name, what may be called.
+        text: Decimal numerals, + - * / **, parentheses, names, and calls of functions with one argument.
+        number: Converts the exact value of a numeral to the caller's type of number.
+        names: Returns the value of a name, and raises an error for unknown names. None allows no names.
+        functions: The functions that may be called, by name.
 
     Raises:
-        NotArithmeticError: for every other text, and for a power that is too large.
-        ArithmeticError: for a division by zero.
-        RecursionError: for an expression that is nested too deeply.
+        NotArithmeticError: For every other text, and for a power that is too large.
+        ArithmeticError: For a division by zero.
+        RecursionError: For an expression that is nested too deeply.
     """
     text = text.strip()
     if len(text) > MAX_CHARS or not _ALPHABET.fullmatch(text):
@@ -59,13 +59,13 @@ def value_of(
             raise NotArithmeticError(f"neither a numeral nor a name: {word[:40]}")
     try:
         tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, MemoryError) as error:  # the parser's own stack is full: MemoryError
+    except (SyntaxError, MemoryError) as error:  # MemoryError: the parser's stack overflows
         raise NotArithmeticError(f"not an arithmetic expression: {error}") from error
     return _Walk(text, number, names, functions or {}).value(tree)
 
 
 class _Walk:
-    """The value of each node of one tree; see `value_of`."""
+    """Evaluates the nodes of one tree. The arguments are those of `value_of`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Walk:
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """Return base ** exponent. Raise NotArithmeticError where that is too large, or no Fraction though both are."""
+    """Return base ** exponent. Raise NotArithmeticError if it is too large, or an inexact root of a Fraction."""
     if isinstance(base, Fraction) and exponent.denominator != 1:
         raise NotArithmeticError("a root: numbers are exact here")
     if _is_rational(exponent):

@@ -1,11 +1,11 @@
 r"""GSM8K: grade-school word problems whose answer is one number (Cobbe et al. 2021, arXiv:2110.14168).
 
-Data: the dataset of that name on the Hugging Face Hub, or a local copy of its JSON lines,
-`{"question": "…", "answer": "… #### 18"}`. Prompts are plain text for base models, without a chat template, in the
-manner of DeepSeek-R1 (arXiv:2501.12948): think first, then answer.
+The data comes from the Hugging Face Hub, or from a local copy of its JSON lines,
+`{"question": "…", "answer": "… #### 18"}`. Prompts are plain text for base models, without a chat template, and ask to
+think first and then answer, as in DeepSeek-R1 (arXiv:2501.12948).
 
-An answer is right where it states the number (stated_number.py): `18`, `$18.00`, `18 dollars`, `\frac{36}{2}`,
-`x = 18`. Numbers are compared exactly, as fractions.
+An answer is right if it states the number (stated_number.py): `18`, `$18.00`, `18 dollars`, `\frac{36}{2}`, `x = 18`.
+Numbers are compared exactly, as fractions.
 """
 
 import json
@@ -27,18 +27,23 @@ _INSTRUCTION = (
     "<answer> </answer>."
 )
 _THOUGHT = "Assistant: <think>"
-_HELD_OUT_SHARE = 0.05  # of a single file
+_HELD_OUT_SHARE = 0.05  # of the rows, if there is only one file
 
 
 def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "main") -> Task:
-    """Read the GSM8K task: from `path` if given, otherwise from the dataset `name` on the Hugging Face Hub.
+    """Read the GSM8K task, from `path` if given, otherwise from the Hugging Face Hub.
 
-    `path` is a folder with `train.jsonl` and `test.jsonl`, or one JSON-lines file: then its last twentieth,
-    at least one row, is held out. There is no shuffling, so all ranks see one split. A training row whose
-    prompt is also held out is left out, with a warning.
+    Rows are not shuffled, so all ranks see the same split. Training rows whose prompt is also held out are dropped,
+    with a warning.
 
-    Raises FileNotFoundError, ValueError (naming file and line) or ConnectionError when the data is
-    not available.
+    Args:
+        path: A folder with `train.jsonl` and `test.jsonl`, or one JSON-lines file, whose last 5 % (at least one row)
+            are then held out.
+        name: Name of the dataset on the Hub.
+        config: Configuration of the dataset on the Hub.
+
+    Raises:
+        UserError: If the data is not available or not valid; the message names file and line.
     """
     if path is None:
         train, held_out = _hub_rows(name, config)
@@ -62,9 +67,9 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
 def gsm8k_reward(
     completions: list[str], answer: list[str], prompts: list[str] | None = None, **kwargs: Any
 ) -> list[float]:
-    r"""Return 1.0 for each completion whose last complete `<answer>…</answer>` is the row's number, otherwise 0.0.
+    r"""Return 1.0 for each completion whose last complete `<answer>…</answer>` states the row's number, otherwise 0.0.
 
-    After the number a unit may stand, of words that measure and of words of the question, which the prompt has.
+    A unit may follow the number: units of measurement, and words of the question, which is read from the prompt.
 
     Example: `gsm8k_reward(["… </think> <answer>\$1,000.00</answer>"], answer=["1000"])` is `[1.0]`.
     """
@@ -83,7 +88,7 @@ def _question(prompt: str) -> str:
 
 
 def given_answer(completion: str) -> str | None:
-    """Return what the last complete `<answer>…</answer>` holds, without space around it; None if there is none."""
+    """Return the stripped content of the last complete `<answer>…</answer>`, or None if there is none."""
     start = completion.rfind("<answer>", 0, max(0, completion.rfind("</answer>")))
     if start == -1:
         return None
@@ -92,7 +97,7 @@ def given_answer(completion: str) -> str | None:
 
 
 def _vote(completion: str) -> str | None:
-    """Return what the reward reads from a completion: a number in one spelling (18 for $18.00), other text as it is."""
+    """Return the answer that the reward reads: numbers in one spelling (18 for $18.00), other text unchanged."""
     given = given_answer(completion)
     number = None if given is None else stated_number(given)
     return given if number is None else str(number)
@@ -101,7 +106,7 @@ def _vote(completion: str) -> str | None:
 def _hub_rows(name: str, config: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     try:
         splits = load_dataset(name, config)
-    except OSError as error:  # offline, no such dataset, no access: all are OSErrors
+    except OSError as error:  # no network, no such dataset and no access all raise OSError
         raise UserError(
             f"The dataset {name} ({config}) could not be loaded: {error}. Without a network, or with data of "
             "your own, give data.path=FILE.jsonl, lines of {'question': …, 'answer': '… #### 18'}."
@@ -121,7 +126,7 @@ def _file_rows(file: Path) -> list[dict[str, str]]:
     rows = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():  # an empty last line is common
+            if not line.strip():  # files often end with an empty line
                 continue
             where = f"{file}, line {number}"
             try:

@@ -1,16 +1,16 @@
-"""A process that looks at what a model wrote, at bounded cost, and runs nothing of it.
+"""A process that checks text written by a model, with bounded time and memory, and without running it.
 
-Checking arbitrary text is dangerous for two reasons.
+Checking arbitrary text is dangerous for two reasons:
 
-It may be run: libraries that parse answers call `eval`. So the worker installs an audit hook, which cannot be taken out
-again, that refuses to run code compiled from text.
+The text may be run as code: libraries that parse answers call `eval`. So the worker installs an audit hook, which
+cannot be removed, that refuses to run code compiled from text.
 
-It may not end: `9**9**9**9` is one power of big integers, and no signal handler runs before that returns. So texts are
-looked at in a child of the worker, with limited memory, which the kernel ends when the time for a text is up. Another
-is forked at once.
+The check may not terminate: `9**9**9**9` is a single power of big integers, and no signal handler runs until it
+returns. So texts are checked in a child of the worker that has limited memory, and that the kernel kills when the time
+for a text is up. The worker then forks another child.
 
-The worker finds modules where the trainer finds them, and imports what its `load` does, and neither torch nor TRL. It
-reads and writes one line of JSON per question. None is started before the first question, none is left at exit.
+The worker uses the trainer's module search path. It imports what its `load` imports, but neither torch nor TRL. It
+reads and writes one line of JSON per question. It is started at the first question and ended at exit.
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ from typing import Any, BinaryIO
 
 from rl_training.errors import UserError
 
-_START_SECONDS = 120  # importing takes a second, but a minute on a cold network drive
+_START_SECONDS = 120  # imports take a second, but up to a minute from a cold network drive
 _MAX_WORKER_BYTES = 1 << 30
-_MOST_WAITING = 5  # times the processor's time that a question may take by the clock
+_MOST_WAITING = 5  # limit of wall-clock time for a question, in multiples of its CPU time limit
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from rl_training.tasks.guarded_worker import serve; serve(*sys.argv[2:])"
 )
-# A pool of threads for each core would be counted as memory.
+# A thread pool with a thread per core would count towards the memory limit.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 Question = tuple[str | None, ...]
 
 
 class GuardedWorker:
-    """The process that checks, seen from the trainer's side: started when needed, ended by the kernel or by `close`.
+    """The worker process, seen from the trainer: started when needed, ended by the kernel or by `close`.
 
     Args:
-        module: of the function `load()`, which the worker calls once. It returns a function prepare(*question), and
-            that the check of this question: a function without arguments that looks at the text and returns JSON. The
-            check alone is timed.
-        install: what to do where the worker cannot start.
+        module: Module with a function `load()`, which the worker calls once. `load()` returns a function
+            `prepare(*question)`, which in turn returns the check of this question: a function without arguments that
+            inspects the text and returns a JSON value. Only the check is timed.
+        install: What the user should do if the worker cannot start; part of the error message.
     """
 
     def __init__(self, module: str, install: str) -> None:
         self._module = module
         self._install = install
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.RLock()  # a line belongs to the request before it
+        self._lock = threading.RLock()  # pairs each reply with the request before it
         atexit.register(self.close)
 
     @property
     def pid(self) -> int | None:
-        """Return the process id while there is a process, otherwise None."""
+        """The process id, or None if there is no process."""
         return None if self._process is None else self._process.pid
 
     def ask_all(
         self, questions: Iterable[Question], deadline_seconds: float, budget_seconds: float
     ) -> dict[Question, Any]:
-        """Return the answer to each question; None where time or memory ran out.
+        """Return the answer to each question, or None if time or memory ran out.
 
-        Equal questions are asked once. The first start of the worker is not charged to the budget, later ones are.
+        Equal questions are asked once. The first start of the worker does not count towards the budget; restarts do.
 
         Args:
-            questions: what `prepare` is called with.
-            deadline_seconds: the processor's time for one question.
-            budget_seconds: the time for all, by the clock: the other ranks wait meanwhile.
+            questions: Arguments of `prepare`, one tuple per question.
+            deadline_seconds: CPU time for one question.
+            budget_seconds: Wall-clock time for all questions. Other ranks wait meanwhile.
 
         Raises:
-            UserError: where the worker cannot start.
+            UserError: If the worker cannot start.
         """
         answers: dict[Question, Any] = dict.fromkeys(questions)
         if answers:
@@ -92,7 +92,7 @@ class GuardedWorker:
         return answers
 
     def ask(self, question: Question, seconds: float) -> Any:
-        """Return the answer to one question, None when the time (`seconds` of the processor) or the memory ran out."""
+        """Return the answer to one question, or None if its CPU time (`seconds`) or memory ran out."""
         request = json.dumps({"question": question, "seconds": seconds}).encode() + b"\n"
         with self._lock:
             line = self._reply(self.start(), request)
@@ -102,15 +102,15 @@ class GuardedWorker:
             return None
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Return the process, alive. Raise UserError with the reason when it cannot start.
+        """Return the running worker process, and start it if necessary. Raise UserError if it cannot start.
 
-        A forked child starts its own: `poll` takes the parent's for dead.
+        A fork of the trainer starts its own worker, because `poll` reports the parent's as dead.
         """
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return self._process
             self.close()
-            # -P: no module of the working folder takes the place of another
+            # -P keeps modules in the working folder from shadowing others
             command = [sys.executable, "-P", "-c", _START, json.dumps(sys.path), self._module]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
@@ -124,7 +124,7 @@ class GuardedWorker:
             return self._process
 
     def close(self) -> None:
-        """Kill the process, if any, and wait for it, so that no zombie is left."""
+        """Kill the process, if there is one, and wait for it, so that no zombie is left."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
@@ -132,54 +132,54 @@ class GuardedWorker:
                     process.kill()
 
     def _reply(self, process: subprocess.Popen[bytes], request: bytes = b"") -> bytes:
-        """Return the next line of the process's output; empty when it has ended."""
+        """Send a request and return the next line of the process's output, or b"" if the process has ended."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             rest = memoryview(request)
-            while rest:  # a signal may come when a part of it is written
+            while rest:  # a signal can interrupt a write halfway
                 rest = rest[process.stdin.write(rest) :]
             return process.stdout.readline()
         except BrokenPipeError:
             return b""
-        except BaseException:  # Ctrl-C: the reply, coming late, would be taken for the next one's
+        except BaseException:  # after Ctrl-C, the late reply would be taken for that of the next request
             self.close()
             raise
 
 
-# What follows runs in the worker.
+# Everything below runs in the worker.
 
-refused: list[str] = []  # what code made from text was not run, since the worker began
+refused: list[str] = []  # file names of the code objects that were refused since the worker started
 
 
 def refuse_code_from_text(event: str, args: tuple[object, ...]) -> None:
-    """Raise RuntimeError when code that does not come from a module's file is about to run. An audit hook."""
+    """Audit hook: raise RuntimeError if code that does not come from a module's file is about to run."""
     if event == "exec":
         (code,) = args
         assert isinstance(code, CodeType)
-        # Modules come from files, or are `<frozen ...>`; eval, exec, lambdify and the like call their code `<string>`.
+        # Modules come from files or are `<frozen ...>`; code of eval, exec or lambdify is named `<string>` or similar.
         if not os.path.isabs(code.co_filename) and not code.co_filename.startswith("<frozen "):
             refused.append(code.co_filename)
             raise RuntimeError("code made from text is not run here")
 
 
 def serve(module: str) -> None:
-    """Answer requests until stdin ends: the trainer is gone."""
+    """Answer requests until stdin ends, which means that the trainer has ended."""
     import resource  # POSIX only, and only the worker needs it
 
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints must not be taken for a reply
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    os.dup2(2, 1)  # output of libraries must not be taken for a reply
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     for ending in (signal.SIGALRM, signal.SIGPROF):
-        signal.signal(ending, signal.SIG_DFL)  # the kernel ends the process, even within one operation
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGPROF})  # whatever the trainer made of them
+        signal.signal(ending, signal.SIG_DFL)  # the kernel ends the process, even in the middle of an operation
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM, signal.SIGPROF})  # the trainer may have blocked them
     signal.alarm(_START_SECONDS)
 
     def reply(message: Mapping[str, Any]) -> None:
         replies.write(json.dumps(message).encode() + b"\n")
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # elsewhere the limit is refused, and only the deadline bounds the memory
+    if sys.platform == "linux":  # other systems refuse the limit, so only the deadline bounds the memory
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_WORKER_BYTES, _MAX_WORKER_BYTES))
     try:
         prepare: Callable[..., Callable[[], Any]] = importlib.import_module(module).load()
@@ -192,7 +192,7 @@ def serve(module: str) -> None:
     child = None
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
-            prepare(*json.loads(line)["question"])  # so that a new child need not
+            prepare(*json.loads(line)["question"])  # done here too, so that a new child inherits the cached result
             child = child or _Child(prepare)
             answer = child.ask(line)
             if not answer:
@@ -201,18 +201,18 @@ def serve(module: str) -> None:
 
 
 class _Child:
-    """The process that looks at the texts, seen from the worker's side."""
+    """The process that checks the texts, seen from the worker."""
 
     def __init__(self, prepare: Callable[..., Callable[[], Any]]) -> None:
         from_worker, to_child = os.pipe()
         from_child, to_worker = os.pipe()
-        gc.freeze()  # a collection in the child would copy all that it visits
+        gc.freeze()  # garbage collection in the child would copy every page it visits
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 os.close(to_child)
                 os.close(from_child)
-                for stream in (1, 2):  # what a library says of a text is no news for who trains
+                for stream in (1, 2):  # hide what libraries print about texts
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
                 _answer(prepare, os.fdopen(from_worker, "rb"), os.fdopen(to_worker, "wb"))
             finally:
@@ -223,7 +223,7 @@ class _Child:
         self._answers = os.fdopen(from_child, "rb")
 
     def ask(self, request: bytes) -> bytes:
-        """Return the answer to a request; empty, and the child is gone, where time or memory ran out."""
+        """Return the answer to a request. If time or memory ran out, the child has ended, and the answer is b""."""
         self._requests.write(request)
         self._requests.flush()
         answer = self._answers.readline()
@@ -236,7 +236,7 @@ class _Child:
 
 
 def _answer(prepare: Callable[..., Callable[[], Any]], requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests in a child until the worker is gone, or until one is the end of the child."""
+    """Answer requests in the child until the worker ends, or until a request kills the child."""
     for line in requests:
         request = json.loads(line)
         check = prepare(*request["question"])

@@ -1,11 +1,11 @@
-"""The scores that reasoning-gym gives to answers, taken in a guarded worker (guarded_worker.py).
+"""Scores answers with reasoning-gym's own scoring functions, in a guarded worker (guarded_worker.py).
 
-Nine tasks of the package hand the answer to `eval` or to sympy's `parse_expr`, which is `eval` again. In the worker
-these are replaced by readers that cannot call: arithmetic by expressions.py, lists by `ast.literal_eval`. Should
-another version of the package evaluate more, then the worker refuses that, and a warning says so.
+Nine tasks of the package pass the answer to `eval` or to sympy's `parse_expr`, which uses `eval` too. In the worker
+these are replaced by readers that cannot call functions from the text: expressions.py for arithmetic,
+`ast.literal_eval` for lists. If another version of the package evaluates more, the worker refuses it, with a warning.
 
-An answer that the package's scoring fails on scores 0, and so does one that takes over two seconds or too much memory,
-or has more than `MAX_CHARS` characters.
+An answer scores 0 if the package's scoring raises an error, takes over two seconds or too much memory, or if the answer
+has more than `MAX_CHARS` characters.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rl_training.tasks.expressions import value_of
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARS = 32_768  # the longest right answers have a thousand
-DEADLINE_SECONDS = 2.0  # of the processor, for one answer
-BUDGET_SECONDS = 60.0  # for all the answers of one call: the other ranks wait meanwhile
-_ROUNDING = 1e-9  # spell_backward adds up to 1.0000000000000002
+MAX_CHARS = 32_768  # the longest right answers have a thousand characters
+DEADLINE_SECONDS = 2.0  # CPU time for one answer
+BUDGET_SECONDS = 60.0  # wall-clock time for all answers of one call; other ranks wait meanwhile
+_ROUNDING = 1e-9  # tolerance: spell_backward can score 1.0000000000000002
 _worker = guarded_worker.GuardedWorker(__name__, how_to_install("reasoning_gym"))
 
 
@@ -40,11 +40,14 @@ def open_dataset(task: str, seed: int, settings: Mapping[str, Any], size: int) -
     """Return the package's dataset of a task.
 
     Args:
-        size: how many questions there are. Most tasks make as many as they are asked for, whatever this says.
+        task: Name of the task.
+        seed: Seed of the questions.
+        settings: Settings of the task.
+        size: Number of questions. Most tasks ignore it and generate as many as are requested.
 
     Raises:
-        ImportError: without the package.
-        UserError: for a task or a setting that it does not know, and for a task that pays whatever is answered.
+        ImportError: If the package is not installed.
+        UserError: For an unknown task or setting, and for a task that gives every answer a score of 1.
     """
     with require_extra():
         from reasoning_gym.factory import DATASETS, create_dataset
@@ -56,12 +59,12 @@ def open_dataset(task: str, seed: int, settings: Mapping[str, Any], size: int) -
         raise UserError(f"data.task={task}: the package scores every answer 1: use another task, such as game_of_life")
     try:
         return create_dataset(task, size=size, seed=seed, **settings)
-    except (TypeError, AssertionError, AttributeError) as error:  # an unknown setting, a value that the task refuses
+    except (TypeError, AssertionError, AttributeError) as error:  # an unknown setting, or a value that the task refuses
         raise UserError(f"data.settings={dict(settings)} do not suit data.task={task}: {error}") from error
 
 
 class AnswerScores:
-    """The package's scores of the answers to one task's questions."""
+    """Scores answers to the questions of one task, as the package does. The arguments are those of `open_dataset`."""
 
     def __init__(self, task: str, seed: int, settings: Mapping[str, Any]) -> None:
         self._task = task
@@ -69,10 +72,10 @@ class AnswerScores:
         self._has_warned = False
 
     def scores(self, answers: Sequence[tuple[Mapping[str, Any], str | None]]) -> list[float]:
-        """Return the score, from 0 to 1, of each answer; 0.0 for what cannot be scored, with a warning.
+        """Return the score of each answer, from 0 to 1. Answers that cannot be scored get 0.0, with a warning.
 
         Args:
-            answers: the package's entry of the question, and what was answered, None for nothing.
+            answers: For each, the package's entry of the question, and the answer or None.
         """
         questions = [(self._dataset, _packed(entry), answer) for entry, answer in answers]
         asked = [question for question in questions if len(question[2] or "") <= MAX_CHARS]
@@ -100,17 +103,17 @@ def _packed(value: Any) -> str:
     return base64.b64encode(pickle.dumps(value)).decode()
 
 
-# What follows runs in the worker.
+# Everything below runs in the worker.
 
 
 def _unpacked(text: str) -> Any:
-    return pickle.loads(base64.b64decode(text))  # of the trainer's own making
+    return pickle.loads(base64.b64decode(text))  # safe: the trainer itself pickled it
 
 
 def load() -> Callable[[str, str, str | None], Callable[[], tuple[float, str]]]:
-    """Return what prepares the score of an answer; see GuardedWorker. The check returns it, and why it failed or ""."""
+    """Return the `prepare` of GuardedWorker. Its check returns the score, and the reason of a failure or ""."""
     with require_extra():
-        import reasoning_gym  # noqa: F401  all of it, before the guard is up: dataclasses are made by exec
+        import reasoning_gym  # noqa: F401  imported fully before the guard is up, since dataclasses use exec
     _replace_what_evaluates()
 
     @cache
@@ -129,7 +132,7 @@ def _score(dataset: Any, entry: Mapping[str, Any], answer: str | None) -> tuple[
     num_refused = len(guarded_worker.refused)
     try:
         score = float(dataset.score_answer(answer, entry))
-    except Exception as error:  # what the package's own scoring did not expect of a text
+    except Exception as error:  # the package's scoring did not expect such a text
         return 0.0, f"{type(error).__name__}: {error}"[:200]
     if len(guarded_worker.refused) > num_refused:
         return 0.0, "it evaluates text as code, which is refused"
@@ -139,7 +142,7 @@ def _score(dataset: Any, entry: Mapping[str, Any], answer: str | None) -> tuple[
 
 
 def _replace_what_evaluates() -> None:
-    """Replace the functions by which the package's scores evaluate text, and one that pays for nan."""
+    """Replace the functions with which the package's scoring evaluates text, and one that rewards nan."""
     import numpy as np
     import sympy
     import sympy.physics.units  # simplify imports it, and it sympifies names
@@ -151,10 +154,10 @@ def _replace_what_evaluates() -> None:
     _module("arithmetic.bitwise_arithmetic").eval = _bitwise
     for name in ("countdown", "puzzle24"):
         _module(f"games.{name}").parse_expr = lambda text: value_of(text, Fraction)
-    _module("algebra.complex_arithmetic").min = np.minimum  # that of Python finds 1 below nan
+    _module("algebra.complex_arithmetic").min = np.minimum  # Python's min(1, nan) is 1
     sympy.parse_expr = _algebra
     sympy.simplify = _simplified
-    # sympy writes functions for polynomials in so many unknowns, and keeps them.
+    # sympy generates functions for polynomials by number of unknowns and caches them; do it before the guard is up.
     for num_unknowns in range(1, 17):
         operations = MonomialOps(num_unknowns)
         for name in ("mul", "pow", "mulpow", "ldiv", "div", "lcm", "gcd"):
@@ -166,7 +169,7 @@ def _module(name: str) -> Any:
 
 
 def _algebra(text: str, local_dict: Mapping[str, Any] | None = None) -> Any:
-    """Return a sympy expression of unknowns and elementary functions, without `Integral(…)`, which answers nothing."""
+    """Parse a sympy expression of unknowns and elementary functions. `Integral(…)`, which is no answer, is refused."""
     import sympy
 
     known = {"pi": sympy.pi, "E": sympy.E, **(local_dict or {})}
@@ -180,9 +183,10 @@ def _algebra(text: str, local_dict: Mapping[str, Any] | None = None) -> Any:
 
 
 def _simplified(expression: Any) -> Any:
-    """Return what `simplify` does where that may be 0, for which alone it is asked.
+    """Return `simplify(expression)` if that may be 0; otherwise return the expression unchanged.
 
-    Simplifying the difference between a wrong answer and a right one takes seconds; that it is not 0 shows at a point.
+    The package only tests whether the result is 0. To simplify the difference between a wrong and a right answer takes
+    seconds, while its value at one point already shows that it is not 0.
     """
     from sympy.simplify import simplify
 
@@ -195,7 +199,7 @@ def _simplified(expression: Any) -> Any:
 
 
 def _bitwise(question: str) -> int:
-    """Return the value of a question of bitwise_arithmetic, which is the package's own text."""
+    """Return the value of a question of bitwise_arithmetic. The text is the package's own, not the model's."""
     operations = {
         ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.LShift: operator.lshift,
         ast.RShift: operator.rshift,

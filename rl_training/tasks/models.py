@@ -1,4 +1,4 @@
-"""Loading of a causal language model and its tokenizer, with errors that say what to do."""
+"""Loads a causal language model and its tokenizer, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from rl_training.errors import UserError
 from rl_training.tasks.tiny import TINY_PATH
 
 ADAPTER_CONFIG = "adapter_config.json"
-KERNEL = re.compile(r'"\w+_implementation": "[^"]*/[^"]*"')  # in a model's config.json: one of the Hub
+KERNEL = re.compile(r'"\w+_implementation": "[^"]*/[^"]*"')  # in a model's config.json: a kernel from the Hub
 
 
 def load_causal_lm(
     name: str | Path, dtype: str = "float32", quantization: str | None = None, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return (model, tokenizer) of a folder or of a name on the Hugging Face Hub; code that lies there is not run.
+    """Return (model, tokenizer) from a folder or the Hugging Face Hub. Code that comes with the model is never run.
 
     Args:
-        dtype: of the weights, "float32", "bfloat16" or "auto". Weights that are trained want fp32, with bf16
-            autocast; those that an adapter leaves frozen may be what the checkpoint is
-        quantization: "nf4": the linear layers in 4 bits, for an adapter on top of them; products are taken in `dtype`
-        attn_implementation: "sdpa", "eager", "flash_attention_2", …; None for the model's own choice. Measurements in
-            fp32 use sdpa where it takes 16 bits only
+        name: A folder, or a name on the Hub.
+        dtype: dtype of the weights: "float32", "bfloat16" or "auto". Trained weights should be fp32, with bf16
+            autocast. Frozen weights under an adapter can have the checkpoint's dtype.
+        quantization: "nf4" loads the linear layers in 4 bits, to train an adapter on top. Matrix products are computed
+            in `dtype`.
+        attn_implementation: "sdpa", "eager", "flash_attention_2", …; None uses the model's default. If the
+            implementation supports only 16 bits, measurements in fp32 use sdpa.
 
     Raises:
-        UserError: when the checkpoint is missing, incomplete or corrupt, or has no end-of-sequence token.
+        UserError: If the checkpoint is missing, incomplete or corrupt, or has no end-of-sequence token.
     """
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise UserError(f"model.dtype={dtype} is not a dtype of torch: use float32, bfloat16 or auto")
@@ -57,7 +59,7 @@ def load_causal_lm(
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     except UserError:
         raise
-    except Exception as error:  # each missing or damaged file raises an error of its own library's
+    except Exception as error:  # a missing or damaged file raises errors of various libraries
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"model.name={name} needs code that comes with it (auto_map), which is never run here: choose a model "
@@ -70,10 +72,10 @@ def load_causal_lm(
             "Give model.name=FOLDER with config.json, weights and tokenizer files as save_pretrained writes them, "
             "or a name on the Hub, or use model=tiny"
         ) from error
-    for module in model.modules():  # on the CPU, bitsandbytes' layout for evaluation stays, and has no backward
+    for module in model.modules():  # on CPUs, bitsandbytes would keep an evaluation layout that has no backward
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if not tokenizer("a 1").input_ids:  # transformers makes one up where the folder has no file of a tokenizer's
+    if not tokenizer("a 1").input_ids:  # without tokenizer files, transformers returns an empty tokenizer
         raise UserError(f"model.name={name} has no tokenizer: put its files there (tokenizer.json, as it was trained)")
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of model.name={name} has no end-of-sequence token: set its eos_token")
@@ -83,7 +85,7 @@ def load_causal_lm(
 
 
 def refuse_code_in_adapter(folder: Path) -> None:
-    """Raise UserError where the adapter in a folder names a module that PEFT would import."""
+    """Raise UserError if the adapter in a folder names a module that PEFT would import."""
     file = folder / ADAPTER_CONFIG
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("megatron_config"):
         raise UserError(f"{file} names modules to be imported (megatron_config), which no run writes: remove them")
@@ -94,7 +96,7 @@ def load_tiny(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the (model, tokenizer) that ship with the package. See tasks/tiny.py."""
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # of a moment
+    logging.disable_progress_bar()  # it would show for a moment only
     try:
         return load_causal_lm(TINY_PATH, dtype, quantization)
     finally:

@@ -1,11 +1,11 @@
-"""Procedural tasks of the package reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), made on the spot.
+"""Procedural tasks of the package reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), generated locally.
 
-A row's prompt is the package's question and `<think>`; the reward is the package's own score, from 0 to 1, of what the
-one `<answer>…</answer>` of a completion holds, taken in a guarded process (gym_score.py). Many tasks score a near miss
-above 0.
+A row's prompt is the package's question followed by `<think>`. The reward is the package's own score, from 0 to 1, for
+the content of a completion's only `<answer>…</answer>`, computed in a guarded process (gym_score.py). Many tasks score
+a near miss above 0.
 
-The questions of the package's item 0, 1, … under a seed become training rows or held-out rows by a checksum of their
-text (`is_held_out`), so that no seed ever trains on what evaluation asks. Repeated questions are skipped.
+The package's questions 0, 1, … for a seed become training rows or held-out rows by a checksum of their text
+(`is_held_out`), so no seed ever trains on a prompt of the evaluation. Duplicate questions are skipped.
 
 Tasks with short questions and answers suit a tiny model, which `python -m rl_training.tasks.tiny --task NAME` makes.
 """
@@ -21,22 +21,27 @@ from rl_training.tasks.arithmetic import given_answer
 from rl_training.tasks.gym_score import AnswerScores, open_dataset
 from rl_training.tasks.task import Task, WorkedExample, is_held_out
 
-_SIZE = 20_000  # questions of the few tasks that do not make as many as they are asked for; word_ladder takes no more
-_TRIES = 20  # draws for each row that is asked for, most of which find no new question where there are few
+_SIZE = 20_000  # number of questions, for the few tasks that need one; word_ladder accepts no more
+_TRIES = 20  # draws per requested row; a task with few questions mostly draws duplicates
 
 
 def reasoning_gym(
     task: str, num_train: int = 4096, num_eval: int = 512, seed: int = 0, settings: Mapping[str, Any] | None = None
 ) -> Task:
-    """Make the task of that name in reasoning-gym: `num_train` training, `num_eval` held-out questions, none twice.
+    """Make a task of reasoning-gym: `num_train` training and `num_eval` held-out questions, without duplicates.
 
     Args:
-        settings: of that task, as its configuration in the package names them: {"min_terms": 2, "max_digits": 1}
+        task: Name of the task in reasoning-gym.
+        num_train: Number of training questions.
+        num_eval: Number of held-out questions.
+        seed: Seed of the questions.
+        settings: Settings of that task, named as in its configuration: {"min_terms": 2, "max_digits": 1}.
 
-    Raises ImportError without the package, and UserError for a name or a setting that it does not know, and where the
-    task has fewer questions than rows are asked for.
+    Raises:
+        ImportError: If the package is not installed.
+        UserError: For an unknown task or setting, or if the task has fewer questions than requested.
     """
-    rows: dict[bool, dict[str, Any]] = {False: {}, True: {}}  # by held out: the package's entry of each prompt
+    rows: dict[bool, dict[str, Any]] = {False: {}, True: {}}  # by whether held out: the package's entries by prompt
     wanted = {False: num_train, True: num_eval}
     for entry in islice(_entries(task, seed, settings or {}), _TRIES * (num_train + num_eval)):
         prompt = _prompt(entry)
@@ -67,7 +72,7 @@ def reasoning_gym(
 
 
 def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[WorkedExample]:
-    """Yield training questions of a task with the package's answer, without end: for a warm start, see tiny.py."""
+    """Yield training questions of a task with the package's answers, endlessly, for the warm start in tiny.py."""
     while True:
         for entry in _entries(task, seed, settings or {}):
             if entry["answer"] is None:
@@ -77,7 +82,7 @@ def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None =
 
 
 def _entries(task: str, seed: int, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the package's entries 0, 1, …, without end for most tasks."""
+    """Yield the package's entries 0, 1, …, endlessly for most tasks."""
     dataset = open_dataset(task, seed, settings, _SIZE)
     for number in count():
         try:

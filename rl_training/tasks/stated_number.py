@@ -1,10 +1,10 @@
-r"""Read the one number that an answer states: plainly, as arithmetic, or as the value of an equation.
+r"""Reads the one number that an answer states: plainly, as arithmetic, or as the value of an equation.
 
-A policy learns whatever is paid, so a text counts as a whole or not at all: nothing in it is skipped but a unit
-(units.py), a currency sign and the marks of a formula. `17 or 18`, `x > 17`, `18 \text{ million}` and `\boxed{18}17`
-state no number, and an equation does only where a lone symbol stands before it or all its sides are equal.
+A policy learns whatever is rewarded, so the whole text must state the number: only a unit (units.py), a currency sign
+and formula delimiters are skipped. `17 or 18`, `x > 17`, `18 \text{ million}` and `\boxed{18}17` state no number. An
+equation states one only if its left side is a single symbol, or if all its sides are equal.
 
-Numbers are exact fractions. Nothing is run as code, and no text takes more than a few milliseconds.
+Numbers are exact fractions. No text is run as code, and none takes more than a few milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fractions import Fraction
 from rl_training.tasks.expressions import NotArithmeticError, value_of
 from rl_training.tasks.units import is_unit, nouns_of
 
-MAX_CHARS = 200  # no number needs more
+MAX_CHARS = 200  # enough for any number
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!])[0-9]{3})+|[0-9]+)"  # 1,000 and LaTeX's 1{,}000, 1\,000, 1\!000
 _WORD = r"[A-Za-z°][A-Za-z°.'’/-]*"
 _UNIT = rf"(?P<unit>\s*/?\s*{_WORD}(?:\s+{_WORD}){{0,5}})?\s*\.?"
@@ -33,7 +33,7 @@ _PLAIN_NUMBER = re.compile(
 _LONE_SYMBOL = re.compile(
     r"(?!not\b)(?:[A-Za-z]|[A-Za-z]{3,})(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?"
 )  # before `=`: x, x_1, Total
-_MARKS = [  # around a whole formula
+_MARKS = [  # delimiters around a whole formula
     re.compile(rf"{before}(.*){after}", re.DOTALL)
     for before, after in (
         (r"\\\(", r"\\\)"), (r"\\\[", r"\\\]"), (r"\$\$", r"\$\$"), (r"\$", r"\$"), (r"\*\*", r"\*\*"),
@@ -49,9 +49,9 @@ _LATEX_TO_ARITHMETIC = [
     (re.compile(r"\\(?:times|cdot)(?![A-Za-z])|[×·⋅]"), "*"),
     (re.compile(r"\\div(?![A-Za-z])|÷"), "/"),
     (re.compile(r"\\([dt]?frac)\s*([0-9])\s*([0-9])(?![0-9])"), r"\\\1{\2}{\3}"),
-    (re.compile(r"\^\s*([0-9])(?![0-9.])"), r"**\1"),  # 2^10 is 2^1 · 0 to some, 2^{10} to others
+    (re.compile(r"\^\s*([0-9])(?![0-9.])"), r"**\1"),  # not 2^10, which is ambiguous: 2^1 · 0 or 2^{10}
 ]
-_BRACES_TO_PARENTHESES = [  # from the inside outwards
+_BRACES_TO_PARENTHESES = [  # applied repeatedly, innermost first
     (re.compile(rf"(?<![0-9.])([0-9]+)\s*{_FRACTION}"), r"(\1+(\2)/(\3))"),  # a mixed number, 17\frac{1}{2}
     (re.compile(_FRACTION), r"((\1)/(\2))"),
     (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"sqrt(\1)"),
@@ -62,12 +62,14 @@ _IMPLIED_PRODUCT = re.compile(r"(?<=[0-9)])\s*(?=\(|sqrt\()")
 
 
 def stated_number(text: str, question: str | None = None) -> Fraction | None:
-    r"""Return the exact value of the one number that a text states, None where it does not state one.
+    r"""Return the exact value of the one number that a text states, or None if it does not state exactly one.
 
-    Beside plain numbers these are arithmetic, in plain text or LaTeX, and equations.
+    Besides plain numbers, it reads arithmetic, in plain text or LaTeX, and equations.
 
     Args:
-        question: whose nouns may be units, beside the words that measure; None: any word that changes no number may
+        text: The answer.
+        question: Its nouns may be units, in addition to units of measurement. None allows any word that does not
+            change a number.
 
     >>> [str(stated_number(text)) for text in (r"\boxed{\frac{36}{2}}", "x = 18", "2 + 16 = 18 eggs", "17 = 18")]
     ['18', '18', '18', 'None']
@@ -84,18 +86,18 @@ def stated_number(text: str, question: str | None = None) -> Fraction | None:
 
 
 def parse_number(text: str, nouns: frozenset[str] | None = None) -> Fraction | None:
-    """Return the exact value of a plain number, None for any other text.
+    """Return the exact value of a plain number, or None for any other text.
 
-    Plain: an integer, a decimal, a fraction or a mixed number in ASCII digits, with or without a sign,
-    thousands separators, a currency or percent sign (both ignored), bold marks, a unit of up to six words, a
-    full stop. `nouns` are those of `is_unit`.
+    A plain number is an integer, decimal, fraction or mixed number in ASCII digits. It may have a sign, thousands
+    separators, a currency or percent sign (both ignored), bold marks, a unit of up to six words and a full stop.
+    `nouns` is passed to `is_unit`.
 
     Examples: `"-$1,000.50"` is -2001/2, `"36/2"` and `"18 eggs per day."` are 18, `"18 or 20"` is None.
     """
     if len(text) > MAX_CHARS:
         return None
     text = " ".join(text.removeprefix("**").removesuffix("**").replace("\N{MINUS SIGN}", "-").split())
-    if len(text) > 2 and text[0] == text[-1] == "$":  # a formula in dollars, $18$
+    if len(text) > 2 and text[0] == text[-1] == "$":  # a formula between dollar signs, $18$
         text = text[1:-1].strip()
     match = _PLAIN_NUMBER.fullmatch(text)
     if match is None or (match["sign"] and match["inner_sign"]) or not is_unit(match["unit"] or "", nouns):
@@ -115,7 +117,7 @@ def _without_separators(digits: str) -> str:
 
 
 def _without_marks(text: str) -> str:
-    """Return what stands inside of \\(…\\), $…$, **…** and \\boxed{…} where these enclose the whole text."""
+    """Remove \\(…\\), $…$, **…** and \\boxed{…} if they enclose the whole text."""
     text = text.strip()
     for marks in _MARKS:
         if match := marks.fullmatch(text):
@@ -137,7 +139,7 @@ def _value(side: str, nouns: frozenset[str] | None) -> Fraction | None:
 
 
 def _as_arithmetic(latex: str) -> str:
-    """Return the expression in the notation of `value_of`; what LaTeX has beyond arithmetic stays and is refused there.
+    """Translate LaTeX to the notation of `value_of`. Anything beyond arithmetic is left in, and `value_of` refuses it.
 
     >>> _as_arithmetic(r"2(3+6) - 1{,}000 \\div \\frac{1}{2}")
     '2*(3+6) - 1000 / ((1)/(2))'
@@ -154,7 +156,7 @@ def _as_arithmetic(latex: str) -> str:
 
 
 def _root(number: Fraction) -> Fraction:
-    """Return the square root of a square. Raise NotArithmeticError for other numbers, whose root is no fraction."""
+    """Return the square root of a square. Raise NotArithmeticError for any number whose root is not a fraction."""
     root = Fraction(math.isqrt(number.numerator), math.isqrt(number.denominator))
     if root * root != number:
         raise NotArithmeticError(f"{number} has no square root among the fractions")

@@ -1,4 +1,4 @@
-"""The interface of a task: what is asked (two datasets) and what an answer is worth (a reward)."""
+"""The interface of a task: two datasets of prompts and a reward for the responses."""
 
 import zlib
 from collections.abc import Callable
@@ -13,22 +13,23 @@ _HELD_OUT_ONE_IN = 8
 
 @dataclass(frozen=True)
 class Task:
-    """A dataset with its reward; `train_dataset` and `eval_dataset` share columns and no prompt.
+    """Datasets and their reward. `train_dataset` and `eval_dataset` have the same columns and no prompt in common.
 
-    The reward takes what TRL hands to a reward function and returns one number per completion; TRL logs it as
+    The reward has TRL's signature of a reward function and returns one number per completion. TRL logs its mean as
     `rewards/<name of the function>/mean`.
 
-    Raises ValueError where a dataset is none, or lacks prompts.
+    Raises:
+        UserError: If a dataset is not a datasets.Dataset, or lacks prompts.
 
     Example: `GRPOTrainer(model, reward_funcs=task.reward, train_dataset=task.train_dataset, ...)`.
     """
 
-    train_dataset: Dataset  # column `prompt` (plain text), and the columns that the reward reads
-    eval_dataset: Dataset  # the same columns, held-out prompts
-    reward: Callable[..., list[float]]  # reward(completions, **columns); its __name__ is the metric's name
-    # what evaluation counts as one vote: the answer that the reward reads from a text, None where it reads none
+    train_dataset: Dataset  # column `prompt` (text or messages), and the columns that the reward reads
+    eval_dataset: Dataset  # the same columns, with held-out prompts
+    reward: Callable[..., list[float]]  # reward(completions, **columns); its __name__ becomes the metric's name
+    # returns the answer that the reward reads from a response, which is one vote in evaluation; None if there is none
     given_answer: Callable[[str], str | None] | None = None
-    reward_range: tuple[float, float] | None = None  # the least and the most that a response can earn; None: not known
+    reward_range: tuple[float, float] | None = None  # lowest and highest possible reward; None: unknown
 
     def __post_init__(self) -> None:
         for name in ("train_dataset", "eval_dataset"):
@@ -38,10 +39,10 @@ class Task:
 
 
 def as_task(returned: object) -> Task:
-    """Return what the function of a task has returned.
+    """Return the result of a task's function unchanged.
 
     Raises:
-        UserError: where that is no task.
+        UserError: If it is not a Task.
     """
     if not isinstance(returned, Task):
         raise UserError(
@@ -66,12 +67,12 @@ def _refuse_without_prompts(name: str, dataset: object) -> None:
 
 @dataclass(frozen=True)
 class WorkedExample:
-    """A prompt and a right completion of it, without the end-of-sequence token."""
+    """A prompt and a right completion, without the end-of-sequence token."""
 
     prompt: str
     completion: str
 
 
 def is_held_out(prompt: str) -> bool:
-    """Return whether a made-up prompt belongs to evaluation: one in eight, by a checksum of its text, not by a seed."""
+    """Return whether a generated prompt is held out: one in eight is, by a checksum of its text whatever the seed."""
     return zlib.crc32(prompt.encode()) % _HELD_OUT_ONE_IN == 0

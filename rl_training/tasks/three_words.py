@@ -1,16 +1,17 @@
-"""One sentence that uses three given nouns: a task for a small instruct model, checked by counting.
+"""Write one sentence that uses three given nouns: a task for a small instruct model, checked by counting.
 
-As CommonGen (Lin et al. 2020, arXiv:1911.03705) asks it, with rules that are checked as IFEval's are (Zhou et al. 2023,
-arXiv:2311.07911). A policy is paid for what is counted and not for what is meant, so each rule is there because a
-policy that was trained without it found a way around those before:
+The task is that of CommonGen (Lin et al. 2020, arXiv:1911.03705), with automatically checked rules as in IFEval (Zhou
+et al. 2023, arXiv:2311.07911). The reward measures what is counted, not what is meant, and a policy exploits the gap.
+Each rule was added because a policy trained without it found a way around the earlier ones:
 
-    no rule of length    the three words alone
-    8 to 20 words        lists: "music (garbage): lamp (chair):"
+    without a length rule    it wrote only the three words
+    with 8 to 20 words       it wrote lists: "music (garbage): lamp (chair):"
 
-Hence one plain sentence: see `is_sentence`. What passes it is no proof of sense: 46 steps of all weights at 1e-4 ended
-in one mould, "The tree echoed like a horse that echoed for every other lamp.", and in no list.
+Hence the requirement of one plain sentence, see `is_sentence`. Passing it does not prove that a sentence makes sense:
+46 steps of full fine-tuning at 1e-4 ended without lists, but with a single pattern, "The tree echoed like a horse that
+echoed for every other lamp."
 
-The nouns are drawn from 48, which makes 17,296 triples. A fixed eighth of them is held out.
+The nouns are drawn from 48, which gives 17,296 triples. A fixed eighth of them is held out.
 """
 
 import random
@@ -47,17 +48,17 @@ works
 NOUNS = _NOUNS.split()
 MIN_WORDS = 8
 MAX_WORDS = 20
-MIN_GAP = 2  # words between two of the given nouns
-MAX_REPEATS = 2  # of a word that is not an article
+MIN_GAP = 2  # minimum number of words between two of the given nouns
+MAX_REPEATS = 2  # how often a word other than an article may occur
 MAX_COMMAS = 2
 ARTICLES = {"a", "an", "the"}
-# Words that hold a sentence together. A list of nouns or of adjectives has few of them.
+# Words that hold a sentence together. A list of nouns or adjectives contains few of them.
 FUNCTION_WORDS = ARTICLES | set(_FUNCTION_WORDS.split())
 MIN_FUNCTION_SHARE = 0.3
-# Forms that make a clause; beside these every word in -ed counts.
+# Verb forms. Every word that ends in -ed counts too.
 VERBS = set(_VERBS.split())
 ASK = "Write one short sentence with the words {}."
-# With one worked example a model of 135 million parameters uses every third noun from the start; without, hardly any.
+# With one worked example, a model with 135 million parameters uses a third of the nouns from the start; without, few.
 EXAMPLE = [
     {"role": "user", "content": ASK.format("moon, glass, garage")},
     {"role": "assistant", "content": "The moon shone on a glass that she had left in the garage."},
@@ -66,9 +67,9 @@ _PLAIN = re.compile(r"[A-Z][a-z'’]*(?:,? [A-Za-z][a-z'’]*(?:-[a-z]+)?)*[.!?]
 
 
 def three_words(num_train: int = 2048, num_eval: int = 256, seed: int = 0) -> Task:
-    """Return the task: `num_train` training and `num_eval` held-out triples of nouns, none twice.
+    """Return the task: `num_train` training and `num_eval` held-out triples of nouns, without duplicates.
 
-    Prompts are conversations, so that a chat template is applied.
+    Prompts are conversations, so the model's chat template is applied.
     """
     return Task(
         train_dataset=_dataset(num_train, held_out=False, seed=seed),
@@ -79,7 +80,7 @@ def three_words(num_train: int = 2048, num_eval: int = 256, seed: int = 0) -> Ta
 
 
 def uses_three_words(completions: list[Any], words: list[list[str]], **columns: Any) -> list[float]:
-    """Return the share of the three nouns that each answer uses, 0.0 where it is not one plain sentence.
+    """Return the share of the three nouns that each answer uses, or 0.0 if it is not one plain sentence.
 
     >>> uses_three_words(["The child ate fresh bread beside the river in the morning."], [["child", "bread", "river"]])
     [1.0]
@@ -90,10 +91,11 @@ def uses_three_words(completions: list[Any], words: list[list[str]], **columns: 
 
 
 def is_sentence(text: str) -> bool:
-    """Return whether a text is one plain sentence, as far as counting can tell.
+    """Return whether a text is one plain sentence, judged by counting.
 
-    It begins with a capital and ends with a full stop, has letters, apostrophes and hyphens in between and at most two
-    commas, 8 to 20 words of which three in ten are function words, a verb, and hardly a word twice.
+    It must begin with a capital letter, end with `.`, `!` or `?`, and otherwise consist of letters, apostrophes,
+    hyphens and at most two commas. It must have 8 to 20 words, at least 30 % of them function words, and a verb. No
+    word may occur twice in a row, and none except articles more than twice.
     """
     if not _PLAIN.fullmatch(text) or text.count(",") > MAX_COMMAS:
         return False
@@ -114,7 +116,7 @@ def _share_used(text: str, nouns: list[str]) -> float:
     places = [[place for place, word in enumerate(words) if word in (noun, f"{noun}s")] for noun in nouns]
     all_places = sorted(place for noun_places in places for place in noun_places)
     if any(later - earlier <= MIN_GAP for earlier, later in pairwise(all_places)):
-        return 0.0  # side by side they are a list
+        return 0.0  # too close together they form a list
     return sum(map(bool, places)) / len(nouns)
 
 

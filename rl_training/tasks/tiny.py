@@ -1,12 +1,13 @@
-"""The embedded default model: a Qwen2 of about 105k parameters that half knows the arithmetic task.
+"""The default model: a Qwen2 with about 105k parameters that solves about half of the arithmetic task.
 
-`TINY_PATH` is a checkpoint in the package: no download, a training step of half a second on one CPU core. It was warmed
-up on worked examples in two styles, with and without the running result, and answers in each about half of the time;
-only the first is mostly right. So there is something for reinforcement learning to find, and entropy for it to spend.
+`TINY_PATH` is its checkpoint in the package: no download, and a training step takes half a second on one CPU core. The
+model was warmed up on worked examples in two styles, with and without the running result, and uses each about half of
+the time; only answers in the first style are mostly right. This leaves something to learn for reinforcement learning,
+and entropy to reduce.
 
-Remake the checkpoint with `python -m rl_training.tasks.tiny`; `--task NAME` makes the same model for a task of
-reasoning-gym instead, warmed up on answers alone. The same seed gives bitwise the same weights on the same kind of
-machine. Another seed's checkpoint starts and ends elsewhere, which is why one is shipped.
+`python -m rl_training.tasks.tiny` makes the checkpoint again. `--task NAME` makes the same model for a reasoning-gym
+task instead, warmed up on answers alone. The same seed gives bitwise the same weights on the same kind of machine.
+Checkpoints of other seeds start and end at different rewards, which is why one checkpoint is shipped.
 """
 
 import argparse
@@ -39,18 +40,18 @@ TINY_PATH = Path(__file__).parent / "assets" / "tiny"
 
 _PAD, _EOS, _UNK = "<pad>", "<eos>", "<unk>"
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_MAX_LENGTH = 128  # tokens; the longest exercise with its worked answer has 46
-_IGNORED = -100  # the label that the loss leaves out
+_MAX_LENGTH = 128  # in tokens; the longest exercise with its worked answer has 46
+_IGNORED = -100  # label of tokens that the loss ignores
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer of 103 tokens: one per printable ASCII character, newline, four tags, pad, eos and unk.
+    """Make the tokenizer with 103 tokens: one per printable ASCII character, newline, four tags, pad, eos and unk.
 
-    The tags are added tokens but not special ones: TRL decodes with `skip_special_tokens=True` before it asks the
-    reward, which has to see them. Any other character is dropped: this kind of tokenizer never emits unk.
+    The tags are added tokens, but not special ones: TRL decodes with `skip_special_tokens=True` before it calls the
+    reward, which must see the tags. All other characters are dropped: this kind of tokenizer never emits unk.
     """
-    # AutoTokenizer makes a Qwen2Tokenizer of whatever stands beside a Qwen2 model, and takes over only the vocabulary
-    # and the merges. So be one from the start: byte-level BPE without merges, where Ċ is newline and Ġ is space.
+    # AutoTokenizer loads the tokenizer of a Qwen2 model as a Qwen2Tokenizer and takes over only vocabulary and merges,
+    # so this is one from the start: byte-level BPE without merges, where Ċ is newline and Ġ is space.
     characters = (*"ĊĠ", *string.digits, *string.ascii_letters, *string.punctuation)
     tokenizer = Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate((_PAD, _EOS, _UNK, *_TAGS, *characters))},
@@ -66,7 +67,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Make the untrained model in fp32 on the CPU; the caller's random state is left as it was."""
+    """Make the untrained model, in fp32 on the CPU, without changing the caller's random state."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -76,7 +77,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         num_key_value_heads=2,
         max_position_embeddings=_MAX_LENGTH,
         tie_word_embeddings=True,
-        initializer_range=0.08,  # with the usual 0.02 the warm start is far from done after 450 steps
+        initializer_range=0.08,  # with the usual 0.02 the warm start needs far more than 450 steps
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -91,9 +92,9 @@ def warm_start(
     examples: Iterator[WorkedExample],
     num_steps: int = 450,
 ) -> list[float]:
-    """Train on worked examples, and yield the loss of each step, in nats per completion token.
+    """Train on worked examples, and return the loss of each step, in nats per completion token.
 
-    AdamW at 4e-3, 32 examples a step, 20 steps of linear warm-up, then a cosine down to a tenth.
+    It uses AdamW at 4e-3 with 32 examples per step, 20 steps of linear warm-up, then cosine decay to a tenth.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     schedule = get_cosine_with_min_lr_schedule_with_warmup(
@@ -104,7 +105,7 @@ def warm_start(
     progress = tqdm(range(num_steps), desc="warm start", unit="step")
     for _ in progress:
         input_ids, labels = _collate(tokenizer, list(islice(examples, 32)))
-        # No attention mask: the padding is on the right, where a causal model does not look.
+        # No attention mask is needed: padding is on the right, which a causal model does not see.
         loss = model(input_ids=input_ids, labels=labels).loss
         loss.backward()
         optimizer.step()
@@ -117,7 +118,7 @@ def warm_start(
 
 
 def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) -> tuple[Tensor, Tensor]:
-    """Return token ids and labels, both (examples, tokens); the labels ignore the prompt and the padding."""
+    """Return token ids and labels, both (examples, tokens). The labels ignore prompt and padding."""
     rows, labels = [], []
     for example in examples:
         prompt = tokenizer(example.prompt).input_ids
@@ -144,7 +145,7 @@ def main() -> None:
     if arguments.task and arguments.output == TINY_PATH:
         parser.error("--task needs --output FOLDER: the package's own model is that of arithmetic")
 
-    torch.set_num_threads(1)  # sums over several threads have another order; and one is faster at this size
+    torch.set_num_threads(1)  # more threads would change the order of sums, and are slower at this size
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, arguments.seed)
     examples = (

@@ -1,8 +1,8 @@
-"""Words that may follow a number without changing it: units that measure, and nouns of the question.
+"""Words that may follow a number without changing it: units of measurement, and nouns of the question.
 
-A policy learns whatever is paid. `18 short of`, `18 G` and `18 nope` are 18 of nothing that was asked for. A list of
-the words that change a number would never be complete: the words that leave it as it is are known, and no other may
-follow.
+A policy learns whatever is rewarded. In `18 short of`, `18 G` and `18 nope` the 18 does not count anything that was
+asked for. A list of words that change a number would never be complete, so only listed words that leave it unchanged
+may follow a number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MEASURES = {
     "each",
 }  # fmt: skip
 _BEFORE_A_UNIT = {"per", "a", "an", "each", "every"}
-_WITHIN = _BEFORE_A_UNIT | {"of", "in", "for", "the", "on"}  # a unit does not end with them
-# They stand in questions and are no nouns: most say how a number is meant.
+_WITHIN = _BEFORE_A_UNIT | {"of", "in", "for", "the", "on"}  # a unit cannot end with these
+# Words of questions that are not nouns. Most of them qualify a number.
 _NO_NOUNS = {
     "less", "more", "fewer", "short", "than", "off", "about", "around", "almost", "nearly", "roughly", "least",
     "most", "only", "just", "down", "under", "above", "between", "beyond", "from", "with", "without", "within",
@@ -35,7 +35,7 @@ _NO_NOUNS = {
     "instead", "additional", "except", "need", "needs", "against", "opposite", "lower", "higher", "greater",
     "smaller", "larger", "bigger",
 }  # fmt: skip
-# Words that make another number of the one before them: `18 thousand` is not 18 of some unit.
+# Words that change the number before them: `18 thousand` is not 18 of some unit.
 _CHANGES = re.compile(
     r"\b(?:M|(?i:hundreds?|thousands?|[a-z]+illions?|k|bn|mn|b|dozens?|score|gross|grand|lakhs?|crores?"
     r"|hal(?:f|ves)|thirds?|quarters?"
@@ -47,9 +47,9 @@ _CHANGES = re.compile(
 
 
 def nouns_of(question: str) -> frozenset[str]:
-    """Return the words of a question that may be a unit: three small letters or more, in the singular and the plural.
+    """Return the words of a question that may be a unit: three or more lowercase letters, in singular and plural.
 
-    `more`, `fewer` and `less` are among them where it is asked how many more there are.
+    `more`, `fewer` and `less` are included if the question asks how many more there are.
 
     >>> sorted(nouns_of("How many more boxes of eggs does Ann XVII buy than he?"))
     ['box', 'boxe', 'boxes', 'buy', 'egg', 'eggs', 'more']
@@ -60,11 +60,12 @@ def nouns_of(question: str) -> frozenset[str]:
 
 
 def is_unit(text: str, nouns: frozenset[str] | None) -> bool:
-    """Return whether the words after a number leave it as it is.
+    """Return whether the words after a number leave it unchanged.
 
     Args:
-        text: All that follows the number, "" for nothing.
-        nouns: The words, beside those that measure, that may stand there; None for any that change no number.
+        text: Everything that follows the number; may be "".
+        nouns: Words that are allowed in addition to units of measurement. None allows any word that does not change a
+            number.
     """
     if _CHANGES.search(text):
         return False
@@ -77,5 +78,5 @@ def is_unit(text: str, nouns: frozenset[str] | None) -> bool:
 
 
 def _forms(word: str) -> set[str]:
-    """Return a word as it is, and as it would be if its end were that of a plural."""
+    """Return a word and its possible singular forms, without a final "s" or "es"."""
     return {word, word.removesuffix("s"), word.removesuffix("es")} if len(word) > 2 else {word}

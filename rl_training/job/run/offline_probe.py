@@ -115,14 +115,13 @@ class OfflineEntropyProbe:
         Returns:
             A dictionary with these keys:
 
-                deltaH1, bars_dot, learning_rate       predicted; absent with probe_rework.compute_delta_h1=false
-                deltaH_true, H_orig, H_upd             measured; absent with importance.enabled=false
-                B_E, B_U, G                            prompts of E, prompts of U, responses to each prompt of U
-                avg_generation_length                  mean over E, in tokens
-                avg_reward                             mean over U
-                timing                                 seconds by phase
-                diagnostics                            ESS, w_max, w_min and all others, with standard errors `…_se`
-                log                                    path of the log, "" if there is none
+            - `deltaH1`, `bars_dot`, `learning_rate`: Predicted. Absent with probe_rework.compute_delta_h1=false.
+            - `deltaH_true`, `H_orig`, `H_upd`: Measured. Absent with importance.enabled=false.
+            - `B_E`, `B_U`, `G`: Prompts of E, prompts of U, and responses to each prompt of U.
+            - `avg_generation_length`, `avg_reward`: Tokens per response, mean over E, and reward, mean over U.
+            - `timing`: Seconds by phase.
+            - `diagnostics`: ESS, w_max, w_min and all other results, with standard errors `…_se`.
+            - `log`: Path of the log, or "" if there is none.
 
         Raises:
             UserError: If checkpoint and configuration do not match; before anything is sampled.
