@@ -91,7 +91,7 @@ def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate
 
 
 def begun(groups: Sequence[Group], step: int) -> int:
-    """Return the step from which on all runs of these groups that have reached `step` are recorded."""
+    """Return the first step that is recorded in all runs of these groups that have reached `step`."""
     return max(member.run.steps[0] for group in groups for member in members_at(group, step))
 
 

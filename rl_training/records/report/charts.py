@@ -31,7 +31,7 @@ MOST_POINTS = 400  # per series: a page cannot show more
 DIGITS = 5  # significant digits of a number in a page
 COLUMNS = ("x", "y", "low", "high", "left", "right")
 STYLES = ("line", "mark", "band", "faint", "text", "drop")
-MARGIN = 0.02  # of an axis beyond 0 and 1, for the width of the line
+MARGIN = 0.02  # room on an axis beyond 0 and 1, for the width of the line
 MAX_LABELS = 40  # labels of rows of cells; more would overlap
 Column: TypeAlias = "Sequence[Any] | np.ndarray | pd.Series[Any] | pd.Index[Any]"
 
@@ -256,7 +256,7 @@ def axis(
 
 
 def heatmap(key: str, table: pd.DataFrame, largest: float, missing: Sequence[str] = (), **words: Any) -> Chart:
-    """Return a chart of cells from a table: a row per row, its columns along x. Colours saturate at ±`largest`."""
+    """Return a chart of cells: one row per row of the table, its columns along x. Colours saturate at ±`largest`."""
     labels = [str(label) for label in table.index]
     rows = [
         Series(label, GREY, list(table.columns), [label] * table.shape[1], low=row, line=False)
