@@ -29,8 +29,8 @@ from rl_training.statistics.noise_scale import WARM_STEPS
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 NO_AMSGRAD = Limit("no_formula", "amsgrad and maximize have no formula here")
 NO_DECAY = (
-    "Adam's second moment never decays: it is kept in {dtype}, in which {beta2} times a number is that number. Where "
-    "gradients become smaller, steps stay small: use adam_beta2=0.99, or weights in float32"
+    "Adam's second moment never decays: it is kept in {dtype}, where {beta2} times a number rounds to the same number. "
+    "If gradients become smaller, steps become too small: use adam_beta2=0.99, or weights in float32"
 )
 
 

@@ -23,9 +23,7 @@ from torch import Tensor
 from rl_training.optim.formula import OptimizerState, StepFormula, UpdateParts
 from rl_training.statistics.limit import Limit
 
-NOT_32_BITS = Limit(
-    "no_formula", "Lion with moments of 8 bits or in paged memory has no formula here", "optim=lion_32bit"
-)
+NOT_32_BITS = Limit("no_formula", "Lion with 8-bit or paged moments has no formula here", "optim=lion_32bit")
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, T
     unreached = {name for name, gradient in local.items() if gradient is None}
     if len(unreached) == len(local):
         raise UserError(
-            "no trainable parameter has a gradient after the backward pass: an optimizer that steps during it, layer "
-            "by layer, cannot be measured; use AdamW (optim=adamw_torch), or no probes (no attach; probe=none)"
+            "no trainable parameter has a gradient after the backward pass: an optimizer that steps during the "
+            "backward, layer by layer, cannot be measured; use AdamW (optim=adamw_torch), or no probes (no attach; "
+            "probe=none)"
         )
     weights = shard.weights() if unreached else {}
     dtype = shard.layout.dtype

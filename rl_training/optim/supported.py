@@ -15,8 +15,8 @@ from rl_training.statistics.limit import Limit
 FORMULAS = (ADAMW, ADAM, SGD, LION)
 NO_FORMULA = Limit(
     "no_formula",
-    "the step of {optimizer} has no formula here, only {supported} have",
-    fix="probe=measured says what it did",
+    "the step of {optimizer} has no formula here, only those of {supported} do",
+    fix="probe=measured measures its effect",
 )
 
 

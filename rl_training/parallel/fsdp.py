@@ -48,8 +48,8 @@ class FullyShard(Shard):
             how = param.placements if isinstance(param, DTensor) else "a plain tensor"
             if how != (ShardPlacement(0),):
                 raise UserError(
-                    f"probes read FSDP2's parameters where each is cut along its first dimension over all processes, "
-                    f"and {name} is {how}: shard without hybrid or tensor parallelism, or train without probes"
+                    f"probes need FSDP2 to cut every parameter along its first dimension over all processes, but "
+                    f"{name} is {how}: shard without hybrid or tensor parallelism, or train without probes"
                 )
         self.leaves = self._find_leaves()
         rounded = [name for name, leaf in self.leaves.items() if leaf.itemsize < self.trained[name].itemsize]

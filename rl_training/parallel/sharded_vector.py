@@ -48,8 +48,8 @@ class ShardedVector:
         is_other = not kept <= self.slices.keys() <= sizes.keys()
         if is_other or any(part.stop > sizes[name] for name, parts in self.slices.items() for part in parts):
             raise UserError(
-                f"the vector in the checkpoint is not of the {sum(sizes.values())} numbers that are trained: it "
-                "belongs to another model. Delete its probes*.safetensors, and the probes start afresh"
+                f"the vector in the checkpoint does not match the {sum(sizes.values())} numbers that are trained: it "
+                "belongs to another model. Delete the checkpoint's probes*.safetensors to start the probes from scratch"
             )
         return {name: _assemble(name, self.slices.get(name, ()), shard) for name in shard.layout.names}
 

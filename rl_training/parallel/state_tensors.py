@@ -79,7 +79,7 @@ def from_tensors(like: Any, tensors: Mapping[str, Tensor]) -> Any:
     unread = dict(tensors)
     state = _read(like, "", unread)
     if unread:
-        raise UserError(f"it holds {', '.join(sorted(unread))} beside")
+        raise UserError(f"it also holds {', '.join(sorted(unread))}, which is unknown here")
     return state
 
 
@@ -93,7 +93,7 @@ def _parts(state: Any, path: str) -> Mapping[str, Any]:
         for name in (name for name, part in state.items() if isinstance(part, Mapping)):
             if any(other.startswith(f"{name}.") for other in state):
                 raise UserError(
-                    f"a state has {name!r}, a dictionary, beside a name that begins with '{name}.': rename it"
+                    f"a state has both a dictionary {name!r} and a name that begins with '{name}.': rename one of them"
                 )
         return state
     if not dataclasses.is_dataclass(state):
@@ -119,7 +119,7 @@ def _read(like: Any, path: str, unread: dict[str, Tensor]) -> Any:
         tensor = _taken(path or BARE, unread)
         if not isinstance(like, Tensor):
             if tensor.dim():
-                raise UserError(f"{path or BARE} has shape {tuple(tensor.shape)}, and is to be a number")
+                raise UserError(f"{path or BARE} has shape {tuple(tensor.shape)}, but must be a number")
             return type(like)(tensor.item())
         if tensor.dim() != like.dim() or any(n not in (0, m) for n, m in zip(like.shape, tensor.shape, strict=True)):
             raise UserError(f"{path or BARE} has shape {tuple(tensor.shape)}, not {tuple(like.shape)}")

@@ -165,13 +165,13 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
         assert kept.limit(5) is None
         assert kept.before(6) is None
         assert kept.limit(6) == STEP_NOT_MEASURED.filled(step=5)
-    with pytest.raises(UserError, match="not of the 2 numbers that are trained"):
+    with pytest.raises(UserError, match="does not match the 2 numbers that are trained"):
         history_of(2, state)
 
 
 def test_a_state_that_lacks_the_update_of_its_step_is_refused_and_not_taken_for_none() -> None:
     """As a process without entries would, which then would not take part in what the others do."""
-    with pytest.raises(UserError, match="not of the 3 numbers that are trained"):
+    with pytest.raises(UserError, match="does not match the 3 numbers that are trained"):
         history_of(3, UpdateState(step=4))
 
 

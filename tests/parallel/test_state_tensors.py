@@ -57,8 +57,8 @@ def test_of_a_mapping_what_was_not_there_begins_and_what_is_not_there_any_more_i
     ("like", "state", "said"),
     [
         (Outer(), Inner(), "it lacks count"),
-        (Inner(), {"values": torch.zeros(1, 2), "is_full": False, "more": 1}, "it holds more beside"),
-        (None, 2, "it holds value beside"),
+        (Inner(), {"values": torch.zeros(1, 2), "is_full": False, "more": 1}, "it also holds more, "),
+        (None, 2, "it also holds value, "),
         (Inner(torch.zeros(3, 2)), Inner(torch.zeros(4, 2)), r"values has shape \(4, 2\), not \(3, 2\)"),
         (Inner(), Inner(torch.zeros(4, 3)), r"values has shape \(4, 3\), not \(0, 2\)"),
         (Inner(), Inner(torch.zeros(4)), r"values has shape \(4,\), not \(0, 2\)"),
@@ -72,5 +72,5 @@ def test_a_state_of_another_kind_is_refused_by_what_differs(like: Any, state: An
 def test_what_no_checkpoint_can_hold_is_refused_with_its_place_and_the_probe() -> None:
     with pytest.raises(UserError, match=r"^probe 'mine': a state consists of tensors, .* but inner is a list$"):
         tensors_by_name({"mine": dataclasses.replace(FULL, inner=[1])})
-    with pytest.raises(UserError, match=r"^probe 'mine': a state has 'a', a dictionary, beside a name .* 'a\.'"):
+    with pytest.raises(UserError, match=r"^probe 'mine': a state has both a dictionary 'a' and a name .* 'a\.'"):
         tensors_by_name({"mine": {"a": {"x": 1}, "a.b": 2}})  # else a resumed run would lose "a.b"
