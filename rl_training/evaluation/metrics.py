@@ -35,9 +35,9 @@ Metric = Callable[..., Mapping[str, float]]
 ByRow = Mapping[int, Sequence[Response]]
 
 BUILT_IN = ("reward", "greedy_accuracy", "pass_at", "majority", "entropy", "kl", "length", "truncated", "format")
-NO_ANSWER = Limit("no_given_answer", "the task does not say how an answer is read (Task.given_answer)")
+NO_ANSWER = Limit("no_given_answer", "the task does not define how to read an answer (Task.given_answer)")
 NO_GREEDY = Limit("no_greedy", "greedy decoding is off (evaluation.greedy)")
-NO_REFERENCE = Limit("no_reference", "no first model to compare with (evaluation.kl, or a checkpoint without a run)")
+NO_REFERENCE = Limit("no_reference", "no first model to compare with (evaluation.kl is off, or the run is unknown)")
 
 
 def response_metrics(

@@ -91,7 +91,9 @@ def sample_update(
     if num_prompts > total:
         raise UserError(f"update.prompts={num_prompts}: the training set has {total} prompts; ask for no more")
     if num_prompts % restored.num_ranks:
-        raise UserError(f"update.prompts={num_prompts} cannot be shared among {restored.num_ranks} processes evenly")
+        raise UserError(
+            f"update.prompts={num_prompts} must be a multiple of the number of processes ({restored.num_ranks})"
+        )
     share = num_prompts // restored.num_ranks
     chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
     order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]

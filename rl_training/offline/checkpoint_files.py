@@ -54,8 +54,8 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     stored = _shapes_in(checkpoint, is_adapter)
     for name, shape in stored.items():
         if shapes.get(name) != shape:
-            here = shapes.get(name, "no place")
-            raise UserError(f"{checkpoint}: {name} has the shape {shape}, and {here} in this model: set {settings}")
+            here = shapes.get(name, "does not exist")
+            raise UserError(f"{checkpoint}: {name} has the shape {shape}, but {here} in this model: set {settings}")
     trained = {_without_adapter_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if (is_adapter or not trained) and stored.keys() - trained:
         raise UserError(
@@ -116,7 +116,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
             param = parameters.get(name)
             if param is None or not torch.equal(weight.to(param), param.detach()):
                 what = "is not trainable here" if param is None else "differs from the model's weight"
-                raise UserError(f"{folder}: {name}, joined from the ranks' shards, {what}: it is of another model")
+                raise UserError(f"{folder}: {name}, joined from the ranks' shards, {what}: it belongs to another model")
             group_of[param].update({k: v for k, v in groups[number].items() if k in group_of[param] and k != "params"})
             optimizer.state[param] = {
                 "step": torch.tensor(float(slices[0]["step"])),
@@ -124,7 +124,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
             }
     missing = set(parameters) - {name for names in shapes for name in names}
     if missing:
-        raise UserError(f"{folder} holds no state of {min(missing)!r}: it is of another adapter or model")
+        raise UserError(f"{folder} holds no state of {min(missing)!r}: it belongs to another adapter or model")
 
 
 def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:

@@ -59,7 +59,7 @@ def analyze(
     analysis_settings = settings or Settings()
     checkpoint = Path(checkpoint)
     if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is no folder: give a checkpoint-N of the trainer's output_dir")
+        raise UserError(f"{checkpoint} is not a folder: give a checkpoint-N of the trainer's output_dir")
     refuse_links_out(Path(folder), OFFLINE)
     path = Path(folder) / OFFLINE / name / checkpoint.name / RESULT_FILE
     restored = restore(trainer, checkpoint, learning_rate)

@@ -13,15 +13,15 @@ from rl_training.errors import UserError
 
 Progress = Callable[[int], None]  # called with the number of sequences done since the last call
 LOWER = {  # what to do if a phase runs out of memory
-    "load": "keep frozen weights in fewer bits: adapter=lora model.dtype=bfloat16, or adapter=qlora, as the run was",
+    "load": "keep frozen weights in fewer bits, as the run did: adapter=lora model.dtype=bfloat16, or adapter=qlora",
     "sample U": "lower memory.generation_size, or trainer.max_completion_length",
-    "sample E": "lower memory.generation_size, or batch.microbatch_size, which scores",
+    "sample E": "lower memory.generation_size, or for scoring batch.microbatch_size",
     "gradient of U": "lower memory.microbatch_size, set memory.offload=true, trainer.gradient_checkpointing=true",
     "gradient of E": "lower memory.microbatch_size, set trainer.gradient_checkpointing=true",
-    "truth": "lower batch.microbatch_size, which scores",
+    "truth": "lower batch.microbatch_size, the number of sequences scored at once",
     "conditioning": "set conditioning=false",
     "kernel": "lower kernel.memory_gb, or kernel.microbatch_size",
-    "sweep": "lower memory.microbatch_size, or batch.microbatch_size, which scores",
+    "sweep": "lower memory.microbatch_size, or for scoring batch.microbatch_size",
 }
 FULL = ("allocate memory", "not enough memory", "out of memory")  # torch's messages on Linux, Windows and devices
 

@@ -25,14 +25,14 @@ from rl_training.statistics.jackknife import Replicates
 Numbers = tuple[dict[str, float], str]  # numbers by name, and the reason for those that are nan
 UNITS = (("", TOKEN), ("_sequence", SEQUENCE))
 MEASURED = ("H_orig", "H_upd", "deltaH_true", "deltaH_snis", "deltaH_odd", "second_order", "paired_error")
-NOT_PREDICTED = "not asked for: first_order.enabled=true predicts"
-NOT_MEASURED = "not asked for: truth.enabled=true measures"
-NOT_ODD = "not asked for: set truth.odd=true"
+NOT_PREDICTED = "not predicted: set first_order.enabled=true"
+NOT_MEASURED = "not measured: set truth.enabled=true"
+NOT_ODD = "not measured: set truth.odd=true"
 NOT_FINITE = "not a finite number"
 FEW = f"fewer than {MIN_UNITS_OFFLINE} blocks of E or folds of U: no error bar"
 SEVERAL_RATES = "parameter groups have different learning rates: there is no single one to divide by"
 NO_DIRECTION = "the direction is 0: it cannot be scaled to the length of the step"
-OVERFLOW = "a weight is beyond what float64 holds"
+OVERFLOW = "an importance weight is too large for float64"
 
 
 @dataclass(frozen=True)

@@ -123,13 +123,13 @@ def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise UserError(
             "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
-            "file; checkpoints that DeepSpeed wrote are read there too"
+            "file, also for checkpoints that DeepSpeed wrote"
         )
     otherwise = sampling_limit(trainer)
     if otherwise:
         raise UserError(otherwise)
     if trainer.mask_truncated_completions:
-        raise UserError("the step is analysed with all its responses: set mask_truncated_completions=false")
+        raise UserError("an analysis uses all responses of the step: set mask_truncated_completions=false")
     is_own_trainer = isinstance(trainer, DrGRPOTrainer)
     trained_with = trainer.attachment.loss_settings.differs if is_own_trainer else loss_settings(trainer).differs
     if "loss_type" in trained_with and trainer.loss_type in BY_TOKENS_OR_SEQUENCES:
@@ -137,14 +137,14 @@ def _refuse_other_analyses(trainer: GRPOTrainer) -> None:
     if not is_own_trainer and trained_with & NOT_READ:
         neutral = ", ".join(f"{name}={DR_GRPO[name]!r}" for name in sorted(trained_with & NOT_READ))
         raise UserError(
-            "the step that this loss makes cannot be analysed: to analyse the one that another would make from there, "
+            "a step with this loss cannot be analysed: to analyse the step of a supported loss from this checkpoint, "
             f"make the trainer with {neutral}"
         )
     if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
         neutral = " ".join(f"trainer.{name}={DR_GRPO[name]}" for name in sorted(NOT_READ)).replace("None", "null")
         raise UserError(
             f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
-            f"{neutral} intervention=null to analyse the step that it would make from there"
+            f"{neutral} intervention=null to analyse the step that Dr-GRPO's loss would make from this checkpoint"
         )
 
 
@@ -177,7 +177,7 @@ def _load_optimizer(trainer: GRPOTrainer, checkpoint: Path) -> None:
         raise
     except (ValueError, RuntimeError) as error:
         raise UserError(
-            f"{checkpoint}/optimizer.pt is not of this model's optimizer ({error}): adapter, trainer.optim and "
+            f"{checkpoint}/optimizer.pt does not fit this model's optimizer ({error}): adapter, trainer.optim and "
             "trainer.weight_decay must be those of the run"
         ) from error
 

@@ -124,9 +124,7 @@ class Settings:
         measures = self.truth.enabled
         sweep = self.sweep
         if not (predicts or measures):
-            raise UserError(
-                "neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true"
-            )
+            raise UserError("neither prediction nor truth is enabled: set first_order.enabled or truth.enabled to true")
         if self.kernel.enabled and not predicts:
             raise UserError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
         if (sweep.evaluation_sizes or sweep.updates) and not (predicts and measures):

@@ -232,7 +232,7 @@ def test_a_checkpoint_without_weights_or_left_unfinished_is_named(run: Path, tmp
     ("work", "reason"),
     [
         (kill_itself, "killed by SIGKILL"),
-        (run_out_of_memory, "a smaller evaluation.batch_size"),
+        (run_out_of_memory, "lower evaluation.batch_size"),
         (leave, "exit code 3"),
     ],
 )

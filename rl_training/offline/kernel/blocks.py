@@ -120,7 +120,7 @@ def plan_blocks(
     if fitting < 1:
         needed = (streaming + per_row) / 1e9
         raise UserError(
-            f"kernel.memory_gb={memory_bytes / 1e9:.3g} holds no row of {num_parameters} parameters beside a "
+            f"kernel.memory_gb={memory_bytes / 1e9:.3g} is too small for a row of {num_parameters} parameters and a "
             f"microbatch of {microbatch}: give at least kernel.memory_gb={math.ceil(needed * 1000) / 1000}, or a "
             "smaller microbatch"
         )
@@ -280,7 +280,7 @@ def prove_identity(
     if not abs(total - value) <= limit * most:
         raise UserError(
             f"the pairs add up to {total:.6g}, and the gradient part of the entropy change is {value:.6g}: rows of the "
-            "kernel are missing or wrong; remove its folder and calculate it anew"
+            "kernel are missing or wrong; remove its folder and compute it again"
         )
     identity, rounding = ((abs(v - value) / abs(value) if value else abs(v)) for v in (total, by_batch))
     return {

@@ -47,14 +47,14 @@ NUM_CLUSTERS = 8
 BINS = 40
 SHOWN = ("row", "reward", "advantage", "tokens", "logp", "prompt", "response")  # a sequence's fields on the page
 DRAWN = {
-    "kernel/share_coupling": "share of the gradient part from pairs of other texts",
+    "kernel/share_coupling": "share of the gradient part from pairs of different texts",
     "kernel/cosine_same_prompt_other_text": "cosine, same prompt other text",
     "kernel/cosine_other_prompt": "cosine, other prompt",
     "cosine_within_E_sd": "sd of cosines within E, other prompt",
     "cosine_correlation": "cosines within E: correlation with the first checkpoint's",
     "participation_ratio_E": "participation ratio within E",
     "median_norm": "median |√M W| within E",
-    "kernel/logp_slope": "measured change of log π on the predicted: slope",
+    "kernel/logp_slope": "slope of measured on predicted changes of log π",
 }
 
 
@@ -183,7 +183,7 @@ def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
     for key, title in DRAWN.items():
         known = [(row["step"], row[key]) for row in rows if math.isfinite(row[key])]
         steps, values = zip(*known, strict=True) if known else ((), ())
-        missing = [] if known else ["only where E is drawn from the policy itself"]
+        missing = [] if known else ["only if E is sampled from the policy itself"]
         series = [Series(title, BLUE, steps, values, mark="circle")]
         charts.append(draw("evolution", series, missing, quantity=key.rpartition("/")[2], title=title))
     return charts

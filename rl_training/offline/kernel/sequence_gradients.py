@@ -132,7 +132,7 @@ class SequenceGradients:
             if not use.y.requires_grad:
                 raise UserError(
                     f"the output of {use.owner.path} has no gradient (no_grad, or reentrant checkpointing): "
-                    'score with graph, and with gradient_checkpointing_kwargs={"use_reentrant": False}'
+                    'score with gradients enabled, and with gradient_checkpointing_kwargs={"use_reentrant": False}'
                 )
 
 
