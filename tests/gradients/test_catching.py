@@ -1,4 +1,4 @@
-"""Hooks on leaves that cannot all be set."""
+"""If a hook cannot be set on one leaf, no hook stays on the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims on whole-prompt folds: their plan, leaving one out, and the jackknife."""
+"""Claims on folds of whole prompts: their plan, leaving one out, and the jackknife."""
 
 import math
 import random
@@ -33,14 +33,14 @@ def random_folds(num_folds: int, *shape: int, seed: int = 0) -> Tensor:
 # --- which folds a step has -------------------------------------------------------------------------------------------
 
 G = 8
-# A device's batch and gradient accumulation, of 64 and 128 sequences: the folds of one process and of two.
+# By batch per device and gradient accumulation (64 sequences per process): the folds of one process and of two.
 LAYOUTS = {(8, 1): (1, 2), (4, 16): (8, 8), (16, 4): (4, 8), (2, 32): (8, 8), (64, 1): (1, 2)}
 
 
 def check_plan(
     sizes: list[int], num_ranks: int, num_folds: int | None, of_ranks: list[list[int]] | None = None
 ) -> list[FoldGroup]:
-    """Return the plan of a process, in which every sequence is in one fold, and every fold has whole prompts."""
+    """Return a process's plan. Assert that each sequence is in exactly one fold, and each fold has whole prompts."""
     groups = plan_folds(sizes, G, num_ranks, num_folds, of_ranks)
     folds = [fold for group in groups for fold in group.folds]
     assert folds == list(range(len(folds)))
@@ -52,7 +52,7 @@ def check_plan(
         assert sum(map(len, group.passes)) > 0
         assert sum(map(len, group.passes)) % G == 0
         assert len(group.fold_of_rank) == num_ranks
-        assert set(group.fold_of_rank) == set(range(len(group.folds)))  # no fold without a process
+        assert set(group.fold_of_rank) == set(range(len(group.folds)))  # each fold has a process
     return groups
 
 
@@ -65,11 +65,11 @@ def test_folds_are_whole_prompts_and_eight_where_that_takes_no_further_pass(
     groups = check_plan([size] * accumulation, num_ranks, None)
     assert groups[-1].folds.stop == LAYOUTS[layout][num_ranks - 1]
     passes = [rows for group in groups for rows in group.passes]
-    assert passes == list(ranges_of([size] * accumulation))  # the loop's own
+    assert passes == list(ranges_of([size] * accumulation))  # the loop's own microbatches
 
 
 def test_folds_of_groups_of_processes_are_as_few_as_reach_eight() -> None:
-    """Of 4 microbatches, 8 processes make 8 folds in two halves; of one, a fold each; of 8, one of all of them."""
+    """8 processes: each of 4 microbatches makes two folds of four processes, 1 makes eight folds, each of 8 one."""
     of_four, of_one, of_eight = (check_plan([G] * count, 8, None) for count in (4, 1, 8))
     assert [group.fold_of_rank for group in of_four] == [(0, 0, 0, 0, 1, 1, 1, 1)] * 4
     assert [group.fold_of_rank for group in of_one] == [tuple(range(8))]
@@ -80,7 +80,7 @@ def test_folds_of_groups_of_processes_are_as_few_as_reach_eight() -> None:
     ("layout", "num_ranks", "num_folds"),
     [
         ((64, 1), 1, 8),
-        ((64, 1), 1, 3),  # of 8 prompts: 2, 3 and 3
+        ((64, 1), 1, 3),  # 8 prompts in folds of 2, 3 and 3
         ((64, 1), 2, 16),
         ((16, 4), 1, 8),
         ((16, 4), 2, 16),
@@ -114,12 +114,12 @@ def test_processes_with_unequal_microbatches_of_whole_prompts_have_equal_groups(
 
 
 def test_a_unit_ends_where_a_prompt_ends_on_every_process() -> None:
-    """Of the third process each microbatch does; of the others every second, and not the same."""
+    """On the third process every microbatch ends with a prompt; on the others every second one, elsewhere."""
     of_ranks = [[12, 12, 8, 8], [8, 12, 4, 8], [8, 8, 8, 8]]
     plans = [check_plan(sizes, 3, None, of_ranks) for sizes in of_ranks]
     check_same_groups(plans)
     assert [group.passes[-1].stop for group in plans[1]] == [24, 32]
-    with pytest.raises(ValueError, match="use num_folds=6"):  # two units of three processes
+    with pytest.raises(ValueError, match="use num_folds=6"):  # two units on each of three processes
         plan_folds(of_ranks[2], G, 3, 12, of_ranks)
 
 
@@ -155,7 +155,7 @@ def mean_of(sums: Tensor) -> Tensor:
 
 
 def ratio_and_product(sums: Tensor) -> Tensor:
-    """Two smooth statistics of three sums: (..., 3) to (..., 2)."""
+    """Return two smooth statistics of three sums: (..., 3) to (..., 2)."""
     return torch.stack([sums[..., 0] / sums[..., 1], sums[..., 0] * sums[..., 2] / sums[..., 1].square()], dim=-1)
 
 
@@ -204,24 +204,24 @@ def test_nan_in_a_fold_makes_the_error_nan() -> None:
 
 
 def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_have_products_of_their_own() -> None:
-    # Of two folds: (sequences, ΣH, ΣT), and X_seq · δθ, X_len · δθ with and without the other fold in the step.
-    levels = torch.tensor([[1.0, 2.0, 4.0], [1.0, 1.0, 6.0]], dtype=torch.float64)  # H_tok = 0.3; 0.5 and 1/6 alone
+    # For two folds: (sequences, ΣH, ΣT), and X_seq · δθ, X_len · δθ with and without the other fold in the step.
+    levels = torch.tensor([[1.0, 2.0, 4.0], [1.0, 1.0, 6.0]], dtype=torch.float64)  # H_tok = 0.3; folds: 0.5 and 1/6
     of_sequence, of_length = (torch.tensor(x, dtype=torch.float64) for x in ([3.0, 5.0], [2.0, 1.0]))
     lost_sequence, lost_length = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, -1.0], [0.2, 0.4]))
 
-    def pairs(sequence: Tensor, length: Tensor) -> Tensor:  # per token at the level of both, per sequence
+    def pairs(sequence: Tensor, length: Tensor) -> Tensor:  # per token at the level of both folds, and per sequence
         return torch.stack([sequence - 0.3 * length, sequence], dim=-1)
 
     by_fold = torch.cat([levels, pairs(of_sequence, of_length).repeat(1, len(PRODUCTS) + 1)], dim=1)  # and the reward's
     lost = torch.zeros(2, len(PRODUCTS) + 1, 2, dtype=torch.float64)
-    # Of the other fold.
+    # Indexed by the fold that is left out, so each row holds the other fold's loss.
     lost[:, FORWARD], lost[:, -1, 1] = pairs(lost_sequence, lost_length).flip(0), lost_length.flip(0)
     without = sums_without(by_fold.sum(dim=0), by_fold, lost, level=0.3)
-    # Fold 1 is left at its own level, with a step that has lost fold 0: 5 − 1 − (1 + 0.4)/6; and the reverse.
+    # Without fold 0: fold 1 at its own level, with a step that lost fold 0: 5 − 1 − (1 + 0.4)/6. And vice versa.
     expected = torch.tensor([[4.0 - 1.4 / 6, 4.0], [3.5 - 0.5 * 2.2, 3.5]], dtype=torch.float64)
     forward = slice(LEVELS + 2 * FORWARD, LEVELS + 2 * FORWARD + 2)
     torch.testing.assert_close(without[:, forward], expected)
-    reuse = slice(LEVELS + 2 * REUSE, LEVELS + 2 * REUSE + 2)  # whose step loses nothing
+    reuse = slice(LEVELS + 2 * REUSE, LEVELS + 2 * REUSE + 2)  # its step loses nothing
     torch.testing.assert_close(without[:, reuse], expected.new_tensor([[5 - 1 / 6, 5.0], [3 - 0.5 * 2, 3.0]]))
     torch.testing.assert_close(without[:, -1], expected.new_tensor([5 + 0.4, 3 + 0.2]))
     as_given = sums_without(by_fold.sum(dim=0), by_fold, lost, level=None)
@@ -243,7 +243,7 @@ def test_the_largest_of_a_column_is_that_of_all_ranks() -> None:
 
 
 def interleaved_prompts(num_prompts: int, seed: int) -> list[int]:
-    """Return prompt labels, neither small nor sorted, of 1 to 4 responses each in random order."""
+    """Return prompt labels for 1 to 4 responses per prompt in random order. Labels are neither small nor sorted."""
     rng = random.Random(seed)
     labels = [label for label in rng.sample(range(1000), num_prompts) for _ in range(rng.randint(1, 4))]
     rng.shuffle(labels)
@@ -262,7 +262,7 @@ def test_response_number_counts_the_earlier_responses_of_the_same_prompt(seed: i
 def test_folds_of_spread_prompts_keep_them_whole_and_are_filled_even_and_on_as_many_processes(
     num_prompts: int, ranks: int, num_folds: int | None
 ) -> None:
-    """A process may have more prompts than the fewest."""
+    """The plan uses the smallest number of prompts on any process; other processes may have more."""
     groups = plan_prompt_folds(num_prompts, ranks, num_folds)
     count = groups[-1].folds.stop
     if num_folds is None:
@@ -279,4 +279,4 @@ def test_folds_of_spread_prompts_keep_them_whole_and_are_filled_even_and_on_as_m
         assert max(prompts_in_fold) - min(prompts_in_fold) <= 1
         for fold in set(folds):
             ranks_of_fold[fold] += 1
-    assert len(set(ranks_of_fold.values())) == 1  # no fold is empty, and each is on as many processes as any other
+    assert len(set(ranks_of_fold.values())) == 1  # no fold is empty, and all are on equally many processes

@@ -1,4 +1,4 @@
-"""Claims on gradients kept beside training: vectors lie in buckets, and rows are a fold's own mean gradient."""
+"""Claims on gradients kept during training: vectors are stored in buckets, and rows are each fold's mean gradient."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ VOCABULARY, WIDTH = 11, 4
 
 
 class TiedModel(nn.Module):
-    """A next-token model whose embedding is also its head, so that one parameter is used twice in a forward."""
+    """A next-token model whose embedding is also its head, so a forward uses one parameter twice."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class TiedModel(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-        self.reentrant = reentrant  # how the middle is checkpointed; None: not at all
+        self.reentrant = reentrant  # how the middle is checkpointed; None means not at all
         self.to(dtype)
         with torch.no_grad():
             for p in self.parameters():
@@ -61,7 +61,7 @@ def microbatches(count: int, seed: int = 0) -> list[Tensor]:
 
 
 def own_gradient(model: TiedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of the mean loss of one microbatch, flat by parameter, which no hook has seen."""
+    """Return the gradient of one microbatch's mean loss, flat by parameter, computed without hooks."""
     parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad(model(tokens), list(parameters.values()))
     return {name: gradient.flatten() for name, gradient in zip(parameters, gradients, strict=True)}
@@ -76,19 +76,19 @@ def rows_of(model: nn.Module, **options: Any) -> FoldRecorder:
 
 
 def folds_of(*sizes: list[int]) -> list[FoldGroup]:
-    """Return folds of microbatches of these sizes, of one process."""
+    """Return the folds of one process, with microbatches of these sizes."""
     passes = iter(ranges_of(list(itertools.chain(*sizes))))
     return [FoldGroup(range(k, k + 1), (0,), tuple(next(passes) for _ in fold)) for k, fold in enumerate(sizes)]
 
 
 def rows_by_name(rows: FoldRecorder) -> dict[str, Tensor]:
-    """Return what is kept, (F, n) by parameter."""
+    """Return the kept rows by parameter, (F, n)."""
     assert rows.rows is not None
     return rows.layout.by_name(rows.rows)
 
 
 def mean_of(model: nn.Module, rows: FoldRecorder) -> Vector:
-    """Return the gradient that the optimizer gets."""
+    """Return the mean gradient that the optimizer gets."""
     return rows.layout.vector(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
 
 
@@ -99,7 +99,7 @@ def catch(rows: FoldRecorder, first_row: int, loss: Tensor) -> None:
 
 
 def train_step(model: nn.Module, rows: FoldRecorder, batches: list[Tensor]) -> None:
-    """What a trainer does: each microbatch's loss over their number, backwards, into `.grad`. Each is a fold."""
+    """Run backward as a trainer does: each microbatch's loss divided by their number. Each microbatch is a fold."""
     count = len(batches)
     rows.start_step(folds_of(*[[3]] * count))
     for k, tokens in enumerate(batches):
@@ -136,7 +136,7 @@ def flat(tensors: dict[str, Tensor]) -> list[float]:
 
 @pytest.fixture(params=[1, 8, 100], ids=["each alone", "two and two", "all in one"])
 def joined(request, monkeypatch) -> int:
-    """How many entries a bucket of several parameters has at most."""
+    """Set the maximum number of entries in a bucket with several parameters."""
     monkeypatch.setattr(vectors, "JOINED", request.param)
     return request.param
 
@@ -179,7 +179,7 @@ def test_vectors_are_at_least_fp32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dots_are_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joined: int) -> None:
-    """The tolerance of an inner product is relative to Σ|x||y|: what its terms, not their sum, can be rounded to."""
+    """The tolerance is relative to Σ|x||y|, because rounding depends on the terms and not on their sum."""
     a_by_name, b_by_name = named(dtype), named(dtype, seed=1)
     layout = Layout(a_by_name)
     product = dot(layout.vector(a_by_name.values()), layout.vector(b_by_name.values()))
@@ -195,14 +195,14 @@ def test_dots_are_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joine
 
 
 def test_sums_over_many_entries_keep_what_fp32_would_lose() -> None:
-    """2²⁵ ones: one after another their fp32 sum ends at 2²⁴."""
+    """Adding 2²⁵ ones one by one in fp32 would stop at 2²⁴."""
     ones = torch.ones(2**25)
     assert float(dot([ones], [ones])) == 2.0**25
     assert dots(ones.expand(2, -1), ones).tolist() == [2.0**25, 2.0**25]
 
 
 def test_sums_of_spans_are_those_of_each_whatever_their_lengths() -> None:
-    """Lengths without a common divisor, an empty one and one of an entry among them, and lengths with one."""
+    """Lengths with and without a common divisor, including 0 and 1."""
     for sizes in (3, 0, 2**17 + 5, 1, 2**16), (96, 0, 2**16, 32):
         values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         expected = [float(part.sum()) for part in values.split(sizes)]
@@ -210,7 +210,7 @@ def test_sums_of_spans_are_those_of_each_whatever_their_lengths() -> None:
     assert sums_of_spans(values[:3].float(), (2, 1)).tolist() == pytest.approx(
         [float(values[:2].float().double().sum()), float(values[2].float())], rel=1e-15
     )
-    assert sums_of_spans(values[:0], (0, 0)).tolist() == [0.0, 0.0]  # a process may keep none of some parameters
+    assert sums_of_spans(values[:0], (0, 0)).tolist() == [0.0, 0.0]  # a process may hold nothing of some parameters
 
 
 def test_a_layout_without_a_parameter_raises() -> None:
@@ -228,7 +228,7 @@ def test_a_layout_of_parameters_on_several_devices_raises() -> None:
 
 @pytest.mark.parametrize(("count", "dtype"), [*((k, torch.float64) for k in (1, 3, 4)), (4, torch.bfloat16)])
 def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype) -> None:
-    """Bit for bit where K is a power of two, since then dividing the loss by K rounds nothing; of bf16 in fp32."""
+    """Bitwise if K is a power of two, because dividing the loss by K is exact. bf16 rows are kept in fp32."""
     model, batches = TiedModel(dtype), microbatches(count)
     rows = rows_of(model)
     train_step(model, rows, batches)
@@ -246,7 +246,7 @@ def test_rows_in_bf16_are_the_rows_with_eight_significant_bits() -> None:
         train_step(model, recorder, microbatches(3))
     assert {part.dtype for part in short.rows} == {torch.bfloat16}
     for name, row in rows_by_name(rows).items():
-        torch.testing.assert_close(rows_by_name(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # two roundings
+        torch.testing.assert_close(rows_by_name(short)[name].float(), row, rtol=2.0**-7, atol=1e-9)  # rounded twice
 
 
 def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: FoldRecorder) -> None:
@@ -256,7 +256,7 @@ def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedMod
 
 
 def test_rows_are_the_same_under_gradient_checkpointing() -> None:
-    """The tied weight is used inside the checkpointed part and before it."""
+    """The tied weight is used both inside and before the checkpointed part."""
     model, batches = TiedModel(reentrant=False), microbatches(4)
     rows = rows_of(model)
     train_step(model, rows, batches)
@@ -266,7 +266,7 @@ def test_rows_are_the_same_under_gradient_checkpointing() -> None:
 
 
 def test_a_gradient_in_several_parts_is_noticed() -> None:
-    """Reentrant checkpointing delivers the part of the tied weight that lies inside of it on its own."""
+    """Reentrant checkpointing delivers the tied weight's gradient from inside the checkpointed part separately."""
     model = TiedModel(reentrant=True)
     rows = rows_of(model)
     train_step(model, rows, microbatches(1))
@@ -319,7 +319,7 @@ def test_finished_rows_leave_no_hook(model: TiedModel, rows: FoldRecorder) -> No
 def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
     model: TiedModel, offload: bool, keep_rows: bool
 ) -> None:
-    """Of microbatches of 1, 2 and 3 sequences, the first two in one fold: the loss of all six is a mean over them."""
+    """Microbatches of 1, 2 and 3 sequences, the first two in one fold. The loss is the mean over all six sequences."""
     rows, sizes = rows_of(model, offload=offload), [1, 2, 3]
     batches = torch.cat(microbatches(2)).split(sizes)
     rows.start_step(folds_of([1, 2], [3]), keep_rows, roots=rows.layout.zeros())
@@ -338,7 +338,7 @@ def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
 
 @pytest.mark.parametrize(("offload", "lies_on"), [(False, "cuda"), (True, "cpu")])
 def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
-    """On fake tensors, which know a device and have none."""
+    """With fake tensors, which have a device in name only."""
     with FakeTensorMode(), torch.no_grad():
         shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
         shard.layout = Layout(shard.trained)
@@ -349,7 +349,7 @@ def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
 
 
 class Linear(Policy):
-    """log p of row i is f_i · w."""
+    """A policy in which log p of row i is f_i · w."""
 
     def __init__(self, features: Tensor, w: nn.Parameter) -> None:
         self.features, self.w = features, w
@@ -366,7 +366,7 @@ class Linear(Policy):
 
 
 def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_sizes() -> None:
-    """The loss is Σ c_i log p_i: fold k has the gradient (N/n_k) Σ c_i f_i over its rows."""
+    """For the loss Σ c_i log p_i, fold k has the gradient (N/n_k) Σ c_i f_i over its rows."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(16, 3, generator=generator, dtype=torch.float64)
     weights = torch.randn(16, 1, generator=generator, dtype=torch.float64)
@@ -376,7 +376,7 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
     scores = Scores(ones, ones, ones)
     ctx = step_of(1, rollout, scores, weights, 2, {"w": w}, {"w": torch.zeros(3)}, policy)
     microbatch_rows = (range(10), range(10, 16))
-    folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of a microbatch, and a whole one
+    folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of one microbatch, and a whole one
     caught = FoldRecorder(ctx.runtime.reduction)
     groups = [FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)]
     batch = dataclasses.replace(ctx.step.batch, microbatch_rows=microbatch_rows, folds=groups)
@@ -392,11 +392,11 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
 
 # --- two processes ----------------------------------------------------------------------------------------------------
 
-SLICE = 51  # of 72 entries: in the middle of a parameter
+SLICE = 51  # where the 72 entries are cut, in the middle of a parameter
 
 
 class Sliced(Shard):
-    """A slice of all parameters one after another, as ZeRO-1 and ZeRO-2 cut them."""
+    """A slice of the concatenated parameters, as ZeRO-1 and ZeRO-2 shard them."""
 
     def cut(self, name: str, rank: int) -> tuple[int, int]:
         sizes = {key: param.numel() for key, param in self.trained.items()}
@@ -406,7 +406,7 @@ class Sliced(Shard):
 
 
 def sliced_sums(rank: int) -> dict[str, Tensor]:
-    """Return the sums of two backwards by fold, of which one process does not reach every parameter."""
+    """Return the sums of two backwards by fold. On one process they do not reach every parameter."""
     model = TiedModel()
     shard = shard_of(model, Sliced)
     target, reduction = shard.layout.zeros(2), FoldReduction(shard)
@@ -429,7 +429,7 @@ def rank_worker(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Tensor]]]:
-    """The sums of each rank, sent in one chunk and in many."""
+    """Return the sums of each rank, sent in one chunk and in many."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     forks.start_ranks(rank_worker, (folder,), 2)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
@@ -437,7 +437,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Tenso
 
 @pytest.mark.parametrize("chunks", [0, 1], ids=["in one chunk", "in many chunks"])
 def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
-    """A first backward of both processes is of fold 0; of the second, that of process 1 is of fold 1."""
+    """The first backward of both processes belongs to fold 0. The second belongs to fold 1 on process 1 only."""
     of_tied = [own_gradient(TiedModel(), tokens) for tokens in microbatches(2, seed=200)]
     of_embedding = []
     for tokens in microbatches(2, seed=201):
@@ -450,5 +450,5 @@ def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(
         reached = name == "embed.weight"
         second = of_embedding[1] if reached else torch.zeros_like(of_tied[1][name])
         expected = torch.stack([of_tied[0][name] + of_tied[1][name] + (of_embedding[0] if reached else 0.0), second])
-        vector = torch.cat([part[name] for part in parts], dim=-1)  # each keeps some of the entries
+        vector = torch.cat([part[name] for part in parts], dim=-1)  # each rank holds some of the entries
         torch.testing.assert_close(vector, expected, rtol=1e-12, atol=1e-14)

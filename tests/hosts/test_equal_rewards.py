@@ -1,4 +1,4 @@
-"""Claims on the line about a step from which nothing is learned."""
+"""Claims on the log line about a step from which nothing is learned because all rewards are equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_training.policy.rollout import Rollout, as_rollout
 
 
 def responses(rewards: list[float] | None, *, advantage: float = 0.0, cut_off: int = 0) -> Rollout:
-    """Return four responses of one to four tokens, of which the last ones were cut off."""
+    """Return four responses of one to four tokens. The last `cut_off` of them were cut off."""
     lengths = range(1, 5)
     rollout = as_rollout([torch.ones(2, dtype=torch.long)] * 4, [torch.ones(n) for n in lengths], [0, 0, 1, 1], pad=0)
     return dataclasses.replace(
@@ -71,7 +71,7 @@ def test_rewards_that_differ_between_processes_teach_something() -> None:
 def test_a_training_without_rewards_says_so_at_its_first_step_and_once(
     make_trainer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The tiny model's answers need more than two tokens, so all are cut off."""
+    """The tiny model's answers need more than two tokens, so all of them are cut off."""
     settings = FEW | {"max_completion_length": 2, "reward": lambda completions, **_: [0.0] * len(completions)}
     trainer = make_trainer(**settings)
     with caplog.at_level(logging.WARNING):

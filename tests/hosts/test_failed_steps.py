@@ -1,4 +1,4 @@
-"""A step of a plain loop that fails before its optimizer's may be taken again, wherever and however that is."""
+"""A plain loop's step that fails before optimizer.step() may be repeated, wherever it failed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from rl_training.hosts.loop import MeasuredLoop
 from rl_training.tasks.models import load_tiny
 
 LEARNING_RATE = 1e-3
-COUNT, FAILING, STEPS = 2, 2, 3  # microbatches of a step; the step that fails; steps
-# What fails, in the order of a step: before the step is measured, and once what it takes of the one before is gone.
+COUNT, FAILING, STEPS = 2, 2, 3  # microbatches per step; the step that fails; number of steps
+# What fails, in the order of a step: before the step is measured, and after it has used up the previous step's data.
 EARLY, LATE = ["backward", "last microbatch"], ["measurement", "optimizer"]
 SAME, AGAIN, RESUMED = "in the same `with`", "in another `with`", "by a loop that resumes"
 
@@ -38,7 +38,7 @@ class Failed(Exception):
 
 
 class Breakable(Probe):
-    """Fails in its measurement if told so."""
+    """Fails in its measurement if told to."""
 
     name = "breakable"
     fails = fails_after = False
@@ -55,7 +55,7 @@ class Breakable(Probe):
 
 
 class Training:
-    """A model, its optimizer, and what a loop measures of its steps."""
+    """A model, its optimizer, and the estimates of a loop for each step."""
 
     def __init__(self) -> None:
         self.model = load_tiny()[0].train()
@@ -64,7 +64,7 @@ class Training:
         self.loop = self.new_loop()
         self.optimizer.register_step_pre_hook(lambda *_: self.fail_at("optimizer"))
         self.place = ""  # where it fails
-        self.metrics: dict[str, Any] = {}  # that the loop adds to a step's line
+        self.metrics: dict[str, Any] = {}  # metrics that the loop adds to a step's log line
         self.answers: list[dict[str, Estimate]] = []
 
     def new_loop(self, **more: Any) -> MeasuredLoop:
@@ -117,7 +117,7 @@ def test_steps_are_numbered_from_1() -> None:
 
 
 def taken_again(place: str, following: str) -> Training:
-    """Return a training whose second step fails there and is taken again so."""
+    """Return a training whose second step fails at `place` and is repeated as `following` says."""
     training = Training()
 
     def fail() -> None:
@@ -163,7 +163,7 @@ def test_a_step_that_failed_is_measured_when_it_is_taken_again_as_if_it_had_not(
 @pytest.mark.parametrize("following", [SAME, AGAIN, RESUMED])
 @pytest.mark.parametrize("place", LATE)
 def test_of_a_step_that_failed_once_it_was_measured_only_what_looks_back_is_missing(place: str, following: str) -> None:
-    """At the step itself; at the next one only sums and averages over steps differ."""
+    """This concerns the step itself. At the next one only sums and averages over steps differ."""
     answers, _ = undisturbed()
     first, second, third = taken_again(place, following).answers
     assert different(first, answers[0]) == set()
@@ -177,7 +177,7 @@ def test_of_a_step_that_failed_once_it_was_measured_only_what_looks_back_is_miss
 
 
 def test_the_step_after_one_that_failed_does_not_look_back_on_what_was_predicted_for_that() -> None:
-    """A loop that resumes may leave out the batch that failed."""
+    """A loop that resumes may skip the batch that failed."""
     training = Training()
     with contextlib.suppress(Failed), training.loop:
         training.steps(1, FAILING - 1)
@@ -189,7 +189,7 @@ def test_the_step_after_one_that_failed_does_not_look_back_on_what_was_predicted
     with training.loop:
         training.step(FAILING + 1)
     assert training.answers[-1]["delta_h/backward"].code == "first_step"
-    assert abs(training.answers[-1]["measured/delta_h"].value) < 1e-5  # of the step that was not made, up to rounding
+    assert abs(training.answers[-1]["measured/delta_h"].value) < 1e-5  # no step was made, so 0 up to rounding
 
 
 def test_a_bounded_step_that_failed_leaves_the_schedules_rate() -> None:

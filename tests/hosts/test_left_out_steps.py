@@ -1,4 +1,4 @@
-"""Steps of a plain loop that are left out, made again, or made by something that scales gradients."""
+"""Steps of a plain loop that are skipped, repeated, or made with something that scales gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_training.step.limits import LEFT_OUT
 
 
 def one_step(model: Any, measured: MeasuredLoop, number: int) -> None:
-    """Make all of a step but what comes after its gradients."""
+    """Do one step up to its gradients, without the optimizer's step."""
     for part in microbatches(number):
         logps, entropies = scores_of(model, part)
         measured.microbatch(part, logps, entropies.detach())
@@ -49,7 +49,7 @@ def test_a_step_that_is_refused_may_be_made_again_and_none_may_be_missing() -> N
 def test_a_step_that_is_left_out_has_no_predictions_and_the_next_one_does_not_look_back_on_it(
     said: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Its sequences are measured, its running sums are those before it, and it may be said or be noticed."""
+    """Its sequences are measured and running sums stay. The loop may report the skip, or it is noticed."""
     probes = [SimpleEntropyProbe(), InterventionsProbe(["lr:0.5"], every=1), GradientNoiseScaleProbe()]
     model, optimizer, measured = new_loop(probes, records=Records(tmp_path))
     answers = []
@@ -112,7 +112,7 @@ def test_a_step_that_is_left_out_before_its_gradients_are_ready_has_a_line_and_n
 
 
 def test_responses_of_a_step_that_was_left_out_have_not_been_learned_from() -> None:
-    """Tried again they are a fresh sample; a third time they are not."""
+    """The second attempt, which trains, has a fresh sample; the third does not."""
     model, optimizer, measured = new_loop([SimpleEntropyProbe()])
     codes = []
     with measured:
@@ -144,7 +144,7 @@ def test_a_bounded_step_that_is_left_out_leaves_the_schedules_rate(is_ready: boo
 
 
 def test_an_optimizer_that_steps_behind_the_end_of_its_step_is_refused() -> None:
-    """Otherwise each step would be noticed as left out, and all weights as edited."""
+    """Otherwise every step would look skipped, and all weights would look edited."""
     model, optimizer, measured = new_loop([])
     with measured:
         with measured.step(1):
@@ -156,7 +156,7 @@ def test_an_optimizer_that_steps_behind_the_end_of_its_step_is_refused() -> None
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_grad_scaler_is_an_error_unless_it_is_switched_off(enabled: bool) -> None:
-    """Unscaled and clipped, its gradient is that of a loop without one; the norms of microbatches are not."""
+    """Unscaled and clipped, the gradient is the same as without a scaler, but the microbatches' norms are not."""
     model, optimizer, measured = new_loop([GradientNoiseScaleProbe()])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
     with measured, contextlib.ExitStack() as refused:

@@ -1,4 +1,4 @@
-"""The host of a plain loop: what it measures is what `attach` measures, and training stays as it is."""
+"""The host for a plain loop measures the same as `attach`, and does not change training."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from rl_training.step.limits import REUSED, TOO_FAR, Fixes, Limits
 from rl_training.tasks.models import load_tiny
 
 STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
-ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}  # a first step that is no sign: rounding would decide that of a zero
+ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}  # else the first step is a sign, and rounding decides that of a zero
 
 
 def probes() -> list[Any]:
@@ -68,7 +68,7 @@ def probes() -> list[Any]:
 
 
 def test_equal_rewards_have_no_spread_whatever_they_are() -> None:
-    """The standard deviation that torch gives of nine times .7 is not 0."""
+    """torch's standard deviation of nine times .7 is not 0."""
     rewards = torch.full((27,), 0.7, dtype=torch.float64)
     rewards[-1] = 0.0
     part = dataclasses.replace(rollout_of(1), rewards=rewards, prompt_index=torch.arange(27) // 9)
@@ -90,7 +90,7 @@ def test_averages_are_over_the_tokens_that_are_there_and_say_nothing_of_rewards_
 
 
 def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
-    """Return a model with the optimizer that transformers would make, and their loop."""
+    """Return a model, the optimizer that transformers would make for it, and their measured loop."""
     model = model or load_tiny()[0]
     model.train()
     groups = [
@@ -103,7 +103,7 @@ def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any
 
 
 def trained(model: Any, optimizer: Any, measured: MeasuredLoop, steps: int = STEPS, **how: Any) -> dict[str, Tensor]:
-    """Return the weights after some steps of Dr-GRPO on the given rollouts."""
+    """Train some steps of Dr-GRPO on the given rollouts, and return the weights."""
     train(model, optimizer, measured, steps, **how)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -129,9 +129,9 @@ def trainer(tmp_path: Path) -> Callable[..., ReplayTrainer]:
 
 
 def test_attach_and_the_loop_measure_the_same(tmp_path: Path, trainer: Callable[..., ReplayTrainer]) -> None:
-    """The same sequences, weights and optimizer: TRL's trainer, and a loop, whose loss is made by hand.
+    """TRL's trainer and a hand-written loop get the same sequences, weights and optimizer.
 
-    With TRL's forward pass it is the same training, and the same numbers. One by hand rounds otherwise.
+    With TRL's forward pass in the loop, training and numbers are identical. A hand-written forward rounds differently.
     """
     trainer(probes=probes(), records=Records(tmp_path / "attach")).train()
     of_trl = trainer()
@@ -159,7 +159,7 @@ def test_attach_and_the_loop_measure_the_same(tmp_path: Path, trainer: Callable[
 
 
 class Drawing(Probe):
-    """Draws random numbers of every stream, as a probe of one's own may."""
+    """Draws from every random number generator, as a custom probe may do."""
 
     name = "drawing"
 
@@ -187,7 +187,7 @@ def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) ->
 
 
 def test_a_backward_that_fails_ends_without_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have failed on this process alone: the others would wait for it, or it for them."""
+    """It may have failed on this process alone. With a collective, the processes would wait for each other forever."""
     sent = []
     monkeypatch.setattr(Exchange, "add", lambda self, names, gradients, rows: sent.append(names))
 
@@ -215,7 +215,7 @@ def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
         with pytest.raises(RuntimeError, match="of the loop's own"):
             fail()
         assert not any(p._backward_hooks for p in model.parameters())
-    assert measured._driver._rows is None  # parameter-size memory
+    assert measured._driver._rows is None  # this memory has the size of the parameters
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert {id(owner): set(vars(owner)) for owner in (model, optimizer)} == before
@@ -223,7 +223,7 @@ def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
 
 
 def test_entropies_that_the_loop_does_not_have_are_the_scorers(tmp_path: Path) -> None:
-    """Training's own and those of another forward pass are the same numbers here: there is no dropout."""
+    """Without dropout, the training pass and another forward pass give the same entropies."""
     trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "own")), steps=2)
     trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "scorer")), steps=2, entropies=False)
     assert too_far(off_from(tmp_path / "own", tmp_path / "scorer")) == {}
@@ -256,7 +256,7 @@ def saved(path: Path, model: Any, optimizer: Any, measured: MeasuredLoop) -> Pat
 
 
 def respond(model: Any, number: int) -> Rollout:
-    """Return so many responses of eight tokens, each to a random prompt of four."""
+    """Return `number` responses of eight tokens, each to a random prompt of four tokens."""
     prompts = torch.randint(4, 50, (number, 4))
     there = torch.ones_like(prompts)
     whole = model.generate(
@@ -293,7 +293,7 @@ def test_fresh_responses_of_the_loops_own_tell_the_truth_and_training_does_not_n
 def test_a_second_step_on_a_rollout_says_so_and_is_measured_as_one(tmp_path: Path) -> None:
     model, optimizer, measured = new_loop([SimpleEntropyProbe()], records=Records(tmp_path))
     for group in optimizer.param_groups:
-        group["lr"] = 1e-6  # these responses of chance soon have no chance
+        group["lr"] = 1e-6  # with a larger rate these random responses soon have probability 0
     sampled: list[Tensor] = []
 
     def make_step(number: int, **known: Any) -> None:
@@ -345,7 +345,7 @@ def first_entropies(model: Any) -> Tensor:
     return scores_of(model, microbatches(1)[0])[1]
 
 
-# By what is done; an optimizer's step at the wrong moment is in a test of its own.
+# By name of the mistake. An optimizer's step at the wrong moment has a separate test.
 MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
     "not entered": (lambda loop, model: loop.step(1).__enter__(), r"begin step\(\.\.\.\) inside .*outside"),
     "microbatch between steps": (
@@ -402,7 +402,7 @@ def reentrant(model: Any) -> None:
 
 
 def static_graph(model: Any) -> None:
-    model.static_graph = True  # as DDP has it
+    model.static_graph = True  # an attribute of DDP
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
@@ -468,7 +468,7 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
 
 
 class Critic(torch.nn.Module):
-    """A language model with a head for values beside it."""
+    """A language model with an additional value head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +523,7 @@ def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason(
 
 
 def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass(monkeypatch) -> None:
-    """The loop does not say what its loss divides by. Where no multiple is one, rows of its own give the same."""
+    """The loop does not say what its loss divides by. If no multiple is accepted, a separate pass gives the same."""
     rewards, passes, iter_basis_gradients = [], [], paired_effects.iter_basis_gradients
 
     def counted(batch: Any, runtime: Any, weights: Any) -> Any:
@@ -542,7 +542,7 @@ def test_a_gradient_of_the_reward_that_is_a_multiple_of_the_step_s_takes_no_pass
 
 
 def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same seed: other random numbers on each, the same ones again; prompts 0, 2, … and 1, 3, …."""
+    """With one seed each process draws different numbers, reproducibly. They take prompts 0, 2, … and 1, 3, …."""
 
     def sample(number: int) -> Rollout:
         ids = torch.randint(0, 9, (number, 8))
@@ -599,7 +599,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
 
 
 def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptureFixture) -> None:
-    """At the second step that has none, and once."""
+    """The warning comes once, at the second step without them."""
     missing = {f"a/{number}": Estimate.missing("no reference") for number in range(5)}
     writer = EstimateWriter(StepDriver([]), None, str)
     for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Attaching probes: they hear every moment in order, change nothing of training, and leave nothing behind."""
+"""Attached probes are called at every moment in order, change nothing about training, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rl_training.step.needs import Need
 
 
 class Witness(Seen):
-    """Writes down which moments it heard, and of which step."""
+    """Records which of its hooks were called, and for which step."""
 
     name = "witness"
 
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """A training of two steps with probes and records."""
+    """Train two steps with probes and records."""
     folder = tmp_path_factory.mktemp("measured")
     witness = Witness()
     probes = [witness, SimpleEntropyProbe(responses_per_prompt=2)]
@@ -89,7 +89,7 @@ def test_every_second_step_means_steps_1_3_5(make_trainer) -> None:
 
 
 def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_trainer) -> None:
-    """One rollout a step: on-policy, all responses of a prompt in the step; but the microbatches mix prompts."""
+    """One rollout per step: on-policy, and each prompt's responses are in one step, but microbatches mix prompts."""
     settings = {"max_steps": 2}
     trainer = make_trainer(GRPOTrainer, **settings)
     with attach(trainer, probes=[SimpleEntropyProbe()], metrics="all", whole_prompts=False):
@@ -100,7 +100,7 @@ def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_train
 
 
 def test_a_plain_grpo_trainer_that_logs_all_prints_the_core_numbers(make_trainer, capsys) -> None:
-    """As TRL's user has it, with transformers' own printing callback."""
+    """As for any TRL user, with transformers' own printing callback."""
     trainer = make_trainer(GRPOTrainer, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     trainer.add_callback(PrinterCallback)
     with attach(trainer, metrics="all"):
@@ -114,7 +114,7 @@ def test_a_plain_grpo_trainer_that_logs_all_prints_the_core_numbers(make_trainer
     shown |= {"delta_h/cumulative_predicted", "delta_h/cumulative_measured", "probe_cost/fraction_of_step"}
     assert shown < probed
     assert set(printed) & probed == shown
-    assert set(logged) - probed - {"step"} <= set(printed)  # all that TRL says is said
+    assert set(logged) - probed - {"step"} <= set(printed)  # everything that TRL logs is printed
 
 
 def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -> None:
@@ -153,7 +153,7 @@ def test_prompts_that_span_microbatches_are_measured_as_those_that_do_not(make_t
             GRPOTrainer,
             "no prediction, and no noise scale: the responses of a prompt are "
             r"spread over several optimizer steps, or processes: attach\(trainer, ..., whole_prompts=True\) and "
-            r"gradient_accumulation_steps=8 in GRPOConfig\.",  # a step of two prompts has no error bars either
+            r"gradient_accumulation_steps=8 in GRPOConfig\.",  # a step of two prompts would have no error bars either
         ),
         (
             {"num_iterations": 2},
@@ -244,7 +244,7 @@ def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, pr
 
 
 def test_fp16_that_accelerates_configuration_asks_for_is_refused_as_well(make_trainer) -> None:
-    """The trainer's own fp16 stays False: the gradients would be 1024 times what they are, and the trace 1024²."""
+    """The trainer's own fp16 stays False. Gradients would be 1024 times too large, and the trace 1024²."""
     trainer = make_trainer(GRPOTrainer)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with pytest.raises(ValueError, match=r"fp16 scales the loss.*mixed_precision: fp16"):
@@ -253,7 +253,7 @@ def test_fp16_that_accelerates_configuration_asks_for_is_refused_as_well(make_tr
 
 def test_a_generation_that_spreads_prompts_over_processes_is_refused(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    trainer.args.steps_per_generation = 1  # as two processes may have it
+    trainer.args.steps_per_generation = 1  # possible with two processes
     with pytest.raises(ValueError, match="a generation has 1 x 2 sequences on a process, no multiple of num_gen"):
         attach(trainer, probes=[Witness()], whole_prompts=True)
 
@@ -282,7 +282,7 @@ def test_the_asynchronous_trainer_is_refused_by_its_name_with_what_it_lacks() ->
 
 
 def test_the_rloo_trainer_is_refused_with_the_settings_under_which_grpo_has_its_gradients() -> None:
-    """It has every method that is looked for: a list of what it lacks would be empty."""
+    """It has every method that is checked for, so a list of missing methods would be empty."""
     with pytest.raises(
         ValueError, match=r"is RLOOTrainer\. GRPOTrainer has .*loss_type='dr_grpo', scale_rewards='none'"
     ):
@@ -290,7 +290,7 @@ def test_the_rloo_trainer_is_refused_with_the_settings_under_which_grpo_has_its_
 
 
 def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(make_trainer) -> None:
-    """Six microbatches, of which four are a step: the last one has two."""
+    """Six microbatches with four per step: the last step has two."""
     witness = Witness()
     rows = make_trainer().train_dataset.select(range(12))
     make_trainer(probes=[witness], train_dataset=rows, **SHORT_LAST_STEP).train()
@@ -299,7 +299,7 @@ def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(m
 
 
 def test_a_short_last_step_whose_prompts_span_microbatches_has_the_folds_that_it_can_have(make_trainer) -> None:
-    """Eight microbatches of half a prompt are a step of four folds; the last one has four, of two whole prompts."""
+    """Steps have eight microbatches of half a prompt, in four folds. The last step has four: two whole prompts."""
     witness = Witness()
     witness.needs, witness.num_folds = Need.FOLD_GRADIENTS, 4
     rows = make_trainer().train_dataset.select(range(6))
@@ -312,7 +312,7 @@ def test_a_short_last_step_whose_prompts_span_microbatches_has_the_folds_that_it
 
 
 def test_a_step_that_mixes_two_rollouts_is_measured_by_the_ratios_of_its_older_half(make_trainer) -> None:
-    """Six microbatches of a rollout, four to a step: the second step has two that the first one's weights sampled."""
+    """Six microbatches per rollout, four per step: two in the second step were sampled by the first step's weights."""
     witness = Witness()
     shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 6}
     trainer = make_trainer(probes=[witness, SimpleEntropyProbe(), EffectiveSampleSizeProbe()], max_steps=2, **shape)
@@ -431,7 +431,7 @@ def test_gradients_are_kept_only_for_a_probe_that_needs_them_and_only_until_the_
 
 
 def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_trainer, monkeypatch) -> None:
-    """As many passes with others that read it beside `simple` as with it alone."""
+    """Adding other probes that read it next to `simple` adds no passes."""
 
     class Reader(Witness):
         needs = Need.ENTROPY_CHANGE
@@ -457,7 +457,7 @@ def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_
 def test_a_trainable_parameter_that_the_loss_does_not_reach_is_not_updated_and_measured_as_a_frozen_one(
     make_trainer,
 ) -> None:
-    """As by torch's optimizer: no step, not even of weight decay."""
+    """torch's optimizer does not step it either, not even by weight decay."""
     latest, parameters = [], []
     for trained, probes in ((True, [SimpleEntropyProbe(), GradientNoiseScaleProbe()]), (False, None), (True, [])):
         witness = Witness()
@@ -483,7 +483,7 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_not_updated_and_m
 
 
 def test_gradients_that_are_used_up_within_the_backward_are_an_error(make_trainer) -> None:
-    """As optimizers do that step layer by layer: all would look as if the loss did not reach them."""
+    """Optimizers that step layer by layer do this. All parameters would look as if the loss did not reach them."""
     trainer = make_trainer(probes=[EffectiveSampleSizeProbe()])
     for parameter in trainer.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -492,7 +492,7 @@ def test_gradients_that_are_used_up_within_the_backward_are_an_error(make_traine
 
 
 class Acting(TrainerCallback):
-    """A user's callback, that does something to the trainer in one of its moments."""
+    """A user's callback that changes the trainer at one moment of its training."""
 
     def __init__(self, trainer: Any, moment: str, act: Callable[[Any], object]) -> None:
         setattr(self, moment, lambda *args, **kwargs: act(trainer) and None)
@@ -574,11 +574,11 @@ def test_weights_that_a_callback_edits_between_steps_are_no_step_of_the_optimize
 @pytest.mark.parametrize(("moment", "said"), [(BEFORE, "between the probes' measurement and"), (AFTER, "after it by")])
 def test_a_second_optimizer_is_noticed_beside_one_that_has_no_formula(make_trainer, moment: str, said: str) -> None:
     trainer = make_trainer(probes=[SimpleEntropyProbe()], optim="adagrad", **FEW)
-    act = another_optimizer if moment == BEFORE else each_weight(lambda weight: weight.mul_(1.01))  # without gradients
+    act = another_optimizer if moment == BEFORE else each_weight(lambda weight: weight.mul_(1.01))  # no gradients
     trainer.add_callback(Acting(trainer, moment, act))
     trainer.train()
     assert f"step 1: weights were changed {said}" in trainer.attachment.latest["delta_h/backward"].reason
-    assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks  # nothing is left
+    assert not trainer.optimizer.optimizer._optimizer_step_pre_hooks  # no hook is left
 
 
 def test_a_step_that_the_optimizer_does_not_make_is_noticed_as_left_out(make_trainer) -> None:

@@ -1,4 +1,4 @@
-"""The one call around any trainer: the folder that it leaves, whatever ends the training, and what it says."""
+"""The one call around any trainer: the folder it leaves, however training ends, and the messages it prints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def files_in(folder: Path) -> set[str]:
 
 
 class Calling(TrainerCallback):
-    """Calls something at the end of each step."""
+    """Calls a function at the end of each step."""
 
     def __init__(self, what: Callable[[], Any]) -> None:
         self.what = what
@@ -59,7 +59,7 @@ class Raising(TrainerCallback):
 
 
 def test_settings_tell_reward_functions_of_one_name_apart_by_their_source(make_trainer) -> None:
-    """Else a comparison would take runs of two rewards for runs of two seeds."""
+    """Otherwise a comparison would mistake runs with two rewards for runs with two seeds."""
 
     def scored(completions: list[str], **columns: Any) -> list[float]:
         return [float(len(completion)) for completion in completions]
@@ -110,7 +110,7 @@ def test_the_first_line_has_a_row_of_its_own_beside_the_bar_over_steps(capsys) -
 
 
 def test_records_alone_are_named_as_what_is_written(make_trainer, tmp_path: Path, caplog) -> None:
-    """As `rl-training train` hands them over."""
+    """`rl-training train` passes records like this."""
     make_trainer(**FEW, probes=[EffectiveSampleSizeProbe()], records=Records(tmp_path / "logs"), max_steps=1).train()
     assert f"one process trains and writes {tmp_path / 'logs'}; probes: ess" in caplog.messages[0]
 
@@ -137,11 +137,11 @@ def test_the_report_is_there_after_an_error_of_the_users_which_stays_what_it_is(
     assert raised.__notes__ == [line]
     assert caplog.messages[-1] == line
     assert files_in(tmp_path / "run") == FILES
-    assert METHODS.keys().isdisjoint(vars(trainer))  # nothing is left wrapped
+    assert METHODS.keys().isdisjoint(vars(trainer))  # no method is still wrapped
 
 
 class Terminating(TrainerCallback):
-    """Tells the process to end, after the first step."""
+    """Sends the process SIGTERM after the first step."""
 
     def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
@@ -163,7 +163,7 @@ def test_told_to_end_a_process_writes_its_report_and_ends_by_that_signal(tmp_pat
 
 
 def told_to_end_behind_a_later_handler(folder: Path) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever earlier tests have left
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undo what earlier tests have set
     Termination(lambda: (folder / "reports").open("a").write("one ")).listen()
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *of_signal: before(*of_signal))
@@ -179,7 +179,7 @@ def test_a_later_handler_that_calls_the_one_before_it_ends_the_process_after_one
 def test_a_handler_of_the_users_decides_what_the_signal_ends_and_is_there_again_after_the_block(
     make_trainer, tmp_path: Path, caplog
 ) -> None:
-    """A fork inherits the handler, and writes nothing; in a thread, where Python forbids handlers, none is set."""
+    """A fork inherits the handler but writes nothing. In a thread, where Python forbids handlers, none is set."""
     page, seen = tmp_path / "run" / "report" / "report.html", []
     before = signal.signal(signal.SIGTERM, lambda *of_signal: seen.append(page.is_file()))
     try:
@@ -244,7 +244,7 @@ def test_two_trainings_in_one_block_leave_a_run_each(make_trainer, tmp_path: Pat
         assert files_in(folder) == FILES
         assert [row["step"] for row in read_metrics(folder / "logs")] == [1]
         assert f"training has finished after 1 step; the report: {folder / 'report/report.html'}" in caplog.messages
-    assert "not measured" not in caplog.text  # of each one's first step
+    assert "not measured" not in caplog.text  # at the first step of either training
 
 
 def test_a_training_whose_error_its_block_catches_has_not_finished(make_trainer, tmp_path: Path, caplog) -> None:
@@ -300,7 +300,7 @@ def test_a_folder_with_a_config_yaml_of_somebody_else_stays_as_it_is(make_traine
 
 
 def test_a_training_that_resumes_goes_on_in_its_own_folder(make_trainer, tmp_path: Path) -> None:
-    """Also where it is not the first one of that name."""
+    """Also if its folder is not the first of that name."""
     saving = PLAIN | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
     for steps in (1, 2):
         trainer = make_trainer(**saving, max_steps=steps)
@@ -315,7 +315,7 @@ def test_a_training_that_resumes_goes_on_in_its_own_folder(make_trainer, tmp_pat
             trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir) / f"checkpoint-{step}"))
     assert attached.folder == tmp_path / "run-2"
     assert [row["step"] for row in read_metrics(tmp_path / "run-2" / "logs")] == [1, 2, 3, 4]
-    assert all("its report is written when training ends" in text for text in shown)  # and not that of before
+    assert all("its report is written when training ends" in text for text in shown)  # not the earlier training's
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1]
 
 
@@ -327,7 +327,7 @@ class Own(Probe):
 
 
 def test_the_trainers_log_gets_the_core_and_the_records_get_all_at_each_step(make_trainer, tmp_path: Path) -> None:
-    """Whatever logging_steps is, which TRL has at 10."""
+    """Whatever logging_steps is; TRL's default is 10."""
     trainer = make_trainer(**EIGHT, max_steps=2, logging_steps=2, report_to=["tensorboard"])
     probes = ["simple", "interventions", "measured", "gns", "ess", "sampler", "covariance", Own()]
     with attach(trainer, tmp_path / "run", probes):
@@ -350,7 +350,7 @@ def test_the_trainers_log_gets_the_core_and_the_records_get_all_at_each_step(mak
     events = EventAccumulator(str(file)).Reload().Tags()["scalars"]
     assert {name for name in events if not name.startswith("train/")} == shown
     sections = sorted({name.partition("/")[0] for name in events} - {"covariance"})
-    assert sections[:2] == ["delta_h", "entropy"]  # which TensorBoard opens
+    assert sections[:2] == ["delta_h", "entropy"]  # TensorBoard opens the first sections
     assert integration_utils.rewrite_logs({"delta_h/forward": 0.0}) == {"train/delta_h/forward": 0.0}  # as before
 
 
@@ -363,10 +363,10 @@ def test_the_versions_that_are_called_tested_are_those_of_the_constraints() -> N
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss_type": "bnpo"},  # a mean over the tokens of a microbatch
+        {"loss_type": "bnpo"},  # a mean over each microbatch's tokens
         {"entropy_coef": 0.1},
         {"top_entropy_quantile": 0.5},
-        {"steps_per_generation": 4},  # two steps learn from a generation
+        {"steps_per_generation": 4},  # two steps train on each generation
     ],
     ids=str,
 )

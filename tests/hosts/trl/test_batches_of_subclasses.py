@@ -1,4 +1,4 @@
-"""A subclass makes another batch of a rollout: what is measured is that batch's, and what it contradicts is nan."""
+"""If a subclass makes a different batch from a rollout, that batch is measured, and what it contradicts is nan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def probes() -> list[Any]:
 
 
 class SeenRewards(Seen):
-    """Keeps the rewards of each step beside those that a subclass knows its rows to have."""
+    """Keeps each step's rewards, and the true rewards of its rows as the subclass knows them."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class SeenRewards(Seen):
 
 
 def measured(trainer: Any, by: Any = probes) -> tuple[dict[str, Any], list[Any]]:
-    """Return the estimates of the last step, and all steps as probes see them, with the rewards that rows have."""
+    """Train, and return the last step's estimates, and all steps as probes see them with the rows' true rewards."""
     seen = SeenRewards(trainer)
     with attach(trainer, probes=[*by(), seen], whole_prompts=True) as attachment:
         trainer.train()
@@ -118,7 +118,7 @@ def test_replayed_responses_without_log_probabilities_are_a_sample_of_no_known_p
 
 
 def test_replayed_responses_of_a_hotter_rollout_are_no_samples_of_the_policy(make_trainer: Any) -> None:
-    """Though the rollout that they are replayed in is sampled as it is scored, and has log-probabilities of them."""
+    """This holds even though the current rollout is sampled as it is scored, and has log-probabilities for them."""
     trainer = make_trainer(Replay, **STEP)
 
     class Cools(TrainerCallback):
@@ -145,7 +145,7 @@ def test_prompts_that_are_drawn_again_keep_their_own_rewards_and_are_measured(ma
 
 
 def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(make_trainer: Any) -> None:
-    """What describes the batch and its gradient is measured, from the folds that the smaller batch has."""
+    """Estimates that describe the batch and its gradient are measured, from the folds of the smaller batch."""
     estimates, steps = measured(keeps(make_trainer, shortest_half, max_steps=1))
     for name in ("entropy/token", "delta_h/forward", "delta_reward/forward", "ess/importance", "measured/delta_h"):
         assert estimates[name].code == "not_all_kept"
@@ -156,7 +156,7 @@ def test_responses_that_were_chosen_from_a_prompt_s_are_no_sample_of_the_policy(
 
 
 def test_whole_prompts_that_are_left_out_leave_a_smaller_step_that_is_measured(make_trainer: Any) -> None:
-    """Microbatches of two responses: a fold takes two of them."""
+    """Each microbatch has two responses, so a fold needs two of them."""
     estimates, steps = measured(keeps(make_trainer, half_of_the_prompts, learning_rate=3e-4))
     for name in (
         "entropy/token",
@@ -178,7 +178,7 @@ def test_prompts_with_unlike_numbers_of_responses_are_named(make_trainer: Any) -
 
 
 def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None:
-    """Each with its own reward; the sums over folds are those of the order that they were generated in."""
+    """Each keeps its own reward. The sums over folds are the same as in the order of generation."""
     plain, other = (
         measured(keeps(make_trainer, rows, max_steps=1), few_probes)[0]
         for rows in (lambda out: slice(None), reversed_rows)
@@ -188,7 +188,7 @@ def test_rows_in_another_order_are_the_same_responses(make_trainer: Any) -> None
 
 
 def with_logps(make_trainer: Any, change: Any) -> Any:
-    """Return a trainer whose batch has log-probabilities under TRL's old key: the policy's own, changed."""
+    """Return a trainer whose batch has the policy's log-probabilities, changed, under TRL's `old` key."""
 
     class Handed(Replay):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -325,7 +325,7 @@ def test_responses_of_earlier_rollouts_are_told_from_new_ones_and_forgotten_at_l
     assert not responses
     second = keys_of(responses, [([1], [2]), ([1], [4])])
     places, fresh = responses.find([first[1], second[0], first[0]])
-    assert fresh == [False, True, True]  # the same tokens, sampled again, are a fresh sample
+    assert fresh == [False, True, True]  # the same tokens sampled again are a fresh sample
     assert [response.learned for response in places] == [False, False, False]
     responses.begin_next(second)
     keys_of(responses, [([9], [9])])

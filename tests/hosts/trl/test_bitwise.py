@@ -1,4 +1,4 @@
-"""Whatever a training is like, with every probe that there is it is bitwise the training without."""
+"""Trainings of every kind are bitwise the same with all probes and without."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainers import LORA, bare_ending, differing, ending, every_probe, graded
 from rl_training.probes import InterventionsProbe, TokenClassesProbe
 
 SHORT: dict[str, Any] = {"per_device_train_batch_size": 4, "max_completion_length": 8, "reward": graded}
-# Several in one training where none of them keeps a probe from measuring with another.
+# One training combines several settings if none of them stops a probe from measuring.
 KINDS: dict[str, dict[str, Any]] = {
     "folds that are slices of microbatches, and truth that is sampled afresh": {
         "per_device_train_batch_size": 8, "learning_rate": 1e-2,
     },
-    "responses that are learned from again": {"num_iterations": 2, "max_steps": 3},  # the third has its own rollout
+    "responses that are learned from again": {"num_iterations": 2, "max_steps": 3},  # the third step has a new rollout
     "a rollout of two steps, with interventions": {"steps_per_generation": 8, "interventions": ("psr", "bonus")},
     "dropout of an adapter, in bf16 and with checkpointing": {
         "lora": True, "bf16": True, "activation_checkpointing": True,
@@ -32,7 +32,7 @@ def test_training_with_every_probe_is_bitwise_the_training_without(make_trainer:
     settings = SHORT | KINDS[kind]
     bare = bare_ending(**settings)
     peft_config = LoraConfig(**LORA) if settings.pop("lora", False) else None
-    num_folds = settings["per_device_train_batch_size"]  # of four microbatches, with a prompt or two in each
+    num_folds = settings["per_device_train_batch_size"]  # there are four microbatches of one or two prompts
     more = [InterventionsProbe(["psr", "bonus"], every=1), TokenClassesProbe(every=1)]
     probes = [*every_probe(num_folds=num_folds, offload=True), *more]
     trainer = make_trainer(probes=probes, peft_config=peft_config, **settings)

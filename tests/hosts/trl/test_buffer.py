@@ -1,4 +1,4 @@
-"""The filtered buffer: prompts that teach are drawn and kept, and training is as exact as it was."""
+"""The filtered buffer draws and keeps prompts with mixed rewards, and training stays exact."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Make = Callable[..., GRPOTrainer]
 
 
 class Rollouts(Seen):
-    """Keeps the rollout of every step of this process, as training gets it."""
+    """Keeps this process's rollout at every step, as training gets it."""
 
     @property
     def seen(self) -> list[Rollout]:
@@ -56,7 +56,7 @@ class Rollouts(Seen):
 
 
 class Asked:
-    """The reward of the default task, or one that is the same for all; remembers every attempt."""
+    """The default task's reward, or a constant one. It remembers every attempt."""
 
     def __init__(self, constant: float | None = None) -> None:
         self.__name__ = "asked"
@@ -95,13 +95,13 @@ def test_weights_are_the_expected_variance_of_a_success() -> None:
 
 def buffer_that_learned(rewards: Tensor, **options: Any) -> FilteredBuffer:
     buffer = FilteredBuffer(**options)
-    buffer.start(len(rewards) + 1)  # the last prompt was never asked
+    buffer.start(len(rewards) + 1)  # the last prompt was never tried
     buffer.learn(range(len(rewards)), rewards)
     return buffer
 
 
 def test_a_resumed_buffer_knows_the_range_of_rewards_too() -> None:
-    """By hand: 2 successes of 4, so m = 1/2; Beta(1 + 1, 1 + 1), Beta(1 + 1, 1 + 1), and Beta(1, 1) never asked."""
+    """By hand: 2 successes of 4, so m = 1/2; Beta(1 + 1, 1 + 1), Beta(1 + 1, 1 + 1), and Beta(1, 1) if never tried."""
     before = buffer_that_learned(torch.tensor([[-1.0, 3.0], [3.0, -1.0]]), floor=0.1)
     again = FilteredBuffer(floor=0.1)
     again.start(3)
@@ -159,11 +159,11 @@ def test_options_that_make_no_sense_are_refused(option: dict[str, Any], message:
         FilteredBuffer(**option)
 
 
-# --- what takes which place ---------------------------------------------------------------------------------------
+# --- which prompt fills which slot --------------------------------------------------------------------------------
 
 
 def test_a_mixed_prompt_takes_the_place_of_a_rejected_one_and_no_other() -> None:
-    """By hand, two processes with three slots. Group 4 of the second is a surplus."""
+    """By hand, for two processes with three slots each. Group 4 of the second process is surplus."""
     first, other = torch.tensor([[0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1]]).bool()
     filled = [[fill_slots(mixed[:generated], 3) for generated in (3, 5, 6)] for mixed in (first, other)]
     assert [[(groups.tolist(), empty) for groups, empty in of_process] for of_process in filled] == [
@@ -198,12 +198,12 @@ def test_metrics_of_several_attempts_are_those_of_all_their_sequences() -> None:
 
 
 def test_a_filled_rollout_holds_mixed_prompts_only_and_each_row_its_own_reward(make_trainer: Make) -> None:
-    """Recomputed from the text of prompt and completion."""
+    """The rewards are recomputed from the texts of prompt and completion."""
     rollouts, asked = Rollouts(), Asked()
     trainer = make_trainer(probes=[rollouts], buffer=FilteredBuffer(max_attempts=20), reward=asked, max_steps=3)
     trainer.train()
     answers = {row["prompt"]: row["answer"] for row in trainer.train_dataset}
-    assert len(asked.prompts) > len(rollouts.seen) == 3  # at least one was refilled
+    assert len(asked.prompts) > len(rollouts.seen) == 3  # at least one rollout was refilled
     for rollout in rollouts.seen:
         rows = zip(rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, strict=True)
         texts = [[trainer._tokenizer.decode(t, skip_special_tokens=True) for t in (p[m.bool()], c)] for p, m, c in rows]
@@ -234,7 +234,7 @@ def test_metrics_speak_of_all_that_was_generated(make_trainer: Make) -> None:
         assert row["reward"] == pytest.approx(sum(rewards) / len(rewards))
         assert row["frac_reward_zero_std"] == pytest.approx(1 - sum(mixed) / len(mixed))
         assert row["buffer/acceptance"] == pytest.approx(sum(mixed) / len(mixed))
-        assert row["buffer/filled"] == pytest.approx(sum(mixed) / 8)  # one process has no surplus
+        assert row["buffer/filled"] == pytest.approx(sum(mixed) / 8)  # a single process has no surplus
         assert row["buffer/generated_tokens"] == sum(asked.num_tokens[calls])
         assert row["completions/mean_length"] == pytest.approx(sum(asked.num_tokens[calls]) / len(rewards))
     assert first == len(asked.rewards) > 2
@@ -243,7 +243,7 @@ def test_metrics_speak_of_all_that_was_generated(make_trainer: Make) -> None:
 
 
 def test_a_slot_that_stays_empty_keeps_a_rejected_prompt_and_moves_nothing(make_trainer: Make) -> None:
-    """With one reward for all: three attempts, then a step that weight decay alone makes."""
+    """With a constant reward: three attempts, then a step of weight decay alone."""
     rollouts, asked = Rollouts(), Asked(constant=1.0)
     trainer = make_trainer(
         probes=[rollouts], buffer=FilteredBuffer(max_attempts=3), reward=asked, max_steps=1, weight_decay=0.0
@@ -265,13 +265,13 @@ def test_refilling_stops_when_no_prompts_are_left_to_try(make_trainer: Make) -> 
     trainer = make_trainer(buffer=FilteredBuffer(max_attempts=99), reward=asked, train_dataset=few, logging_steps=2)
     trainer.train()
     assert [len(prompts) for prompts in asked.prompts] == [8, 8] * 2  # 4 are left, each time
-    row = trainer.state.log_history[0]  # of both rollouts: the mean, but for a count
+    row = trainer.state.log_history[0]  # the mean over both rollouts, except for a count
     assert (row["buffer/attempts"], row["num_tokens"]) == (2, trainer.state.num_input_tokens_seen)
 
 
 @pytest.mark.parametrize("reuse", [{"steps_per_generation": 4}, {"num_iterations": 2}], ids=lambda d: next(iter(d)))
 def test_the_filter_acts_once_a_rollout(make_trainer: Make, reuse: dict[str, int]) -> None:
-    """Which serves two steps here; with old_per_token_logps of other rows the ratios would not be near 1."""
+    """Here a rollout serves two steps. With old_per_token_logps of the wrong rows, ratios would not be near 1."""
     trainer = make_trainer(buffer=FilteredBuffer(), max_steps=3, gradient_accumulation_steps=2, **reuse)
     trainer.train()
     logged = ["buffer/attempts" in row for row in trainer.state.log_history[:3]]
@@ -317,7 +317,7 @@ def test_evaluation_is_never_filtered(make_trainer: Make) -> None:
 
 
 def test_the_sequences_that_hold_a_prediction_against_the_truth_are_unfiltered(make_trainer: Make) -> None:
-    """Drawn from all prompts alike, whatever the buffer has learned of them."""
+    """They are drawn from all prompts with equal probability, whatever the buffer has learned about them."""
     buffer = FilteredBuffer(floor=0.01)
     bare, filtered = make_trainer(), make_trainer(buffer=buffer)
     buffer.learn(range(256), torch.tensor([0.0, 1.0]).repeat(256, 1).where(torch.arange(256)[:, None] < 8, 1.0))
@@ -341,7 +341,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_traine
     assert_equal(ended, parameters_after(resumed, resume_from_checkpoint=str(checkpoint)))
     assert logged_numbers(resumed) == logged_numbers(whole)
     assert_equal(whole.buffer.state_dict(), resumed.buffer.state_dict())
-    (checkpoint / "model.safetensors").unlink()  # the buffer's state is not taken for weights
+    (checkpoint / "model.safetensors").unlink()  # the buffer's state must not be mistaken for weights
     assert "no weights" in find_flaw(checkpoint)
 
 
@@ -405,7 +405,7 @@ def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options
 
 
 def one_rank(rank: int, folder: Path) -> None:
-    """Write FOLDER/<run>_<rank>.pt for each run; in `one_sided` all responses of rank 1 get the same reward."""
+    """Write FOLDER/<run>_<rank>.pt for each run. In `one_sided` all responses of rank 1 get the same reward."""
     for run in ("one_sided", "both"):
         asked, rollouts = Asked(0.0 if (run, rank) == ("one_sided", 1) else None), Rollouts()
         buffer = FilteredBuffer(max_attempts=3, seed=11)
@@ -422,7 +422,7 @@ def one_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank saw of each run."""
+    """Return by run what each rank saw."""
     folder = tmp_path_factory.mktemp("ranks")
     forks.start_ranks(one_rank, (folder,), 2)
     return {run: [torch.load(folder / f"{run}_{rank}.pt") for rank in (0, 1)] for run in ("one_sided", "both")}

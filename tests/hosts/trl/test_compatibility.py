@@ -1,4 +1,4 @@
-"""Another version of a library is refused for what it has lost or returns, by name, before anything runs."""
+"""A version of a library that lacks something or returns something else is refused by name before anything runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CHANGED: dict[str, tuple[Callable[[Scores], Any], str]] = {
 
 
 class OfThisShape(GRPOTrainer):
-    """Makes no use of what the changed method returns, as a loss of another version may."""
+    """Its loss does not use what the changed method returns, like the loss of another version may."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)

@@ -1,4 +1,4 @@
-"""A probe never costs a training: an error in one ends measuring, and nothing else."""
+"""A probe's error never ends training: it only ends measuring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN: dict[str, Any] = {"trainer_class": GRPOTrainer, "use_cpu": True, "bf16": 
 
 
 class Failing(Probe):
-    """Fails at step 2 in one of its hooks, in the middle of what it does."""
+    """Fails in the middle of one of its hooks at step 2."""
 
     name = "failing"
     needs = Need.FOLD_GRADIENTS
@@ -54,13 +54,13 @@ class Failing(Probe):
 
 @functools.cache
 def unmeasured() -> Ending:
-    """Return what the training comes to without probes."""
+    """Return the outcome of the training without probes."""
     with tempfile.TemporaryDirectory() as folder, attach(trainer_maker(Path(folder))(**PLAIN), probes=()) as bare:
         return ending(bare._trainer)
 
 
 class FailingBackward(TrainerCallback):
-    """Lets a hook on gradients fail in the trainer's own backward: that of the second microbatch of step 2."""
+    """Makes a gradient hook fail in the trainer's own backward, at the second microbatch of step 2."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -165,7 +165,7 @@ def test_of_several_processes_the_error_is_raised_and_says_why(tmp_path: Path) -
 
 
 class Full(TrainerCallback):
-    """Lets a folder lie in the place of a file of the records, as a disk that can be written to no more."""
+    """Puts a folder in the place of a records file, like a disk that can no longer be written to."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
@@ -187,7 +187,7 @@ def test_records_that_can_be_written_no_more_cost_no_training(make_trainer, tmp_
 
 
 def test_the_report_of_a_run_of_few_prompts_says_first_what_to_set(make_trainer, tmp_path: Path) -> None:
-    """As with the defaults of TRL, whose steps have one prompt."""
+    """As with TRL's defaults, whose steps have one prompt."""
     few = PLAIN | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     trainer = make_trainer(**few)
     with attach(trainer, tmp_path / "run"):

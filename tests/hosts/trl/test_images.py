@@ -1,4 +1,4 @@
-"""Models that look at images: a response is scored with the images of its own row, whole prompts or not."""
+"""Models with image inputs: each response is scored with the images of its own row, with whole prompts or without."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 def seeing() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """Return the tiny model as the language model of a LLaVA whose eyes are random, in float64, and its processor."""
+    """Return a float64 LLaVA with the tiny model as language model and a random vision tower, and its processor."""
     policy, tokenizer = load_tiny()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
@@ -48,7 +48,7 @@ def seeing() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     weights = dict(policy.model.state_dict())
     table = weights["embed_tokens.weight"]
     extra = len(tokenizer) - len(table)
-    weights["embed_tokens.weight"] = torch.cat([table, table[2].expand(extra, -1)])  # <unk>, which is never sampled
+    weights["embed_tokens.weight"] = torch.cat([table, table[2].expand(extra, -1)])  # <unk> is never sampled
     model.model.language_model.load_state_dict(weights)
     model.lm_head.weight = model.model.language_model.embed_tokens.weight
     for name, param in model.model.multi_modal_projector.named_parameters():
@@ -59,7 +59,7 @@ def seeing() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
 
 
 class Contexts(Seen):
-    """Keeps each step, and what the policy says of its rows when it is asked in another order, two at a time."""
+    """Keeps each step, and the policy's scores for its rows, asked for in another order and two at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,15 +123,15 @@ def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(
                 torch.testing.assert_close(again, trained_on, rtol=1e-3, atol=1e-4)
         width = swapped.logps.shape[1]
         difference = (swapped.logps - step.batch.scores.logps[:2, :width])[mask[:2, :width]].abs().max()
-        assert float(difference) > 0.05  # images are seen
+        assert float(difference) > 0.05  # the images matter
 
 
-# --- the rows of other models' inputs ---------------------------------------------------------------------------------
+# --- rows of other models' image inputs -------------------------------------------------------------------------------
 
-PATCHES = torch.arange(22.0).view(11, 2)  # of images with 1·2·1, 1·1·3, 1·2·2 and 1·1·2 patches
+PATCHES = torch.arange(22.0).view(11, 2)  # four images with 1·2·1, 1·1·3, 1·2·2 and 1·1·2 patches
 GRIDS = torch.tensor([[1, 2, 1], [1, 1, 3], [1, 2, 2], [1, 1, 2]])
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # all rows; what rows 2 and 0 of three are
+    # by layout: the inputs of three rows, and those expected for rows 2 and 0
     "one tensor of patches (Qwen2-VL)": (
         {"pixel_values": PATCHES, "image_grid_thw": GRIDS, "num_images": [1, 2, 1]},
         {"pixel_values": torch.cat([PATCHES[9:], PATCHES[:2]]), "image_grid_thw": GRIDS[[3, 0]], "num_images": [1, 1]},

@@ -1,7 +1,7 @@
-"""Several processes measure what one does, under DDP, ZeRO, FSDP2 alike, and a launch that cannot be ends saying why.
+"""Several processes measure the same as one, under DDP, ZeRO and FSDP2. An impossible launch ends with the reason.
 
 The runs of tests/support/replay.py train on the same given rollouts. The first half of the sequences, rank 0's share,
-is up to 24 tokens long, the second up to 9; at the first of two steps the second half has no advantage.
+has up to 24 tokens each, the second half up to 9. At the first of two steps the second half has zero advantage.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed
 SHARDED = ["zero2_2", "zero3_2", "fsdp2_2"]
 ALL_SHARDED = ["zero1_2", *SHARDED]
 BY_FOLDS = ("intervention/", "tokens/")
-FRESH = ("delta_h/true", "delta_h/evaluation", "delta_h/ess", "delta_h/weight_")  # what GroundTruthProbe says
+FRESH = ("delta_h/true", "delta_h/evaluation", "delta_h/ess", "delta_h/weight_")  # estimates of GroundTruthProbe
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the runs, a folder each."""
+    """Train all runs, and return the folder that contains a folder for each."""
     folder = tmp_path_factory.mktemp("replay")
     names = ["plain_2", "plain_2_bare", "plain_1", "plain_1_continued", *SHARDED, "zero1_2_lora"]
     names += ["zero1_2", *(f"{run}_bare" for run in (*ALL_SHARDED, "fsdp2_2_bf16"))] + [
@@ -62,7 +62,7 @@ def saved(runs: Path, run: str, rank: int = 0) -> dict[str, Any]:
 
 
 def estimates(runs: Path, run: str, *, fresh: bool = False) -> dict[tuple[int, str], tuple[float, float]]:
-    """Return what is estimated from the given rollouts, or from responses that a run samples itself."""
+    """Return the estimates from the given rollouts, or (`fresh`) from responses that the run samples itself."""
     recorded = of_records(runs / run / "logs")
     return {
         key: row for key, row in recorded.items() if key[1].startswith(FRESH) == fresh and "halves_at" not in key[1]
@@ -74,7 +74,7 @@ def norm_of(tensors: dict[str, torch.Tensor]) -> float:
 
 
 def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """To 1e-5 of the norm of all of them together."""
+    """Assert that the joint difference is within 1e-5 of the joint norm."""
     assert a.keys() == b.keys()
     assert norm_of({name: a[name] - b[name] for name in a}) <= 1e-5 * norm_of(a)
 
@@ -84,7 +84,7 @@ def of_kind(step: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]
 
 
 def joined_steps(runs: Path, run: str) -> list[dict[str, torch.Tensor]]:
-    """Return the steps of two processes, each of which keeps a part of the flat tensors, one after the other."""
+    """Return the steps of two processes with their shards of the flat tensors concatenated."""
     pairs = zip(saved(runs, run, 0)["steps"], saved(runs, run, 1)["steps"], strict=True)
     return [{name: torch.cat([part, second[name]]) for name, part in first.items()} for first, second in pairs]
 
@@ -93,15 +93,15 @@ def joined_steps(runs: Path, run: str) -> list[dict[str, torch.Tensor]]:
 
 
 def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path) -> None:
-    """All values: δH, noise scale, sample sizes. The error bar of δH may differ: see the limits in README."""
+    """This covers all values: δH, noise scale, sample sizes. δH's error bar may differ: see the documented limits."""
     assert too_far(differences(estimates(runs, "plain_1"), estimates(runs, "plain_2"), fields=1)) == {}
 
 
-@pytest.mark.parametrize("run", ["zero2_2", "zero3_2"])  # of DDP and FSDP2: parallel/test_sharding.py
+@pytest.mark.parametrize("run", ["zero2_2", "zero3_2"])  # for DDP and FSDP2 see parallel/test_sharding.py
 def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path, run: str) -> None:
-    """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too.
+    """Values and error bars agree: a fold that is left out is also missing from the other process's updates.
 
-    To 1e-4: of small classes much cancels, and a young v hardly differs from 0.
+    To 1e-4, because much cancels in small classes, and Adam's v is close to 0 in the first steps.
     """
     saved(runs, run)  # skipped where DeepSpeed is not installed
     first, second = (
@@ -114,7 +114,7 @@ def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path,
 
 
 def test_two_processes_train_with_interventions_as_one_does(runs: Path) -> None:
-    """To 1e-5 of what the interventions change, 3e-8 of the weights."""
+    """To 1e-5 of the change by the interventions, which is 3e-8 of the weights."""
     first, second, plain = (
         saved(runs, run)["parameters"] for run in ("plain_1_remedied", "plain_2_remedied", "plain_1")
     )
@@ -124,7 +124,7 @@ def test_two_processes_train_with_interventions_as_one_does(runs: Path) -> None:
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
 def test_two_processes_bound_a_step_as_one_does(runs: Path, run: str) -> None:
-    """KL and factor, over all processes, and the weights that come of it: to 1e-5 of what the bound changes."""
+    """KL and factor are computed over all processes. The resulting weights agree to 1e-5 of the bound's change."""
     first, second = (saved(runs, f"{name}_bounded")["parameters"] for name in ("plain_1", run))
     unbounded = saved(runs, "plain_1")["parameters"]
     assert norm_of({name: weight - second[name] for name, weight in first.items()}) <= 1e-5 * norm_of(
@@ -139,7 +139,7 @@ def test_two_processes_bound_a_step_as_one_does(runs: Path, run: str) -> None:
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
 def test_processes_keep_parts_that_together_are_the_gradients_and_states_of_one(runs: Path, run: str) -> None:
-    """Before clipping, which every step needs; of all entries about half are on each."""
+    """Compared before clipping, which affects every step. Each process holds about half of all entries."""
     steps = joined_steps(runs, run)
     assert len(steps) == 2
     for a, b in zip(saved(runs, "plain_1")["steps"], steps, strict=True):
@@ -152,18 +152,18 @@ def test_processes_keep_parts_that_together_are_the_gradients_and_states_of_one(
             sum(map(torch.numel, steps[0].values())) for steps in (sharded["steps"], joined_steps(runs, run))
         )
         assert 0.4 < part / whole < 0.6
-    if run.startswith("zero"):  # it was: DDP's own sums are not asked for from Python; FSDP2's parameters are looked at
+    if run.startswith("zero"):  # DeepSpeed was really used: it calls large collectives from Python, unlike DDP
         assert max(sharded["collectives"]) > 10_000
 
 
 @pytest.mark.parametrize("run", ["zero2_2", "zero1_2_lora"])
 def test_a_checkpoint_of_zero_is_restored_with_the_moments_that_its_next_step_had(runs: Path, run: str, make_trainer):
-    """Bit for bit what the second step of the same run found on its processes; the weights are the file's."""
+    """They are bitwise those that the run's second step had on its processes. The weights are the file's."""
     second = joined_steps(runs, run)[1]
     checkpoint = runs / run / "state" / "checkpoint-1"
     adapter = LoraConfig.from_pretrained(checkpoint) if run.endswith("lora") else None
     if adapter:
-        adapter.inference_mode = False  # as it is saved, always, it would be frozen
+        adapter.inference_mode = False  # it is always saved as True, which would freeze the adapter
     restored = restore(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=2), checkpoint)
     assert restored.optimizer.states is not None
     assert set(restored.optimizer.states) == {name.partition("/")[2] for name in of_kind(second, "exp_avg")}
@@ -189,8 +189,8 @@ def test_the_mean_of_the_folds_gradients_is_the_gradient(runs: Path, run: str) -
 
 @pytest.mark.parametrize("run", ["zero2_2", "fsdp2_2"])
 def test_two_lines_around_trls_own_trainer_leave_one_folder_of_a_sharded_launch(runs: Path, run: str) -> None:
-    """Its estimates are those of the other launches: see the tests below."""
-    assert [saved(runs, run, rank)["listens"] for rank in (0, 1)] == [True, False]  # for SIGTERM: the one that writes
+    """Its estimates agree with the other launches: see the tests below."""
+    assert [saved(runs, run, rank)["listens"] for rank in (0, 1)] == [True, False]  # only the writer handles SIGTERM
     assert yaml.safe_load((runs / run / "config.yaml").read_text())["batch"]["processes"] == 2
     assert (runs / run / "report" / "report.html").is_file()
     assert [row["step"] for row in read_metrics(runs / run / "logs")] == [1, 2]
@@ -225,14 +225,14 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(runs,
         {key: row for key, row in estimates(runs, name).items() if key[0] == 2} for name in (run, f"{run}_resumed")
     )
     assert len(last) > 40
-    assert repr(again) == repr(last)  # nan is nan
+    assert repr(again) == repr(last)  # repr, so that nan equals nan
     checkpoint = runs / run / "state" / "checkpoint-1"
     assert find_flaw(checkpoint, sharded_by) == ""
     assert find_flaw(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
 
 
 def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_of_its_last_step(runs: Path) -> None:
-    """Each reads its own entries of it, for `backward`; error bars go on with the errors of the steps before."""
+    """Each process reads its own entries of that update, for `backward`. Error bars continue from earlier steps."""
     last, again = (
         {key: row for key, row in estimates(runs, name).items() if key[0] == 2}
         for name in ("plain_1", "plain_1_continued")
@@ -243,13 +243,13 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_o
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
 def test_gathered_weights_let_a_process_sample_one_batch_more_than_another(runs: Path, run: str) -> None:
-    """transformers would have the processes wait for one another at each token, for ever."""
+    """By default transformers would make the processes wait for one another at each token, forever."""
     assert [saved(runs, run, rank)["fresh"] for rank in (0, 1)] == [33, 32]
 
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
 def test_what_a_step_with_sharded_weights_did_is_measured_at_the_new_ones(runs: Path, run: str) -> None:
-    """As with whole ones: the same responses, and their scores before and after each step."""
+    """As with unsharded weights: the same responses, scored before and after each step."""
     saved(runs, run)
     whole, cut = (estimates(runs, name, fresh=True) for name in ("plain_2", run))
     for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/evaluation"):
@@ -259,7 +259,7 @@ def test_what_a_step_with_sharded_weights_did_is_measured_at_the_new_ones(runs: 
 
 
 def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_rounded(runs: Path) -> None:
-    """Measured with rounded ones, a step's true change of entropy is rounding: 13 of its standard errors off."""
+    """With rounded weights a step's measured change of entropy would be rounding noise, 13 standard errors off."""
     exact, mixed = estimates(runs, "plain_2"), estimates(runs, "fsdp2_2_bf16")
     for step in (1, 2):
         for name in ("delta_h/forward", "delta_h/backward"):
@@ -271,13 +271,13 @@ def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_round
 
 
 def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) -> None:
-    """Of what is asked for from Python, TRL's own included, and but for the histograms of token classes.
+    """Counts collectives called from Python, TRL's included, except for the histograms of token classes.
 
-    Beside the folds' gradients, and the weights that `measured` puts in and out again, which are exchanged.
+    Not counted either: the folds' gradients, and the weights that `measured` swaps in and out, which are exchanged.
     """
     probed, bare = saved(runs, "plain_2")["collectives"], saved(runs, "plain_2_bare")["collectives"]
     assert len(probed) > len(bare)
-    assert [count for count in probed if count > 500 and count % 2**15] == []  # square norms: two of parameter and fold
+    assert [count for count in probed if count > 500 and count % 2**15] == []  # squared norms: 2 per parameter and fold
 
 
 def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
@@ -324,7 +324,7 @@ def test_the_shipped_deepspeed_configurations_are_readable() -> None:
 
 
 def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_only_for_deepspeed(tmp_path: Path) -> None:
-    """A run without DeepSpeed would take the weights and start Adam afresh, silently."""
+    """A run without DeepSpeed would silently load the weights and start Adam from zero."""
     (tmp_path / "trainer_state.json").write_text('{"global_step": 1}', encoding="utf-8")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     for name in ("scheduler.pt", "rng_state.pth"):
@@ -342,7 +342,7 @@ def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_onl
     assert "it was written without DeepSpeed" in find_flaw(tmp_path, "DeepSpeed")
 
 
-# --- launches that cannot be ------------------------------------------------------------------------------------------
+# --- impossible launches ----------------------------------------------------------------------------------------------
 
 
 def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) -> None:

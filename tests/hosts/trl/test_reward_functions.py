@@ -1,4 +1,4 @@
-"""A reward function that is wrong is named, with what is wrong: it raises, lacks a column, or returns no numbers."""
+"""A broken reward function is named, with its mistake: it raises, needs a missing column, or returns no numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def raises(completions: list[str], **columns: Any) -> list[float]:
 
 
 class OfTheUser(Exception):
-    """What a script around the training catches."""
+    """An exception that the script around the training catches."""
 
 
 def cuts_off(completions: list[str], **columns: Any) -> list[float]:
@@ -64,7 +64,7 @@ async def one_later(completions: list[str], **columns: Any) -> list[float]:
 
 
 class Judge:
-    """An object that is called."""
+    """A callable object."""
 
     __name__ = "judge"
 
@@ -77,7 +77,7 @@ GIVEN = {"prompts": ["1", "2"], "completions": ["a", "b"], "completion_ids": [[1
 
 
 def named(function: Any, name: str) -> Any:
-    """Return the function as a trainer with probes has it."""
+    """Return the function as a trainer with probes wraps it."""
     (changed,) = named_rewards(SimpleNamespace(reward_funcs=[function], reward_func_names=[name]))  # type: ignore[arg-type]
     return changed
 
@@ -100,7 +100,7 @@ def test_an_error_of_a_reward_function_stays_what_it_is_and_a_note_names_it(
 ) -> None:
     changed = named(function, getattr(function, "__name__", ""))
     is_async = inspect.iscoroutinefunction(function)
-    assert inspect.iscoroutinefunction(changed) == is_async  # TRL runs these side by side
+    assert inspect.iscoroutinefunction(changed) == is_async  # TRL runs async functions concurrently
     with pytest.raises(kind) as caught:
         asyncio.run(changed(**GIVEN)) if is_async else changed(**GIVEN)
     assert caught.type is kind
@@ -127,7 +127,7 @@ def test_a_response_of_which_no_function_says_anything_has_no_reward() -> None:
 
 
 def test_arguments_come_as_they_are_given() -> None:
-    """Rewards that environments own are asked for without completions, and positionally."""
+    """TRL calls the rewards of environments positionally and without completions."""
     owned = named(lambda environments, bonus=0, **kwargs: [e + bonus if e else None for e in environments], "f")
     assert owned([1.0, None], environments_seen=2) == owned(environments=[1.0, None]) == [1.0, None]
     assert owned([1.0, None], 2) == [3.0, None]
@@ -138,7 +138,7 @@ def test_arguments_come_as_they_are_given() -> None:
 
 @pytest.mark.parametrize("function", [one, one_later])
 def test_too_few_rewards_are_refused_by_name_in_one_line(make_trainer: Any, function: Any) -> None:
-    """At any step, as the user's mistake and not with a traceback through TRL."""
+    """At any step, reported as the user's mistake and not with a traceback through TRL."""
     trainer = make_trainer(reward=function)
     with pytest.raises(UserError, match=f"^step 1: .*'{function.__name__}' returned 1 rewards, but 2 were expected"):
         trainer._calculate_rewards([{"prompt": "1"}] * 2, ["1"] * 2, ["2"] * 2, [[3]] * 2)

@@ -1,4 +1,4 @@
-"""What a process knows of a rollout beside TRL's batch, worked by hand: rewards by weight, prompts over processes."""
+"""What a process knows of a rollout besides TRL's batch, by hand: weighted rewards, prompts across processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sampled_as_scored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rollouts_of(rank: int, per_device: int = 2, steps: int = 3, generations: int = 4) -> Rollouts:
-    """Return the rollouts of a trainer, of which nothing is there but what they ask for."""
+    """Return the rollouts of a stub trainer that has only the attributes they read."""
     trainer: Any = SimpleNamespace(
         reward_weights=torch.tensor([2.0, 0.5]), accelerator=SimpleNamespace(process_index=rank, num_processes=2),
         args=SimpleNamespace(
@@ -53,7 +53,7 @@ def test_a_response_that_the_loss_hides_is_read_with_its_tokens_and_without_an_a
 
 
 def batch(size: int) -> dict[str, Any]:
-    """Return TRL's output with so many sequences of one token."""
+    """Return TRL's output for `size` sequences of one token."""
     ones = torch.ones(size, 1, dtype=torch.long)
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     return {**dict.fromkeys(names, ones), "advantages": torch.zeros(size)}
@@ -61,7 +61,7 @@ def batch(size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [4.0, 1.0]), (1, [-2.0, 3.5])])
 def test_the_reward_of_a_sequence_is_the_weighted_sum_of_its_functions(rank: int, expected: list[float]) -> None:
-    """2 · 1 + .5 · 4, .5 · 2 where the first function has no opinion; the second two are the other process's."""
+    """2 · 1 + .5 · 4; then .5 · 2, because the first function returns None. The last two are the other process's."""
     by_function = torch.tensor([[1.0, 4.0], [math.nan, 2.0], [-1.0, 0.0], [1.0, 3.0]])
     rollouts = rollouts_of(rank)
     rollouts._generated.add([[1], [1]], [[1], [1]], None)
@@ -73,18 +73,18 @@ def test_the_reward_of_a_sequence_is_the_weighted_sum_of_its_functions(rank: int
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [0, 0, 0, 0, 1, 1]), (1, [0, 0, 1, 1, 1, 1])])
 def test_a_prompt_whose_responses_lie_on_two_processes_is_one(rank: int, expected: list[int]) -> None:
-    """Six sequences on each, four to a prompt: the second prompt has two on the first process and two on the other."""
+    """Six sequences on each process, four per prompt: the second prompt has two on each."""
     rollouts = rollouts_of(rank)
     output = batch(6)
     rollouts.begin(output, is_measured=False)
     assert (rollouts.read(output).prompt_index - rollouts.number * 6).tolist() == expected
 
 
-# --- what the rows of a batch bear out --------------------------------------------------------------------------------
+# --- matching a batch's rows with what was generated ------------------------------------------------------------------
 
 
 def output_of(rows: list[tuple[int, int]], **more: Any) -> dict[str, Any]:
-    """Return TRL's output of rows with a prompt of one token and a response of one."""
+    """Return TRL's output for rows of (prompt, response) with one token each."""
     prompts, completions = (torch.tensor(column).unsqueeze(1) for column in zip(*rows, strict=True))
     ones = torch.ones_like(prompts)
     batch = {"prompt_ids": prompts, "prompt_mask": ones, "completion_ids": completions, "completion_mask": ones}
@@ -92,7 +92,7 @@ def output_of(rows: list[tuple[int, int]], **more: Any) -> dict[str, Any]:
 
 
 def begun(rollouts: Rollouts, rows: list[tuple[int, int]], of_batch: list[tuple[int, int]], **more: Any) -> Any:
-    """Begin with this batch of a rollout in which these rows were generated; returns how it is read."""
+    """Begin a batch with rows `of_batch`, from a rollout that generated `rows`, and return the batch as it is read."""
     rollouts._generated.add([[prompt] for prompt, _ in rows], [[response] for _, response in rows], None)
     rollouts._generated.reward([float(number) for number in range(len(rows))])
     output = output_of(of_batch, **more)
@@ -137,7 +137,7 @@ def test_the_same_prompt_twice_in_a_rollout_is_two_as_long_as_rows_lie_where_the
 
 @pytest.mark.parametrize(("learned", "again"), [(True, ROWS[:1]), (False, ROWS[4:5])])
 def test_a_row_of_an_earlier_rollout_is_reused_where_a_step_has_learned_from_it(learned: bool, again: Any) -> None:
-    """And off-policy, with the log-probabilities that the batch has of it."""
+    """It is also off-policy, with the batch's log-probabilities."""
     rollouts = rollouts_of(0, generations=2)
     begun(rollouts, ROWS, ROWS[:4])
     logps = torch.zeros(6, 1)
@@ -188,7 +188,7 @@ def test_processes_whose_prompts_have_unlike_numbers_of_responses_say_so_togethe
 def test_log_probabilities_of_before_are_the_policy_s_own_up_to_rounding(
     apart: float, rounded: str, drops_out: bool, is_own: bool
 ) -> None:
-    """Of tokens that training has scored: the second row is hidden, the second column is no token."""
+    """Only tokens that training scored count: the second row is hidden, and the second column is padding."""
     policy: Any = SimpleNamespace(
         scorer=SimpleNamespace(training_rounding=rounded),
         model=torch.nn.Sequential(torch.nn.Dropout(0.5 if drops_out else 0.0)),
@@ -213,8 +213,8 @@ def test_log_probabilities_of_before_are_the_policy_s_own_up_to_rounding(
     [
         ([4, 3, 2, 1], 0, 2, [4, 3]),
         ([4, 3, 2, 1], 2, 2, [2, 1]),
-        ([4, 3, 2, 1], 2, 4, [2, 1, 2, 2]),  # two are not sampled yet
-        ([], 0, 3, [5, 5, 5]),  # a subclass keeps its batches elsewhere
+        ([4, 3, 2, 1], 2, 4, [2, 1, 2, 2]),  # two microbatches are not sampled yet
+        ([], 0, 3, [5, 5, 5]),  # a subclass keeps its microbatches elsewhere
     ],
 )
 def test_a_step_is_planned_for_the_sizes_of_the_microbatches_that_are_there(

@@ -1,4 +1,4 @@
-"""Responses that are no samples of the scored policy, or that are not learned from: what can be measured is."""
+"""Responses that are not samples of the scored policy, or not trained on: what can still be measured is measured."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def as_made(args: Any, model: Any, **settings: Any) -> Any:
-    """Return what TRL's trainer keeps of the settings of sampling."""
+    """Return a stub with the sampling settings where TRL's trainer keeps them."""
     args = SimpleNamespace(**{**vars(args), **settings})
     sampling = {key: getattr(args, key) for key in SAMPLING}
     kept = sampling | {"do_sample": True} | (args.generation_kwargs or {})
@@ -95,7 +95,7 @@ def test_what_an_engine_is_told_later_is_read_from_the_engine(plain) -> None:
 
 
 class Anneals(TrainerCallback):
-    """Sets another temperature of sampling for one step."""
+    """Sets a sampling temperature for each step."""
 
     def __init__(self, trainer: Any, temperatures: Sequence[float]) -> None:
         self.trainer, self.temperatures = trainer, temperatures
@@ -105,7 +105,7 @@ class Anneals(TrainerCallback):
 
 
 def test_a_temperature_that_a_callback_sets_is_that_of_the_rollouts_that_it_samples(make_trainer) -> None:
-    """Two steps learn from each rollout: the second of them finds the temperature changed, and samples nothing."""
+    """Two steps train on each rollout. At the second of them the temperature has changed, but nothing is sampled."""
     answers: list[dict[str, Estimate]] = []
     trainer = make_trainer(**FEW | {"max_steps": 5, "steps_per_generation": 4})
     trainer.attachment.remove()
@@ -119,13 +119,13 @@ def test_a_temperature_that_a_callback_sets_is_that_of_the_rollouts_that_it_samp
         assert [math.isfinite(answer[name].value) for answer in answers] == [True, True, False, False, True], name
     assert answers[2]["delta_h/forward"].code == "sampling_mismatch"
     assert "temperature=1.5" in answers[2]["delta_h/forward"].reason
-    assert answers[2]["sampler/ess"].reason == answers[2]["delta_h/forward"].reason  # nobody knows their ratios
+    assert answers[2]["sampler/ess"].reason == answers[2]["delta_h/forward"].reason  # their ratios are unknown
     assert math.isfinite(answers[4]["delta_h/forward"].value)
     assert answers[4]["delta_h/backward"].reason == answers[2]["delta_h/forward"].reason.prefixed("step 4")
 
 
 class Heats(GRPOTrainer):
-    """Samples hotter, as it finds the first time that it samples."""
+    """Raises the temperature just when it samples."""
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         self.generation_config.temperature = 1.5
@@ -157,7 +157,7 @@ def test_under_top_p_only_the_entropy_change_is_missing(make_trainer) -> None:
     assert_only_simple_is_missing(answers, "top_p=0.8 makes the sampled policy differ")
     for name in (*MEASURED, "delta_h/evaluation", "gns/trace_between"):
         assert "set top_p=1.0" in answers[name].reason
-    # The entropy of the visited prefixes, and its jackknife error over 8 folds of one prompt, from their definitions.
+    # The entropy at the visited prefixes, and its jackknife error over 8 folds of one prompt, from their definitions.
     batch = contexts.steps[-1].batch
     mask, entropies = batch.scores.mask.tolist(), batch.scores.entropies.tolist()
     prompts = batch.rollout.prompt_index.tolist()
@@ -207,14 +207,14 @@ def test_a_model_whose_scores_depend_on_padding_keeps_what_needs_no_policy(make_
 
 
 def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that_of_all(make_trainer) -> None:
-    trainer = make_trainer(mask_truncated_completions=True, max_completion_length=3)  # hardly begun
+    trainer = make_trainer(mask_truncated_completions=True, max_completion_length=3)  # all responses are truncated
     trainer.attachment.remove()
     answers, contexts = answers_of(trainer, split_prompts=1)
     step = contexts.steps[-1]
     assert (step.batch.rollout.completion_mask.sum(dim=1) == 3).all()
     assert all(not gradient.any() for gradient in step.gradients.mean.values())
     assert answers["entropy/token"].value == pytest.approx(float(step.batch.scores.entropies.mean()), rel=1e-6)
-    policy = contexts.contexts[-1].policy  # after the step, which is small
+    policy = contexts.contexts[-1].policy  # with the weights after the step, which is small
     fresh = policy.score_rollout(step.batch.rollout)
     torch.testing.assert_close(step.batch.scores.entropies, fresh.entropies, rtol=0, atol=0.02)
     assert answers["delta_h/forward"].value == pytest.approx(answers["delta_h/part/decay"].value, rel=1e-9)
@@ -222,7 +222,7 @@ def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that
     assert answers["ess/zero_advantage"].value == 1.0
     assert "zero" in answers["ess/advantage"].reason
     assert "no gradient at all" in answers["gns/noise_scale_prompts"].reason
-    assert answers["gns/trace_between"].value == 0.0  # no reward is above another, and no weight is there
+    assert answers["gns/trace_between"].value == 0.0  # no reward differs, and no loss weight is left
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_checkpoint_is_not_analysed_with_another_policy_s_samples_or_another_l
 
 
 def test_so_many_responses_are_generated_at_once_as_an_eighth_of_a_gpu_has_caches_for() -> None:
-    """Of a 7B's 28 layers with 4 key-value heads of width 128 in fp32: 114,688 bytes a token."""
+    """A 7B model has 28 layers with 4 key-value heads of width 128: 114,688 bytes per token in fp32."""
     shape = {"num_hidden_layers": 28, "num_attention_heads": 28, "hidden_size": 3584}
     config = Qwen2Config(**shape, num_key_value_heads=4)
     assert caches_that_fit(config, 16384, 80e9) == 10_000_000_000 // (114_688 * 16384) == 5

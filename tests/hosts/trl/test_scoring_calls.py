@@ -1,4 +1,4 @@
-"""A loss may score what it likes, or nothing: what is measured are the scores of its batch, and training goes on."""
+"""A loss may score anything or nothing: the scores of its own batch are measured, and training continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens_of(inputs: dict[str, Any], prompts: Any = None) -> tuple[Any, Any, in
 
 
 class SecondLook(GRPOTrainer):
-    """Scores the responses once more behind its loss, to prompts that are partly hidden."""
+    """Scores the responses again after its loss, with partly hidden prompts."""
 
     with_graph = True
 
@@ -41,7 +41,7 @@ class SecondLook(GRPOTrainer):
 
 
 class FirstLook(GRPOTrainer):
-    """Scores the batch before its loss, for nothing, with graph or without, and with or without entropies."""
+    """Scores the batch before its loss without using the result, with or without a graph, and entropies or not."""
 
     with_graph, with_entropies = True, True
 
@@ -52,7 +52,7 @@ class FirstLook(GRPOTrainer):
 
 
 class WithoutEntropies(GRPOTrainer):
-    """Dr-GRPO's loss by hand, which asks for no entropies."""
+    """Computes Dr-GRPO's loss by hand, without asking for entropies."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         logps = self._get_per_token_logps_and_entropies(model, *tokens_of(inputs))[0]
@@ -61,7 +61,7 @@ class WithoutEntropies(GRPOTrainer):
 
 
 class Thrifty(GRPOTrainer):
-    """Makes no forward pass where no response has an advantage."""
+    """Makes no forward pass if no response has an advantage."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not inputs["advantages"].any():
@@ -70,9 +70,9 @@ class Thrifty(GRPOTrainer):
 
 
 class OwnLoss(GRPOTrainer):
-    """A loss that is not TRL's, made of a forward pass of its own."""
+    """A loss that is not TRL's and uses its own forward pass."""
 
-    scores_too = False  # for nothing, without graph
+    scores_too = False  # also score without a graph and without using the result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self.scores_too:
@@ -95,7 +95,7 @@ VARIANTS: dict[str, tuple[type[GRPOTrainer], dict[str, Any]]] = {
 
 
 def half_silent(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:
-    """The responses to every other prompt have equal rewards."""
+    """Return equal rewards for the responses to every other prompt."""
     silent = {prompt: number % 2 for number, prompt in enumerate(dict.fromkeys(prompts))}
     return [0.0 if silent[p] else r for p, r in zip(prompts, graded(completions), strict=True)]
 
@@ -109,7 +109,7 @@ def trainer_of(make_trainer: Any, trainer_class: type[GRPOTrainer], **facts: Any
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make_trainer: Any, variant: str) -> None:
-    """Held against a pass of this test's own, over the model as the step has found it; and training is as without."""
+    """Compared with this test's own forward pass over the model as it was before the step. Training is unchanged."""
     trainer_class, facts = VARIANTS[variant]
     bare = trainer_of(make_trainer, trainer_class, **facts)
     with attach(bare, probes=[], whole_prompts=True):  # the same order of microbatches
@@ -129,7 +129,7 @@ def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make
     for name in ("delta_h/forward", "gns/trace_step"):
         assert math.isfinite(latest[name].value), latest[name].reason
     silent, weights = step.batch.rollout.advantages == 0, step.batch.loss_weights.logps[mask]
-    if trainer_class is not OwnLoss:  # caught on the very scores that the loss is made of
+    if trainer_class is not OwnLoss:  # loss weights are caught on the scores that the loss uses
         expected_weights = (step.batch.rollout.advantages.unsqueeze(1) * mask)[mask]
         torch.testing.assert_close(weights * expected_weights.norm(), -expected_weights * weights.norm())
         assert weights.norm() > 0.0
@@ -142,7 +142,7 @@ def test_the_scores_of_a_step_are_those_of_its_batch_whatever_a_loss_scores(make
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_whether_entropies_were_asked_for_is_read_from_where_the_argument_stands(asked: bool) -> None:
-    """Behind the size of a batch, which says nothing of them."""
+    """It comes after the batch size, which has nothing to do with entropies."""
     ids, ones = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 1, requires_grad=True)
     calls, scores = ScoringCalls({"prompt_ids": ids[:, :2], "completion_ids": ids[:, 2:]}), 2.0 * ones
     calls.keep(lambda *args: (scores, scores if asked else None, None), None, ids, ids, 1, 2, asked)
@@ -152,7 +152,7 @@ def test_whether_entropies_were_asked_for_is_read_from_where_the_argument_stands
 
 
 class NoGraph(GRPOTrainer):
-    """As where an adapter is still merged: nothing of it can be trained."""
+    """Returns log-probabilities without a graph, as if the adapter were still merged and not trainable."""
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A script around `attach`: what it may hand over, Ctrl-C, and several processes that run its last line."""
+"""A script around `attach`: the arguments it may pass, Ctrl-C, and several processes that run its last line."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def test_ctrl_c_ends_the_block_and_says_where_what_was_measured_is(make_trainer,
     else:
         assert note == f"interrupted before a step was logged: {logs} holds no numbers"
     trainer.model.forward = forward
-    trainer.train()  # as one that was never measured
+    trainer.train()  # like a trainer that was never measured
 
 
 def quickstart(rank: int, folder: Path) -> None:
-    """The README's lines, as each process of a launch runs them."""
+    """Run the README's lines, as each process of a launch does."""
     trainer = trainer_maker(folder / str(rank))(**PLAIN, max_steps=1)
     with attach(trainer, folder / "run") as attached:
         trainer.train()
@@ -105,7 +105,7 @@ def quickstart(rank: int, folder: Path) -> None:
     trainer = trainer_maker(folder / str(rank))(**PLAIN, max_steps=1)
     with attach(trainer, folder / "run") as attached:
         trainer.train()
-    assert attached.folder == folder / "run-2"  # all processes know
+    assert attached.folder == folder / "run-2"  # on all processes
     print_summary(folder / "run")
 
 

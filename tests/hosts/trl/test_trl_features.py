@@ -1,4 +1,4 @@
-"""The trainings that TRL's documentation shows take probes with one line more, and are bitwise what they were."""
+"""The trainings in TRL's documentation take probes with one more line, and stay bitwise the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""With vLLM generating, for real, on the CPU: `make test-vllm` makes the environment that it needs; skipped elsewhere.
+"""Trainings with real vLLM generation on the CPU. `make test-vllm` makes the environment; skipped elsewhere.
 
-The runs are those of tests/support/vllm_runs.py, each in a process of its own.
+The runs are those of tests/support/vllm_runs.py, each in a separate process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 @functools.cache
 def run(kind: str, processes: int = 1) -> dict[str, Any]:
-    """Return what tests/support/vllm_runs.py has found."""
+    """Return the results of tests/support/vllm_runs.py."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,7 +41,7 @@ def run(kind: str, processes: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "processes"), [("lora", 1), ("plain", 2), ("filtered", 1), ("bf16", 1)])
 def test_training_with_probes_is_bitwise_the_training_without(kind: str, processes: int) -> None:
-    """Trained parameters and what vLLM has sampled, on every process."""
+    """Compares trained parameters and vLLM's samples on every process."""
     outcome = run(kind, processes)
     assert outcome["same"]
     assert outcome["processes"] == processes
@@ -60,7 +60,7 @@ def test_left_to_itself_it_samples_in_bf16_and_the_importance_weights_say_so() -
 
 
 def test_what_that_rounding_does_to_forward_is_far_below_its_error_bar() -> None:
-    """Against the same rollouts without the ratios of the trainer's probabilities to vLLM's."""
+    """Compared with the same rollouts without the ratios of the trainer's to vLLM's probabilities."""
     outcome = run("bf16")
     pairs = zip(outcome["forward"], outcome["forward_unweighted"], outcome["forward_se"], strict=True)
     assert all(abs(weighed - plain) < 0.2 * stderr for weighed, plain, stderr in pairs)
