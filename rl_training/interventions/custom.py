@@ -67,4 +67,4 @@ def _checked(name: str, weights: Any, like: Tensor) -> Tensor:
         return weights.detach().to(like)
     kind = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
     shape = tuple(like.shape)
-    raise UserError(f"intervention {name} returned {kind} as weights, or not finite: return finite ones of {shape}")
+    raise UserError(f"intervention {name} returned {kind} as weights: they must be finite and of shape {shape}")

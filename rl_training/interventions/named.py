@@ -33,20 +33,20 @@ ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # settings that leave 
 GROWS = "grows with the distance from the reference: one step shows little of it"
 # What an intervention may need, each with the reason to report if it is missing.
 NEEDS = {
-    "dr_grpo": "the loss is not Dr-GRPO's, the only one whose weights it changes: set loss_type='dr_grpo', "
-    "scale_rewards='none', beta=0 (trainer.… on the command line), and train with no other intervention on these "
-    "weights, and no loss of a subclass",
+    "dr_grpo": "the loss is not Dr-GRPO's, the only loss that it can change: set loss_type='dr_grpo', "
+    "scale_rewards='none', beta=0 (trainer.… on the command line), and train without other interventions on these "
+    "weights and without a subclass's loss",
     "advantages": "the loss weighs log-probabilities by more than advantages (beta=0, trainer.beta=0 on the command "
     "line, removes a KL term), or is not known",
     "unit": "the loss is not divided by Dr-GRPO's constant: set loss_type='dr_grpo' "
     "(trainer.loss_type=dr_grpo on the command line)",
     "rewards": "the rewards of these responses are not known",
-    "whole_prompts": "it needs all responses to a prompt in one microbatch, and these lie in several: give "
-    "microbatches (per_device_train_batch_size, or microbatch_size of measured_loop) a multiple of its responses",
+    "whole_prompts": "it needs all responses to a prompt in one microbatch, and these are spread over several: set "
+    "per_device_train_batch_size, or microbatch_size of measured_loop, to a multiple of the responses per prompt",
     "truncated": "which responses are truncated is not known here",
     "reference": "it needs the log-probabilities of a reference model, and there is none: full fine-tuning keeps one "
     "only with beta above 0; with an adapter it is the base model",
-    "sampler": "the policy itself has sampled these responses, or the sampler's log-probabilities are not known: train "
+    "sampler": "the policy itself sampled these responses, or the sampler's log-probabilities are not known: train "
     "with vLLM, or in Python with a rollout_func that returns logprobs",
     "some_advantage": "all responses to each prompt have the same reward: there is no gradient to scale",
 }
@@ -181,7 +181,9 @@ def interventions_of(names: Iterable[Any], setting: str) -> list[Intervention]:
     texts = list(names)
     for text in texts:
         if not isinstance(text, str):
-            raise UserError(f"{setting}: {text} is no name: write NAME or NAME:STRENGTH, as {setting}=[bonus:0.02,lr]")
+            raise UserError(
+                f"{setting}: {text} is not a name: write NAME or NAME:STRENGTH, as {setting}=[bonus:0.02,lr]"
+            )
     chosen = [intervention(text) for text in texts]
     twice = sorted(name for name, count in Counter(known.name for known in chosen).items() if count > 1)
     if twice:
@@ -203,7 +205,7 @@ def interventions_to_train(names: Iterable[Any]) -> list[Intervention]:
     for later in chosen[1:]:
         if later.overwrites_weights:
             raise UserError(
-                f"interventions: {later.name} would undo those before it: give it first, and one of its kind"
+                f"interventions: {later.name} would undo those before it: put it first, and use only one of its kind"
             )
     for pair in MUTUALLY_EXCLUSIVE:
         if pair <= kinds.keys():
@@ -226,7 +228,7 @@ def intervention(text: str) -> Intervention:
     elif "." in name or strength.partition(":")[0].isidentifier():
         function, _, strength = strength.partition(":")
         if function in (PLAIN, *INTERVENTIONS):
-            raise UserError(f"{text}: {function} is the name of another one in the metrics: rename the function")
+            raise UserError(f"{text}: {function} is already a name in the metrics: rename the function")
         known = Intervention(function, load_own(name, function), (), strength=1.0, low=-math.inf)
     else:
         close = difflib.get_close_matches(name, INTERVENTIONS, n=1, cutoff=0.5)

@@ -81,7 +81,7 @@ class GroundTruthProbe(Probe):
         super().__init__(every)
         check_whole("ground_truth: sequences", sequences, importance.MIN_SEQUENCES)
         if sequences > MOST_SEQUENCES:
-            raise UserError(f"ground_truth: sequences={sequences} takes hours at a step: at most {MOST_SEQUENCES}")
+            raise UserError(f"ground_truth: sequences={sequences} takes hours per step: use at most {MOST_SEQUENCES}")
         check_whole("ground_truth: seed", seed, 0)
         self.sequences, self.seed = sequences, seed
 

@@ -51,12 +51,12 @@ KEPT = "/kept"  # suffix: the running mean of an intervention's kept effect
 SMALLEST = 1e-4  # nats: measurements did not confirm smaller predictions
 OFF_POLICY = Limit(
     "off_policy",
-    "off-policy: predictions of what ratios change came out 1.6 times too large",
+    "off-policy: where ratios differ from 1, predictions came out 1.6 times too large",
     fix="use one step per rollout",
 )
 LOST = Limit("interval_holds_0", "the interval of its ΔH includes 0")
 TOO_SMALL = Limit("too_small", f"its ΔH is below {SMALLEST:g} nats")
-BY_SIGN = "the step goes by signs (Adam's first, Lion's always): its size does not depend on the gradient's"
+BY_SIGN = "the step takes only the gradient's signs (Adam's first, Lion's always): its size ignores the gradient's"
 OTHER_BETAS = Limit("other_betas", "parameters with different betas have no common factor")
 NOT_LINEAR = Limit("not_linear", "the gradient is not linear in the strength")
 NO_STRENGTH = Limit("no_strength", "it has no strength")
@@ -85,7 +85,7 @@ class InterventionsProbe(Probe):
         super().__init__(every)
         self.which = interventions_of(which, "interventions.which")
         if not self.which:
-            raise UserError(f"interventions: which=[] names none: give some, as which=[{','.join(USUAL)}]")
+            raise UserError(f"interventions: which=[] is empty: name some, such as which=[{','.join(USUAL)}]")
         check_share("interventions: decay", decay, "(0, 1]", "; 0.9 averages over about ten steps")
         check_num_folds("interventions", num_folds)
         self.num_folds = num_folds

@@ -40,8 +40,8 @@ ROWS = 8  # rows to score again on each rank, one per prompt
 MIN_ESS, CERTAINTY, LEAST_CUT = 0.9, 0.9999, 1e-3  # CUT needs such an ESS, certainty and gap
 SAME = "no error bar: the responses are sampled from this policy, so every ratio is 1"
 CUT = (
-    "below 1: the sampler never draws what this policy may (top-p, top-k, min-p), or its log-probabilities are not "
-    "those that it samples with (temperature)"
+    "below 1: the sampler never draws some tokens that this policy can draw (top-p, top-k, min-p), or it reports other "
+    "log-probabilities than it samples with (temperature)"
 )
 NO_LOSS = Limit("unknown_loss", "how this loss treats the ratios to the sampler is not known")
 

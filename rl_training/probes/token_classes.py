@@ -43,7 +43,9 @@ CLASSES = {  # of each kind; the index of a class is its number
 QUANTILES = (0.5, 0.8)  # of entropy, the boundaries of its classes
 DECAY = 0.9  # weight of an optimizer step, measured or not, relative to the next one in the means
 TAG = re.compile(r"<[^<>\s]+>")
-BY_SIGN = Limit("goes_by_sign", "the step goes by signs (Adam's first, Lion's always): no class has a share in it")
+BY_SIGN = Limit(
+    "goes_by_sign", "the step takes only the gradient's signs (Adam's first, Lion's always): no class has a share in it"
+)
 OFF_POLICY = Limit(
     "off_policy",
     "off-policy: a class's share is not weighted by importance ratios",

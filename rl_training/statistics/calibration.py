@@ -30,7 +30,7 @@ from rl_training.statistics.limit import Limit
 
 MIN_PAIRS = MIN_UNITS_OFFLINE  # with fewer, any cloud of points looks like a line
 NO_NOISE_LEFT = Limit(
-    "lost_in_noise", "the predictions are smaller than their own error bars: without their noise nothing is left"
+    "lost_in_noise", "the predictions are smaller than their own error bars: subtracting their noise leaves nothing"
 )
 ALL_ZERO = Limit("all_zero", "all predictions are zero")
 NO_SPREAD = Limit("no_spread", "all predictions, or all truths, are the same number")

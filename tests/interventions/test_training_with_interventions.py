@@ -340,7 +340,7 @@ def test_what_needs_a_whole_group_is_neither_predicted_nor_trained_where_a_promp
     trainer = make_trainer(probes=[probe], reward=graded, max_steps=1, **shape)
     trainer.train()
     estimates = trainer.attachment.latest
-    assert "these lie in several" in estimates["intervention/std_norm/delta_h"].reason
+    assert "these are spread over several" in estimates["intervention/std_norm/delta_h"].reason
     assert math.isfinite(estimates["intervention/lr:0.5/delta_h"].value)
     with pytest.raises(ValueError, match="intervention=std_norm: it needs all responses to a prompt in one microbatch"):
         make_trainer(interventions=["std_norm"], reward=graded, max_steps=1, **shape).train()
