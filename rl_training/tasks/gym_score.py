@@ -94,7 +94,7 @@ class AnswerScores:
             answer, failure = failed[0]
             logger.warning(
                 f"data.task={self._task}: the package's score of {answer!r:.60} failed ({failure}): such answers score "
-                "0, and this is said once."
+                "0. This warning is shown once."
             )
         return [reply[0] if reply else 0.0 for reply in scored]
 

@@ -46,7 +46,7 @@ def as_task(returned: object) -> Task:
     """
     if not isinstance(returned, Task):
         raise UserError(
-            f"data: the task's function returned {returned!r:.60}, which is no Task: return "
+            f"data: the task's function returned {returned!r:.60}, which is not a Task: return "
             "Task(train_dataset, eval_dataset, reward) of rl_training.tasks.task"
         )
     return returned

@@ -139,8 +139,8 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=TINY_PATH, metavar="DIR", help="folder to write")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and examples")
-    parser.add_argument("--task", metavar="NAME", help="of reasoning-gym; none: arithmetic")
-    parser.add_argument("--settings", type=json.loads, metavar="JSON", help='of that task: {"max_terms": 3}')
+    parser.add_argument("--task", metavar="NAME", help="a task of reasoning-gym instead of arithmetic")
+    parser.add_argument("--settings", type=json.loads, metavar="JSON", help='settings of that task: {"max_terms": 3}')
     arguments = parser.parse_args()
     if arguments.task and arguments.output == TINY_PATH:
         parser.error("--task needs --output FOLDER: the package's own model is that of arithmetic")

@@ -274,7 +274,7 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
     assert find_flaw(checkpoint) == ""
     assert (run / "report" / "report.html").is_file()
     assert "Traceback" not in "\n".join(command.lines)
-    ended, words = command.lines[-1].split("; to go on, type the same command with this behind it: ")
+    ended, words = command.lines[-1].split("; to continue, repeat the command with this appended: ")
     assert ended == f"ended by SIGINT after step {taken} of 500"
     typed = [*SMALL, f"run_dir={run}", "trainer.max_steps=500", "probe=none", *shlex.split(words)]
     resumed = start(tmp_path / "again", *typed, f"trainer.max_steps={taken + 1}")
@@ -287,7 +287,7 @@ def test_a_second_signal_ends_training_at_once(tmp_path: Path) -> None:
     command = train_with_own(tmp_path, "probe=none", "+probes.waiting._target_=my_file.Waiting")
     wait_for((tmp_path / "waiting").exists)
     os.kill(command.process.pid, signal.SIGTERM)
-    wait_for(lambda: any("a second one ends at once" in line for line in command.lines))
+    wait_for(lambda: any("a second signal ends at once" in line for line in command.lines))
     os.kill(command.process.pid, signal.SIGTERM)  # at the same moment: a launcher passing on the same signal
     time.sleep(2.5)
     asked_again = time.monotonic()

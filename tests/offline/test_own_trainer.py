@@ -97,5 +97,5 @@ def test_commands_say_of_an_attached_run_what_to_do_instead(make_trainer: Callab
     for named in (tmp_path / "run", Path(trainer.args.output_dir) / "checkpoint-1"):
         with pytest.raises(ValueError, match=r"analyze\(trainer, CHECKPOINT, FOLDER\)"):
             result_files({"checkpoint": str(named), "runs_dir": str(tmp_path), "name": "default", "output": None})
-    with pytest.raises(ValueError, match=r"a trainer that a script has made.*evaluate\(trainer, CHECKPOINTS, "):
+    with pytest.raises(ValueError, match=r"a trainer made by a script.*evaluate\(trainer, CHECKPOINTS, "):
         read_plan(composed("evaluate", f"run={tmp_path / 'run'}"))

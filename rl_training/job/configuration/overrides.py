@@ -95,7 +95,7 @@ def with_all_loggers(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     typed = {change.key_or_group: cast("Any", change.value()) for change in parsed(overrides)}
     for group in ONE_OF:
         if isinstance(typed.get(group), list) and len(typed[group]) > 1:
-            raise UserError(f"{group}=[{','.join(map(str, typed[group]))}]: there can be one, give {group}=NAME")
+            raise UserError(f"{group}=[{','.join(map(str, typed[group]))}]: only one is possible, give {group}=NAME")
     names = typed.get("logger")
     if isinstance(names, list) and "trainer.report_to" not in typed:
         options = [compose(f"logger/{name}") for name in names]

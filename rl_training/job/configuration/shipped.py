@@ -36,7 +36,7 @@ def show_conf() -> None:
     parser = argparse.ArgumentParser(
         prog="rl-training config",
         description="Print the folder of the configuration files that train, analyze and evaluate read; or copy them.",
-        epilog="A copy is used by --config-dir DIR. It need not be complete: what DIR lacks comes from the package. "
+        epilog="Use a copy with --config-dir DIR. It need not be complete: files missing there come from the package. "
         "rl-training train --cfg job prints the composed settings.",
     )
     parser.add_argument("--copy", metavar="DIR", type=Path, help="copy them to this folder, which must be new")
@@ -57,7 +57,7 @@ def copy_launch_file() -> None:
     parser = argparse.ArgumentParser(
         prog="rl-training launch-file",
         description="Copy a configuration of accelerate launch, or a script, to ./launch, and print its path. A file "
-        "that is there already stays as it is.",
+        "that exists there is kept.",
         epilog="accelerate launch --config_file $(rl-training launch-file ddp) --num_processes 8 -m rl_training train",
     )
     parser.add_argument("name", metavar="NAME", choices=names, help=", ".join(names))

@@ -59,7 +59,7 @@ def load_settings(path: Path) -> DictConfig:
     plain: dict[Any, Any] = without_masks(OmegaConf.to_container(settings))
     for name in (*PLACES.values(), *OTHER_GROUPS):
         if not isinstance(plain.get(name) or {}, Mapping):
-            raise UserError(f"{path}: {name}={plain[name]!s:.60} is no group of settings: mend or delete it")
+            raise UserError(f"{path}: {name}={plain[name]!s:.60} is not a group of settings: mend or delete it")
     for keys, value in leaves(plain):
         # Hydra resolves the settings of objects twice, so an escaped \${ would become a reference the second time.
         is_made = keys[0] != PROVENANCE
@@ -97,8 +97,8 @@ def refuse_marked(settings: Mapping[Any, Any], *names: str) -> None:
                 within = as_written(functools.reduce(operator.getitem, keys[:-1], plain))
                 typed = f"{dotted(keys[:-1])}=[{','.join(map(json.dumps, within))}]"
             raise UserError(
-                f"{dotted(keys)}={named} stands in the settings of the run, and would run code or send something "
-                f"away. If you trust whoever made the run, add to this command line: {shlex.quote(typed)}"
+                f"{dotted(keys)}={named} is in the settings of the run, and would run code or send data somewhere. "
+                f"If you trust whoever made the run, add to this command line: {shlex.quote(typed)}"
             )
 
 
@@ -109,7 +109,7 @@ def refuse_code_in(overrides: Iterable[str], path: Path) -> None:
         for inner, value in leaves(change.value(), keys):
             if must_be_named(inner, value):
                 raise UserError(
-                    f"{path}: {dotted(inner)}={value} would run code or send something away, and a file is not your "
+                    f"{path}: {dotted(inner)}={value} would run code or send data somewhere, and a file is not your "
                     "command line: if you trust it, give it in Python, OfflineEntropyProbe({'overrides': [...], ...})"
                 )
 
@@ -176,9 +176,9 @@ def _marked(node: Any, keys: Keys, path: Path) -> Any:
     if not isinstance(node, Mapping):
         return f"{MARK}{node}" if must_be_named(keys, node) else node
     if not isinstance(node.get("_target_", ""), str):
-        raise UserError(f"{path}: {dotted(keys)}._target_ is no name: mend or delete it")
+        raise UserError(f"{path}: {dotted(keys)}._target_ is not a name: mend or delete it")
     marked = {name: _marked(value, (*keys, name), path) for name, value in node.items()}
     is_inert = marked.get("_target_", "").startswith(MARK)  # a marked target may be called with them, once it is typed
     if (special := SPECIAL & marked.keys()) and not is_inert:
-        raise UserError(f"{path}: {dotted(keys)}.{min(special)} would have an object made otherwise: remove it")
+        raise UserError(f"{path}: {dotted(keys)}.{min(special)} changes how Hydra makes the object: remove it")
     return marked

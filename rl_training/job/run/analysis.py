@@ -65,7 +65,7 @@ def result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
     for path in [named] if isinstance(named, str) else named:
         if is_attached(Path(path)):
             raise UserError(
-                f"{path} is of a trainer that a script has made: in Python, after `from rl_training import analyze`, "
+                f"{path} belongs to a trainer made by a script: in Python, after `from rl_training import analyze`, "
                 "analyze(trainer, CHECKPOINT, FOLDER) with the script's own trainer"
             )
     checkpoints = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))

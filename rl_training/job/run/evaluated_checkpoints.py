@@ -21,7 +21,9 @@ def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Pa
         if not paths:
             raise UserError("nothing to evaluate: give run=RUN, the folder of a run, or 'checkpoints=[PATH,...]'")
         if len(runs) > 1:
-            raise UserError(f"the checkpoints are of several runs, {', '.join(map(str, runs))}: evaluate each alone")
+            raise UserError(
+                f"the checkpoints belong to several runs, {', '.join(map(str, runs))}: evaluate each run by itself"
+            )
         folder = next(iter(runs), None)
     else:
         folder = Path(run)
@@ -29,7 +31,7 @@ def find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Pa
             raise UserError(f"run={run}: there is no such folder")
         if is_of_attached_run(folder):
             raise UserError(
-                f"run={run} is of a trainer that a script has made: in Python, after `from rl_training import "
+                f"run={run} belongs to a trainer made by a script: in Python, after `from rl_training import "
                 f"evaluate`, evaluate(trainer, CHECKPOINTS, {str(run)!r}) with a new trainer of that script; on a task "
                 f"of this package, 'checkpoints=[PATH,...]' data=TASK output={run}"
             )

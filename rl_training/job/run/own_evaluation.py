@@ -138,8 +138,8 @@ def _refuse_other_generation(trainer: GRPOTrainer) -> None:
         raise UserError("the trainer has trained, and its first weights are gone: give evaluate a new trainer")
     if trainer._is_vlm or trainer.tools or trainer.environments is not None or trainer.rollout_func is not None:
         raise UserError(
-            "evaluate takes one response of text to each prompt: images, tools, environments and rollout_func are not "
-            "followed; give a trainer without them"
+            "evaluate generates plain text responses: images, tools, environments and rollout_func are not supported; "
+            "give a trainer without them"
         )
 
 

@@ -60,7 +60,8 @@ class StopAtStepEnd(TrainerCallback):
         if not self._request:
             self._request, self._requested_at = signum, now
             self._say(
-                f"{signal.Signals(signum).name}: after this step a checkpoint and the report; a second one ends at once"
+                f"{signal.Signals(signum).name}: stopping after this step, with a checkpoint and the report; "
+                "a second signal ends at once"
             )
 
     def _say(self, line: str) -> None:
@@ -70,7 +71,7 @@ class StopAtStepEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._launcher not in (None, os.getppid()) and not self._request:
             self._request = signal.SIGTERM
-            self._say("the launcher is gone: a checkpoint and the report, then this run ends")
+            self._say("the launcher has ended: stopping after this step, with a checkpoint and the report")
         local_request = torch.tensor([self._request], device=PartialState().device)
         request = int(gather(local_request).max())
         # A rollout that later steps still use is not saved, so training resumes exactly only at the end of a rollout.

@@ -106,7 +106,7 @@ class TrainingRun:
         state = self.trainer.state
         line = f"ended by {signal.Signals(self.stop.signum).name} after step {state.global_step} of {state.max_steps}"
         if state.global_step < state.max_steps:
-            line += f"; to go on, type the same command with this behind it: {self._resuming()}"
+            line += f"; to continue, repeat the command with this appended: {self._resuming()}"
         raise Interrupted(self.stop.signum, line)
 
     def _resuming(self) -> str:

@@ -258,6 +258,6 @@ def test_a_run_has_the_dashboards_of_all_loggers_that_are_named(words: list[str]
 def test_of_a_group_of_which_there_is_one_two_options_are_refused() -> None:
     with (
         composing(),
-        pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: there can be one, give adapter=")),
+        pytest.raises(ValueError, match=re.escape("adapter=[lora,none]: only one is possible, give adapter=")),
     ):
         with_all_loggers(compose("train", ["adapter=[lora,none]"]), ["adapter=[lora,none]"])
