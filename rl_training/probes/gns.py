@@ -7,7 +7,7 @@ with its responses, whose advantages sum to zero and are not independent.
 One step is too noisy. So tr Σ and |G|² are averaged separately over steps, with weights decay^age, and only the
 averages are divided. |G|² / tr Σ always has a value. Its inverse, the noise scale, has none unless the averaged |G|² is
 above 0, and its interval (Fieller's) has no upper end if |G|² may be 0. Errors are from the delete-one-step jackknife.
-In Adam's metric, |x|² is Σ P x² over the entries with v > 0. P is that of the step before, once v is warm.
+In Adam's metric, |x|² is Σ P x² over the entries with v > 0. P is the previous step's, used once v is warm.
 
 Gradients are measured before clipping. With `split_prompts`, tr Σ is split into the noise that more responses per
 prompt would average away and the noise that only more prompts would. This takes two backwards, over halves of a

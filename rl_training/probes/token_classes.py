@@ -8,8 +8,8 @@ So this part of δH is a sum over classes of tokens:
 As in `simple`, each fold of whole prompts is multiplied with the step of the other folds. c_t and d_t are the loss's
 weights of a token. a_(−k) is the optimizer's factor on the gradient in the step without fold k: AdamW's
 −lr P (1−β1)/(1−β1^t), clipping included. The classes of one kind hold each token once, so they add up to
-`delta_h/part/gradient`. The error is the delete-one-fold jackknife's. It takes the step as given, so it does not
-include that other batches would make other steps.
+`delta_h/part/gradient`. The error is the delete-one-fold jackknife's. It takes the step as given: the variation of the
+step itself between batches is not included.
 
 The result is a class's share of this step's own gradient. It is not the effect of training without these tokens: a
 warm Adam step is momentum to a share of β1, and P depends on all tokens. The cost is a forward pass over the sequences
