@@ -45,7 +45,7 @@ class SampledBuffer(EvaluationBuffer):
     """E with the scores of all processes' sequences, and what is needed to sample its responses again."""
 
     rows: tuple[dict[str, Any], ...] = ()  # (N,), each sequence's row of the data set; responses to one are adjacent
-    seed: int = 0  # of its responses
+    seed: int = 0  # of its prompts and responses
     chunk_size: int = 128  # sequences generated at once
 
 
@@ -258,7 +258,7 @@ def respond(
         The responses, and the index in `asked` of each, (B,).
     """
     total = len(asked)
-    # Each chunk has its own random numbers. At least two chunks, so that one and two processes have the same ones.
+    # Each chunk has its own random numbers. There are at least two, so that two processes have the same chunks as one.
     chunk = max(1, min(chunk_size, -(-total // 2)))
     if -(-total // chunk) < restored.num_ranks:
         chunk = max(1, -(-total // restored.num_ranks))

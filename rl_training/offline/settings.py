@@ -40,14 +40,18 @@ class UpdateConfig:
 
 @dataclass(frozen=True)
 class FirstOrderSettings:
+    """The first-order prediction."""
+
     enabled: bool = True
 
 
 @dataclass(frozen=True)
 class TruthSettings:
+    """The measurement of the entropy change that the step really makes."""
+
     enabled: bool = True
-    odd: bool = True
-    etas: Sequence[float] = (1.0,)
+    odd: bool = True  # also measure the step backwards, which removes the second order
+    etas: Sequence[float] = (1.0,)  # lengths of the step, as multiples of it
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class KernelSettings:
+    """The kernel between the sequences of U and E."""
+
     enabled: bool = False
     memory_gb: float = 8.0  # for the rows held in memory and the microbatch of rows multiplied with them
     dtype: str = "float32"  # of the held rows; bfloat16 halves their memory, with an error of 2e-4 of the kernel's norm

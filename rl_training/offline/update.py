@@ -111,7 +111,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts, scores)
 
 
-# --- U's loss as training has it --------------------------------------------------------------------------------------
+# --- training's loss on U ---------------------------------------------------------------------------------------------
 
 
 def _loss_weights(restored: RestoredTrainer, rollout: Rollout, scores: Scores) -> LossWeights:

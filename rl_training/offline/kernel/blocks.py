@@ -201,7 +201,7 @@ def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
     return weights[rows, :width].to(scores.logps) * scores.mask.to(scores.logps)
 
 
-# --- what every kernel must pass --------------------------------------------------------------------------------------
+# --- checks of every kernel -------------------------------------------------------------------------------------------
 
 
 def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:

@@ -259,7 +259,7 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.cat([part[key] for part in parts if key in part]) for key in parts[0]}
 
 
-# --- its files --------------------------------------------------------------------------------------------------------
+# --- files of a kernel ------------------------------------------------------------------------------------------------
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:

@@ -83,7 +83,7 @@ class Structure:
         """Load the kernel of a folder. Raise a UserError if it is not finished, or damaged."""
         kernel = load_kernel(folder)
         text = (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
-        rows = [from_json(json.loads(line)) for line in text.splitlines()]  # null as nan
+        rows = [from_json(json.loads(line)) for line in text.splitlines()]  # reads null as nan
         return cls(kernel, *([row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)))
 
     @property
