@@ -39,7 +39,7 @@ def equal_rewards_warning(rollouts: Sequence[Rollout], ranks: Ranks, longer_resp
             f"{sentence}{100 * cut_off / count:.0f}% of them were cut off, the longest at {longest} tokens: "
             f"{longer_responses}"
         )
-    return f"{sentence}Prompts of another difficulty, or a reward for a part of the answer, would give a signal"
+    return f"{sentence}Easier or harder prompts, or partial rewards, would give a signal"
 
 
 def _facts(rollouts: Sequence[Rollout]) -> torch.Tensor:

@@ -42,7 +42,7 @@ from rl_training.step.limits import Fixes, Limits
 logger = logging.getLogger(__name__)
 
 SAYS_DR_GRPO = "measured_loop(dr_grpo=True) says that the loss is Dr-GRPO's alone"
-LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: say measured.skip_step() where that is meant"
+LEFT_OUT = "step {number} has no optimizer.step(), so it is left out: call measured.skip_step() if that is intended"
 
 
 def measured_loop(
@@ -290,7 +290,7 @@ class MeasuredLoop:
         initial = self._driver.initial_states()
         if state.keys() != initial.keys():
             raise UserError(
-                f"the state is of {sorted(state)}, and the loop has {sorted(initial)}: give the same probes"
+                f"the state is of the probes {sorted(state)}, but the loop has {sorted(initial)}: use the same probes"
             )
         self._states = {name: from_tensors(like, state[name]) for name, like in initial.items()}
 

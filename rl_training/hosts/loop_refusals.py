@@ -80,8 +80,8 @@ def refuse_what_is_no_language_model(module: nn.Module) -> None:
     if _is_language_model(module):
         return
     inside = [name for name, part in module.named_modules() if name and _is_language_model(part)]
-    hint = f"model.{inside[0]} is one, so give that" if inside else "give the one whose logits the loss is made of"
-    raise UserError(f"{type(module).__name__} is no causal language model of Hugging Face's: {hint}")
+    hint = f"pass model.{inside[0]}, which is one" if inside else "pass the one whose logits the loss is computed from"
+    raise UserError(f"{type(module).__name__} is not a Hugging Face causal language model: {hint}")
 
 
 def _is_language_model(module: Any) -> bool:
@@ -104,11 +104,11 @@ def refuse_impossible_settings(shape: StepShape, temperature: Any, max_grad_norm
 def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
     """Raise UserError if the optimizer is no torch optimizer, or trains no parameter of the model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the one inside it, which steps")
+        raise UserError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer: pass the one inside it")
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
     if trained.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
         raise UserError(
-            "the optimizer has no parameter of the model that requires a gradient: make it of model.parameters()"
+            "the optimizer has no parameter of the model that requires a gradient: build it from model.parameters()"
         )
 
 
@@ -186,8 +186,8 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
         level = float(exact.entropies[mask].mean())
         if not off <= FARTHEST_ENTROPY * level + 2 * noise:
             raise UserError(
-                f"entropies are {off:.2g} off the model's, whose mean is {level:.2g} nats per token: give those of all "
-                "of the vocabulary, in nats, at the same temperature, or leave them out"
+                f"entropies are {off:.2g} off the model's, whose mean is {level:.2g} nats per token: pass those over "
+                "the whole vocabulary, in nats, at the same temperature, or none"
             )
 
 

@@ -35,7 +35,7 @@ def why(*parts: Rollout, ranks: Ranks | None = None) -> str:
 def test_equal_rewards_are_told_with_their_number_and_value() -> None:
     said = why(responses([0.0] * 4), responses([0.0] * 4))
     assert said.startswith("all 8 responses earned 0, so every advantage is 0 and nothing is learned from them. ")
-    assert "reward for a part of the answer" in said
+    assert "partial rewards" in said
     assert "cut off" not in said
 
 

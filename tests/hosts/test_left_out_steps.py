@@ -76,7 +76,7 @@ def test_a_step_that_is_left_out_has_no_predictions_and_the_next_one_does_not_lo
     mean = last["intervention/lr:0.5/mean_delta_h"].value
     assert first["intervention/lr:0.5/delta_h"].value != pytest.approx(mean, rel=1e-6)  # of steps 1 and 3
     assert last["intervention/lr:0.5/mean_delta_h"].detail["measured_steps"] == 2
-    noticed = [line.partition(":")[0] for line in caplog.messages if "say measured.skip_step()" in line]
+    noticed = [line.partition(":")[0] for line in caplog.messages if "call measured.skip_step()" in line]
     assert noticed == ([] if said else ["step 2 has no optimizer.step(), so it is left out"])
     assert [row["step"] for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines())] == [
         1, 2, 3,

@@ -375,7 +375,7 @@ MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
     ),
     "entropies in bits": (
         in_a_step(lambda loop, model: a_microbatch(loop, model, entropies=first_entropies(model) / math.log(2.0))),
-        r"entropies are [\d.]+ off the model's, whose mean is [\d.]+ nats per token: give those .* in nats",
+        r"entropies are [\d.]+ off the model's, whose mean is [\d.]+ nats per token: pass those .* in nats",
     ),
     "shifted by a token": (
         in_a_step(lambda loop, model: a_microbatch(loop, model, logps=first_logps(model).roll(1, dims=1))),
@@ -383,7 +383,7 @@ MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
     ),
     "other probes": (
         lambda loop, model: loop.load_state_dict({"gns": {}}),
-        r"state is of \['gns'\], and the loop has \['engine', 'simple'\]: give the same probes",
+        r"state is of the probes \['gns'\], but the loop has \['engine', 'simple'\]: use the same probes",
     ),
 }
 
@@ -460,7 +460,7 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model, torch.optim.AdamW(other.parameters()), [], **shape)
-    with pytest.raises(ValueError, match=r"SimpleNamespace is no torch\.optim\.Optimizer: give the one inside"):
+    with pytest.raises(ValueError, match=r"SimpleNamespace is not a torch\.optim\.Optimizer: pass the one inside"):
         measured_loop(model, SimpleNamespace(step=None), [], **shape)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="has no parameter of the model"):
@@ -478,8 +478,8 @@ class Critic(torch.nn.Module):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Critic, "^Critic is no causal language model of Hugging Face's: model.lm is one, so give that$"),
-        (lambda: load_tiny()[0].model, "^Qwen2Model is no causal .*: give the one whose logits the loss is made of$"),
+        (Critic, "^Critic is not a Hugging Face causal language model: pass model.lm, which is one$"),
+        (lambda: load_tiny()[0].model, "^Qwen2Model is not a .*: pass the one whose logits the loss is computed from$"),
     ],
 )
 def test_a_model_without_logits_is_refused_by_name_and_the_one_inside_it_is_measured(

@@ -225,8 +225,8 @@ def warn_of_a_step_without_loss(trainer: GRPOTrainer) -> None:
     """Warn, once, about a step whose loss was not computed by compute_loss, the method that is wrapped."""
     if trainer.accelerator.is_main_process:
         logger.warning_once(
-            f"{type(trainer).__name__}.training_step makes no use of compute_loss, which is watched: its steps have no "
-            "estimates. Build on super().training_step, or make the loss in compute_loss"
+            f"{type(trainer).__name__}.training_step does not call compute_loss, where probes see the loss: its steps "
+            "have no estimates. Call super().training_step, or compute the loss in compute_loss"
         )
 
 

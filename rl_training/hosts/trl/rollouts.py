@@ -32,18 +32,18 @@ from rl_training.statistics.limit import Limit
 NOT_GENERATED = Limit(
     "not_generated",
     "{count} of the {rows} responses in this batch were not generated for it (a replay buffer, demonstrations), and it "
-    "has no log-probabilities of the policy that they are from (old_per_token_logps)",
+    "has no log-probabilities from the policy that generated them (old_per_token_logps)",
 )
 NOT_ALL_KEPT = Limit(
     "not_all_kept",
-    "the batch has {kept} of the {generated} responses that are generated to a prompt: those that are left were "
-    "chosen, and are no sample of the policy",
+    "the batch has {kept} of the {generated} responses that were generated per prompt: the kept ones were selected, so "
+    "they are not a sample of the policy",
     fix="keep or leave out whole prompts",
 )
 UNEVEN = Limit(
     "uneven_prompts",
-    "which responses answer one prompt is not known: the batch has unlike numbers of them to its prompts, or rows with "
-    "images that do not lie as they were generated",
+    "responses cannot be assigned to prompts: prompts have different numbers of responses, or rows with images are not "
+    "in the order of generation",
     fix="keep or leave out whole prompts",
 )
 PLACEHOLDERS = Limit(

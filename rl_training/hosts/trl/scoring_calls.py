@@ -12,12 +12,12 @@ from rl_training.hosts.trl.compatibility import FORWARD_PASS, METHODS, read_scor
 
 IDS, ENTROPY = (METHODS[FORWARD_PASS].index(name) for name in ("input_ids", "compute_entropy"))  # argument positions
 NO_SCORES_TO_CHANGE = (
-    "{trainer}.compute_loss is not made of what " + FORWARD_PASS + " says of its batch, which an intervention "
-    "changes: build on super().compute_loss, or train without interventions"
+    "{trainer}.compute_loss does not use the log-probabilities that " + FORWARD_PASS + " returns for its batch, whose "
+    "weights an intervention changes: build on super().compute_loss, or train without interventions"
 )
 NO_SCORES_OF_SHARDS = (
-    "{trainer}.compute_loss has no log-probabilities and entropies of its batch from " + FORWARD_PASS + ", and "
-    "while a loss is made FSDP2 and ZeRO-3 allow no further forward pass: build on super().compute_loss, use ZeRO-2 "
+    "{trainer}.compute_loss gets no log-probabilities and entropies of its batch from " + FORWARD_PASS + ", and FSDP2 "
+    "and ZeRO-3 allow no further forward pass while the loss is computed: build on super().compute_loss, use ZeRO-2 "
     "(launch/zero2.yaml), or train without probes and records"
 )
 

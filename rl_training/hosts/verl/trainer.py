@@ -160,8 +160,8 @@ def selection_reason(algorithm: Any) -> str:
     if rejection in (None, "null"):
         return ""
     return (
-        f"rollout_rs={rejection} takes responses out by their ratio to the sampler, and the rest are no sample of a "
-        "policy: set algorithm.rollout_correction.rollout_rs=null; rollout_is weighs them and takes none out"
+        f"rollout_rs={rejection} rejects responses by their ratio to the sampler, so the rest are not a sample of any "
+        "policy: set algorithm.rollout_correction.rollout_rs=null; rollout_is reweights responses and keeps them all"
     )
 
 

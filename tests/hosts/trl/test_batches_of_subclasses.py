@@ -281,7 +281,7 @@ def test_a_step_whose_loss_nobody_sees_has_no_estimates_and_says_so_once(make_tr
         trainer.train()
     assert not attachment.latest
     assert trainer.state.global_step == 2
-    assert [line.message.count("makes no use of compute_loss") for line in caplog.records].count(1) == 1
+    assert [line.message.count("does not call compute_loss") for line in caplog.records].count(1) == 1
 
 
 @pytest.mark.parametrize("kind", ["replay", "drawn again", "unlike numbers"])

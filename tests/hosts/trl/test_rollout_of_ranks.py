@@ -111,7 +111,7 @@ ROWS = [(1, 11), (1, 12), (2, 13), (2, 14), (3, 15), (3, 16)]  # three prompts w
         ([ROWS[i] for i in (0, 2, 4, 1, 3, 5)], 2, [0, 1, 2, 0, 1, 2], [0, 2, 4, 1, 3, 5], ""),
         (ROWS[:4], 2, [0, 0, 1, 1], [0, 1, 2, 3], ""),
         ([ROWS[i] for i in (0, 2, 5)], 1, [0, 1, 2], [0, 2, 5], "the batch has 1 of the 2 responses"),
-        (ROWS[:5], 2, [0, 0, 1, 1, 2], [0, 1, 2, 3, 4], "which responses answer one prompt is not known"),
+        (ROWS[:5], 2, [0, 0, 1, 1, 2], [0, 1, 2, 3, 4], "responses cannot be assigned to prompts"),
         ([*ROWS[:5], (3, 99)], 2, [0, 0, 1, 1, 2, 2], None, "1 of the 6 responses in this batch were not generated"),
         ([*ROWS, *ROWS[:0], (4, 17), (4, 18)], 2, [0, 0, 1, 1, 2, 2, 3, 3], None, "2 of the 8 responses"),
     ],

@@ -173,7 +173,7 @@ def test_a_loss_that_is_not_made_of_scores_is_not_trained_with_an_intervention(m
         pass
 
     trainer = make_trainer(Own, interventions=["bonus"], **SETTINGS)
-    with pytest.raises(ValueError, match=r"Own.compute_loss is not made of .* build on super\(\).compute_loss"):
+    with pytest.raises(ValueError, match=r"Own.compute_loss does not use .* build on super\(\).compute_loss"):
         trainer.train()
 
 
