@@ -233,7 +233,7 @@ def test_pages_agree_on_the_memory_of_a_measured_step_which_is_that_of_the_formu
     adapter, whole = 4 * 12 * 18_464_768 / 1e9, 4 * 12 * 7_615_616_512 / 8 / 1e9  # of Qwen2.5-1.5B, and of all of 7B
     said = {
         "../README.md": [
-            (r"at F = 8 ([\d.]+) GB for LoRA", adapter),
+            (r"With F = 8:\s+([\d.]+) GB for LoRA", adapter),
             (r"([\d.]+) GB for all of 7B on each of 8", whole),
         ],
         "reference/costs.md": [
