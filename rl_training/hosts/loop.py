@@ -71,7 +71,7 @@ def measured_loop(
                     for part in microbatches:
                         logps, entropies = …                     # from your own forward pass
                         measured.microbatch(part, logps, entropies)
-                        …                                        # make the loss from these very logps; backward
+                        …                                        # compute the loss from these logps; backward
                     measured.gradients_ready()                   # before the gradient is clipped
                     …                                            # clip, optimizer.step(), optimizer.zero_grad()
 
@@ -135,10 +135,10 @@ class MeasuredLoop:
         self._writer = EstimateWriter(self._driver, records, loop.policy.decode)
         self._undo = contextlib.ExitStack()
         self._life = LoopLife()
-        self._states: Mapping[str, Any] | None = None  # that the next `with` starts from; None starts from scratch
+        self._states: Mapping[str, Any] | None = None  # states for the next `with`; None starts from scratch
         self._begun_with: Mapping[str, Any] | None = None  # states that the open `with` started from
         self._scores_checked = False
-        self._metrics: dict[str, Any] = {}  # of the open step
+        self._metrics: dict[str, Any] = {}  # line of the open step
 
     @property
     def scorer(self) -> Scorer:

@@ -31,7 +31,7 @@ SCALED = (
 
 
 def refuse_what_cannot_be_measured(probes: Any, model: nn.Module, module: nn.Module, optimizer: Any) -> None:
-    """Raise UserError if there are no probes, nothing is trained, or a second backward would be corrupted.
+    """Raise UserError if a probe is invalid, nothing is trained, or a second backward would be corrupted.
 
     Args:
         probes: As the user gave them.

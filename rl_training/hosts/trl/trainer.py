@@ -50,13 +50,13 @@ class DrGRPOConfig(GRPOConfig):
     Args:
         loss_type: "dr_grpo": a sum over tokens, divided by a constant.
         scale_rewards: "none": advantages are not divided by the group's standard deviation.
-        beta: 0, no KL penalty.
+        beta: 0: no KL penalty.
         target_kl_share: The KL divergence of each step as a share of the policy's entropy, both per token, such as
             2e-3. The learning rate of each step is set to meet it. None uses `learning_rate`.
-        logging_steps: 1, so that every optimizer step has a full line in the records.
+        logging_steps: 1: the trainer logs every step, so that every optimizer step has a full line in the records.
         bf16: None means False on the CPU, and TRL's default elsewhere.
         gradient_checkpointing: None means False, where TRL's default is True.
-        ddp_find_unused_parameters: False.
+        ddp_find_unused_parameters: False, which saves DDP a search of the graph at every backward.
     """
 
     loss_type: str = "dr_grpo"
@@ -145,7 +145,7 @@ def _refuse_few_prompts(trainer: GRPOTrainer) -> None:
 
 
 class DrGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` with Dr-GRPO as its default loss, probes, interventions and a choice of prompts.
+    """`trl.GRPOTrainer` with Dr-GRPO as its default loss, with probes, interventions and a prompt filter.
 
     All responses to a prompt stay in consecutive rows. Training is bitwise the same with any probes and with none; a
     plain GRPOTrainer sums a step's microbatches in another order. `.attachment.latest` holds the latest estimates,

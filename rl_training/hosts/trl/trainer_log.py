@@ -19,7 +19,7 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl.compatibility import SECTIONS, wrap
 from rl_training.records.workspace import CORE
 
-NUM_CORE = 15  # maximum of numbers that probes add to the log, unless all are requested
+NUM_CORE = 15  # most numbers that probes add to the log, unless all are requested
 
 
 class TrainerLog:
