@@ -178,7 +178,7 @@ def total_rewards(trainer: GRPOTrainer, by_function: Tensor) -> Tensor:
 
 
 def rewards_of(trainer: GRPOTrainer, rows: list[dict[str, Any]], completion_ids: list[list[int]]) -> Tensor:
-    """Return the rewards, (rows,), of one completion for each of these data set rows. The same rows on all ranks."""
+    """Return the rewards, (rows,), of one completion to each of these data set rows, identical on all ranks."""
     texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     prompts = [row["prompt"] for row in rows]
     in_turns = bool(prompts) and isinstance(prompts[0], list)
