@@ -1,4 +1,4 @@
-"""Interventions: each against a plain twin, and against TRL's own loss where TRL has it."""
+"""Each intervention is compared with a plain twin, and with TRL's own loss if TRL has it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ UNIT = 1 / (len(PROMPTS) * MICROBATCHES * L)
 
 
 def plain(off_policy: bool = False, hides: bool = False) -> list[list[float]]:
-    """What Dr-GRPO hands back to each token, from its formula."""
+    """Return the weight of each token's log π in Dr-GRPO's loss, from the formula."""
     rows = []
     for i, length in enumerate(LENGTHS):
         row = [0.0] * L
@@ -81,7 +81,7 @@ def tokens() -> list[tuple[int, int]]:
 
 
 def covariance_order() -> list[tuple[int, int]]:
-    """All tokens, those first whose log-probability goes most with the advantage."""
+    """Return all tokens, sorted by how strongly their log-probability covaries with the advantage, largest first."""
     number = len(tokens())
     mean_a = sum(ADVANTAGES[i] for i, _ in tokens()) / number
     mean_l = sum(LOGPS[i][t] for i, t in tokens()) / number
@@ -100,7 +100,7 @@ def omega(i: int, t: int) -> float:
 
 
 def kept_by_entropy(share: float) -> set[tuple[int, int]]:
-    """The tokens at or above the quantile, interpolated between the two entropies around it."""
+    """Return the tokens at or above the entropy quantile, which is interpolated between two entropies."""
     ordered = sorted(ENTROPIES[i][t] for i, t in tokens())
     position = (1 - share) * (len(ordered) - 1)
     below = math.floor(position)
@@ -109,7 +109,7 @@ def kept_by_entropy(share: float) -> set[tuple[int, int]]:
 
 
 LARGEST = max(omega(i, t) for i, t in tokens())
-# By name: the factor on c of the token t of response i.
+# By name: the factor on the weight c of token t of response i.
 FACTORS: dict[str, Any] = {
     "psr": lambda i, t: float(ADVANTAGES[i] > 0),
     "nsr": lambda i, t: float(ADVANTAGES[i] < 0),
@@ -145,7 +145,7 @@ def test_the_bonus_is_the_mean_entropy_of_the_tokens_times_its_strength() -> Non
 
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_the_divergence_is_that_of_the_third_estimator_times_the_ratio(off_policy: bool) -> None:
-    """∂/∂log π of ρ (π_ref/π − log(π_ref/π) − 1), by autograd, added to the plain weights."""
+    """The plain weights plus ∂/∂log π of ρ (π_ref/π − log(π_ref/π) − 1), by autograd."""
     logps = double(LOGPS).requires_grad_()
     ratio = (logps - (double(AT_SAMPLING) if off_policy else logps.detach())).exp()
     gap = double(REFERENCE) - logps
@@ -202,7 +202,7 @@ def passes_clip(i: int, t: int, epsilon: float) -> bool:
     return sampler_ratio(i, t) <= 1 + epsilon if ADVANTAGES[i] > 0 else sampler_ratio(i, t) >= 1 - epsilon
 
 
-# By name: the factor on Dr-GRPO's own weight of the token t of response i.
+# By name: the factor on Dr-GRPO's own weight of token t of response i.
 CORRECTIONS: dict[str, Any] = {
     "none": lambda i, t: 1.0,
     "tis:1.05": lambda i, t: min(sampler_ratio(i, t), 1.05),
@@ -216,7 +216,7 @@ CORRECTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_corrections_for_the_sampler_are_those_of_the_twin(name: str) -> None:
-    """Whatever correction the loss has itself."""
+    """This holds whatever correction the loss itself has."""
     loss = known()
     assert loss.settings is not None
     corrected = dataclasses.replace(loss.settings, correction=Correction(high=1.01))
@@ -269,7 +269,7 @@ def test_what_is_missing_is_reported() -> None:
 
 
 def test_a_token_whose_chance_the_sampler_does_not_know_is_not_corrected() -> None:
-    """As in TRL, where a ratio that is not known is 1."""
+    """As in TRL, an unknown ratio counts as 1."""
     sampled = double(AT_SAMPLING)
     sampled[0, 1] = math.nan
     loss = dataclasses.replace(known(), sampling_logps=sampled)
@@ -280,7 +280,7 @@ def test_a_token_whose_chance_the_sampler_does_not_know_is_not_corrected() -> No
 
 
 def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
-    """Of 2 and 4 sequences, 6 in all: the loss is a mean over 3 and 1.5 times as many as each has."""
+    """The loss is a mean over 6 sequences, 3 and 1.5 times as many as the microbatches of 2 and 4 have."""
     loss, rows = known(), torch.arange(6)
     rollout = Rollout(
         prompt_ids=rows.unsqueeze(1), prompt_mask=torch.ones(6, 1), completion_ids=torch.zeros(6, L),
@@ -292,14 +292,14 @@ def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
     assert [part.microbatches for part in inputs] == [3.0, 1.5]
     assert torch.equal(inputs[1].weights.logps, loss.weights.logps[2:])
     assert all(part.whole_prompts for part in inputs)
-    # A prompt that is cut anywhere, here or on another process, is known to every microbatch of all.
+    # If a prompt is split between microbatches anywhere, here or on another process, every microbatch knows it.
     cut = dataclasses.replace(batch, microbatch_rows=(range(2), range(2, 5), range(5, 6)))
     for step, reduce in ((cut, lambda mine: mine), (batch, lambda mine: mine + 1.0)):
         assert not any(part.whole_prompts for part in loss_inputs(step, reduce))
 
 
 def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
-    """Two of three here, and one of seven on the other processes."""
+    """Two of three prompts here, and one of seven on the other processes."""
     advantages, prompts = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0, 0.0]), torch.tensor([5, 5, 2, 2, 9, 9])
     assert zero_advantage_share(advantages, prompts, lambda mine: mine) == pytest.approx(2 / 3)
     assert zero_advantage_share(advantages, prompts, lambda mine: mine + torch.tensor([1.0, 7.0])) == pytest.approx(
@@ -324,7 +324,7 @@ def test_what_would_undo_another_one_is_trained_with_first_or_not_at_all(later: 
 
 @pytest.mark.parametrize("name", ["std_norm", "length_norm", "clip_higher", "psr", "tis"])
 def test_what_a_weight_on_advantages_can_be_changed_with_others_can_too(name: str) -> None:
-    """A training with it still has weights on advantages; that of a KL term has not."""
+    """A loss changed by one of these is still a weight on advantages. A loss with a KL term is not."""
     settings = dataclasses.replace(known().settings, differs=frozenset({intervention(name).differs}))  # type: ignore[type-var]
     assert intervention("psr").unavailable_reason(dataclasses.replace(known(), settings=settings)) == ""
     assert intervention("kl").differs == "beta"
@@ -387,7 +387,7 @@ def test_a_custom_function_in_a_file_is_an_intervention(custom_file: Path) -> No
     assert torch.equal(mine.weights(known()).logps, 0.5 * plain_weights)
     loss = known()
     assert torch.equal(intervention(f"{custom_file}:in_place:0.5").weights(loss).logps, 0.5 * plain_weights)
-    assert torch.equal(loss.weights.logps, plain_weights)  # it wrote into a copy
+    assert torch.equal(loss.weights.logps, plain_weights)  # the function wrote into a copy
 
 
 @pytest.mark.parametrize(("name", "said"), REFUSED["own_intervention"].items())

@@ -1,4 +1,4 @@
-"""Interventions on a loss that its settings do not describe: what its weights contradict is not available."""
+"""Interventions on a loss that its settings do not describe: those that contradict its weights are unavailable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHICH = ["psr", "bonus", "lr", "length_norm", "std_norm", "kl_cov"]
 
 
 class Pulled(GRPOTrainer):
-    """Pulls every log-probability towards 0, whatever its advantage is."""
+    """Pulls every log-probability towards 0, regardless of the advantage."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         kept = []
@@ -79,7 +79,7 @@ def test_training_with_an_intervention_is_refused_where_a_subclass_has_a_loss_of
             return 5.0 * super().compute_loss(model, inputs, *args, **kwargs)
 
     settings = {"reward": graded, "max_steps": 1, "per_device_train_batch_size": 4}
-    make_trainer(PerLength, interventions=["psr"], **settings).train()  # any scale will do for it
+    make_trainer(PerLength, interventions=["psr"], **settings).train()  # psr works with any scale
     with pytest.raises(UserError, match="intervention=length_norm: the loss is not Dr-GRPO's"):
         make_trainer(PerLength, interventions=["length_norm"], **settings).train()
 
@@ -110,11 +110,11 @@ def test_weights_of_advantages_have_their_signs_and_are_nothing_where_these_are(
     assert not inputs_of([[-1.0, 3.0], [2.0, 0.0]], [0.5, -0.5]).is_of_advantages
     assert not inputs_of([[-1.0, -3.0], [2.0, 0.1]], [0.5, 0.0]).is_of_advantages
     assert inputs_of([[0.0, 0.0]], [0.0]).is_of_advantages
-    assert not inputs_of([[0.0, 0.0]], [0.0]).is_dr_grpo  # whose settings are not known
+    assert not inputs_of([[0.0, 0.0]], [0.0]).is_dr_grpo  # its settings are unknown
 
 
 def test_the_spread_of_a_group_s_rewards_is_that_of_those_that_are_there() -> None:
-    """1 and 3 have a standard deviation of √2; one alone has none, as TRL has it."""
+    """1 and 3 have standard deviation √2. A single reward has none, as in TRL."""
     weights = LossWeights(torch.ones(5, 1), None)
     loss = LossInputs(
         weights, Scores(torch.zeros(5, 1), torch.zeros(5, 1), torch.ones(5, 1)), torch.ones(5),

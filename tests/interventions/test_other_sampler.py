@@ -1,4 +1,4 @@
-"""What interventions are worth where another policy has sampled: the gradient of the reward, and the step as made."""
+"""Predictions of interventions if another policy sampled: the reward gradient, and comparison with the actual step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLER = [[x + 0.5 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] fo
 
 
 def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_sampler_s_groups() -> None:
-    """All groups of two responses, by the chance that the sampler draws them."""
+    """Averages over all groups of two responses, weighted by the sampler's probability of drawing them."""
     pairs = list(itertools.product(range(len(OUTCOMES)), repeat=2))
     drawn = torch.tensor(pairs).flatten()
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
@@ -56,7 +56,7 @@ def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_s
 
 
 def test_corrections_are_predicted_against_the_step_as_made(make_trainer: Callable[..., Any]) -> None:
-    """The loss corrects nothing, so that `none` is this step; half the learning rate is minus half of it."""
+    """The loss corrects nothing, so `none` is the step itself, and halving the rate changes it by minus one half."""
     probe = InterventionsProbe(["none", "tis:1.001", "lr:0.5"], every=1, num_folds=4)
     simple = SimpleEntropyProbe(num_folds=4)
     stale = OtherSampler("stale", dict(load_tiny()[0].named_parameters()))

@@ -1,4 +1,4 @@
-"""Training with interventions: TRL's own setting where it has one, and the weights worked by hand where it has none."""
+"""Training with interventions agrees with TRL's own setting if there is one, otherwise with weights worked by hand."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ TRL_S_OWN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
 
 
 def change_by(make_trainer: Callable[..., Any], trainer_class: Any = DrGRPOTrainer, **settings: Any) -> Tensor:
-    """Train, and return what the weights have changed by."""
-    torch.manual_seed(0)  # of an adapter's weights
+    """Train, and return the change of the weights."""
+    torch.manual_seed(0)  # for an adapter's initial weights
     trainer = make_trainer(trainer_class, **settings)
     first = trained_weights(trainer)
     trainer.train()
     return trained_weights(trainer) - first
 
 
-PLAIN: dict[str, Tensor] = {}  # by their settings, what trainings without interventions have changed
+PLAIN: dict[str, Tensor] = {}  # by settings, the change of the weights by a training without interventions
 
 
 def plain_change(make_trainer: Callable[..., Any], **settings: Any) -> Tensor:
-    """Return the change of the weights by a training without interventions, which is trained once."""
+    """Return the change of the weights by a training without interventions. Each is trained only once."""
     if str(settings) not in PLAIN:
         PLAIN[str(settings)] = change_by(make_trainer, **settings)
     return PLAIN[str(settings)]
@@ -79,9 +79,9 @@ def plain_change(make_trainer: Callable[..., Any], **settings: Any) -> Tensor:
 def test_training_is_that_with_trl_s_own_setting(
     make_trainer: Callable[..., Any], names: list[str], settings: dict[str, Any], common: dict[str, Any]
 ) -> None:
-    """Two steps: the changes of the weights are the same to 1e-6, and not those of the plain training.
+    """After two steps, the weights' changes agree to 1e-6, and differ from those of the plain training.
 
-    By SGD: a cold Adam makes steps of full size of gradients that are their own rounding.
+    The optimizer is SGD, because a cold Adam makes full-size steps from gradients that are pure rounding.
     """
     common = SHAPE | SGD | common
     ours, theirs = (change_by(make_trainer, **common | changed) for changed in ({"interventions": names}, settings))
@@ -91,11 +91,11 @@ def test_training_is_that_with_trl_s_own_setting(
 
 
 class Says(Kept, SamplerProbe):
-    """The probe, with what it said kept."""
+    """The sampler probe, which keeps its estimates."""
 
 
 class LikeVLLM(DrGRPOTrainer):
-    """To TRL its other sampler is an engine, for which TRL corrects."""
+    """Presents its other sampler to TRL as vLLM, so that TRL applies its correction."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -123,7 +123,7 @@ class LikeVLLM(DrGRPOTrainer):
 def test_training_with_a_correction_is_that_with_trl_s_own(
     make_trainer: Callable[..., Any], name: str, mode: str, bounds: tuple[float | None, ...]
 ) -> None:
-    """The second step's responses are those of the policy before the first."""
+    """The second step's responses come from the policy before the first step."""
     settings: dict[str, Any] = {"vllm_importance_sampling_correction": bool(mode)}
     if mode:
         settings["vllm_importance_sampling_mode"] = mode
@@ -147,7 +147,7 @@ def test_a_correction_without_another_sampler_is_refused(make_trainer: Callable[
 
 
 class Weights(Seen):
-    """What the loss handed back, and the rollout."""
+    """Keeps the loss weights and the rollout of each step."""
 
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
@@ -158,7 +158,7 @@ class Weights(Seen):
 
 
 def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    """Positive samples alone, half of their weight, and a bonus: −½ A / (b M L) where A > 0, and −β / (M tokens)."""
+    """Positive samples only, with half their weight, and a bonus: −½ A / (b M L) where A > 0, and −β / (M tokens)."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from rl_training.interventions.reweighting import scaled\n"
@@ -178,7 +178,7 @@ def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[
 
 
 def test_prompts_without_advantage_count_over_the_whole_rollout(make_trainer: Callable[..., Any]) -> None:
-    """One of four prompts has advantages: its weights are four times what they were."""
+    """One of four prompts has advantages, so its weights become four times as large."""
 
     def only_one(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         return [r * (p == prompts[0]) for p, r in zip(prompts, graded(completions), strict=True)]
@@ -197,11 +197,11 @@ def test_a_rollout_without_any_advantage_leaves_nothing_to_scale(make_trainer: C
     first = trained_weights(trainer)
     trainer.train()
     assert torch.isfinite(trained_weights(trainer)).all()
-    assert float((trained_weights(trainer) - first).norm() / first.norm()) < 1e-3  # weight decay alone
+    assert float((trained_weights(trainer) - first).norm() / first.norm()) < 1e-3  # only weight decay
 
 
 def test_what_is_predicted_is_of_the_loss_that_is_trained_with(make_trainer: Callable[..., Any]) -> None:
-    """The twin learns from the positive advantages alone; its float64 steps are those made, and its forward is ours."""
+    """The float64 twin trains only on positive advantages. Its steps and its `forward` agree with ours."""
     probe, recorder = Answers(every=1, num_folds=4), Recorder()
     make_trainer(probes=[probe, recorder], interventions=["psr"], max_steps=2).train()
     made = recorder.steps[-1]
@@ -220,7 +220,7 @@ def test_what_is_predicted_is_of_the_loss_that_is_trained_with(make_trainer: Cal
 
 
 def test_none_is_bitwise_the_plain_training(make_trainer: Callable[..., Any]) -> None:
-    """So is, on-policy, what works on ratios; that is said."""
+    """On-policy, interventions on ratios change nothing either, and a message says so."""
     assert differing(ending(make_trainer(**SHAPE)), ending(make_trainer(interventions=["kl_cov"], **SHAPE))) == []
 
 
@@ -242,7 +242,7 @@ def test_what_cannot_be_trained_with_is_refused_before_a_step_is_made(
 
 
 def test_in_the_short_last_step_of_an_epoch_the_bonus_is_of_fewer_microbatches(make_trainer) -> None:
-    """−β / (M tokens) with M = 2, where other steps have four; the logged loss stays the trainer's own."""
+    """The weight is −β / (M tokens) with M = 2, and M = 4 in other steps. The logged loss stays the trainer's own."""
     probe, losses = Weights(), []
     for names in ([], ["bonus:0.1"]):
         rows = make_trainer().train_dataset.select(range(12))
@@ -264,7 +264,7 @@ def test_a_bonus_that_is_too_strong_is_blamed_beside_the_learning_rate(make_trai
 
 
 def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(make_trainer, tmp_path) -> None:
-    """From a plain run's checkpoint with lr:0.5 half of it; from its own it goes on as if never stopped, bitwise."""
+    """With lr:0.5, a plain run's checkpoint continues at half the rate, and its own as if never stopped, bitwise."""
     settings = SHAPE | {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "linear"}
     halved = {"interventions": ["lr:0.5"]}
     whole = make_trainer(**settings, **halved, output_dir=str(tmp_path / "halved"))
@@ -275,11 +275,11 @@ def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(make_trainer
     branched.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-1"))
     assert torch.equal(trained_weights(resumed), trained_weights(whole))
     rates = [trainer.state.log_history[1]["learning_rate"] for trainer in (whole, branched)]
-    assert rates == [0.25 * SHAPE["learning_rate"]] * 2  # half, of the second of two steps
+    assert rates == [0.25 * SHAPE["learning_rate"]] * 2  # half of the scheduled rate at the second of two steps
 
 
 def test_the_arguments_of_a_trainer_stay_as_they_were_given(make_trainer: Callable[..., Any]) -> None:
-    """The token too, which a copy as pickle makes it has not: the trainer pushes to the Hub with it."""
+    """Also the token, which a copy by pickling would lose: the trainer needs it to push to the Hub."""
     args = make_trainer(**SHAPE, hub_token="hf_abc").args
     changed = with_settings(args, [intervention("lr:0.5"), intervention("max_grad_norm:0.2")])
     assert (changed.learning_rate, changed.max_grad_norm) == (0.5 * SHAPE["learning_rate"], 0.2)
@@ -291,7 +291,7 @@ def test_the_arguments_of_a_trainer_stay_as_they_were_given(make_trainer: Callab
 def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_writes_is_trained(
     make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Measured, training is bitwise the same. Trained with, halving in place is training with half of the weights."""
+    """If only measured, training is bitwise unchanged. If trained with, halving in place halves the loss weights."""
     (tmp_path / "mine.py").write_text(
         "import random\nimport numpy as np\nimport torch\n"
         "def drawing(loss, strength):\n"
@@ -325,7 +325,7 @@ def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one_whose_scorer
     trainer.train()
     assert sum(model is trainer.ref_model for model in scored) == 1
     answers = trainer.attachment.latest
-    assert abs(answers["intervention/kl:5/delta_h"].value) > 1e-5  # the second step: some way from the first model
+    assert abs(answers["intervention/kl:5/delta_h"].value) > 1e-5  # the second step, already away from the first model
     assert "grows with the distance" in answers["intervention/kl:5/delta_h"].reason
     assert math.isfinite(answers["intervention/kl:5/delta_reward"].value)
     assert "trainer.beta=0" in answers["intervention/psr/delta_h"].reason
@@ -334,7 +334,7 @@ def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one_whose_scorer
 def test_what_needs_a_whole_group_is_neither_predicted_nor_trained_where_a_prompt_spans_microbatches(
     make_trainer,
 ) -> None:
-    """A part of the group has another deviation, and a single response has none."""
+    """Part of a group has a different standard deviation, and a single response has none."""
     shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_completion_length": 8}
     probe = InterventionsProbe(["std_norm", "lr:0.5"], every=1)
     trainer = make_trainer(probes=[probe], reward=graded, max_steps=1, **shape)

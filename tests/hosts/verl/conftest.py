@@ -1,4 +1,4 @@
-"""verl reads these when it is imported: a platform for the CPU, and the engines that it registers for "cuda"."""
+"""Set what verl reads on import: a platform for the CPU, and the engines that it registers for "cuda"."""
 
 import os
 

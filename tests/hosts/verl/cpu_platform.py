@@ -1,6 +1,6 @@
-"""A platform for verl, which has none for the CPU: gloo, and nothing of an accelerator.
+"""A CPU platform for verl, which has none: gloo, and no accelerator.
 
-Named in VERL_USE_EXTERNAL_MODULES, with VERL_PLATFORM=cpu. What verl registers for "cuda" is plain PyTorch.
+It is named in VERL_USE_EXTERNAL_MODULES, with VERL_PLATFORM=cpu. What verl registers for "cuda" is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl.utils import distributed
 
 
 def device_module() -> types.ModuleType:
-    """Return torch.cpu with what verl asks an accelerator's module for: memory counters that say 0."""
+    """Return torch.cpu with what verl expects of an accelerator's module: memory counters that return 0."""
     module = types.ModuleType("torch.cpu for verl")
     module.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")})
     counters = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
@@ -49,10 +49,10 @@ class PlatformCPU(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        return os.environ.get("VERL_PLATFORM") == "cpu"  # never by detection
+        return os.environ.get("VERL_PLATFORM") == "cpu"  # never chosen by detection
 
     def current_device(self) -> Any:
-        return torch.device("cpu")  # an index would mean a GPU to Tensor.to
+        return torch.device("cpu")  # with an index, Tensor.to would mean a GPU
 
     def device_count(self) -> int:
         return 1
@@ -88,7 +88,7 @@ class PlatformCPU(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # verl counts nodes by it; ray.init(num_gpus=N) declares as many as wanted
+        return "GPU"  # verl counts nodes by this resource; ray.init(num_gpus=N) declares any number of them
 
     def ray_noset_envvars(self) -> list[str]:
         return []

@@ -1,8 +1,8 @@
 """Trains with verl's own worker on given rollouts, below Ray: python tests/hosts/verl/runs.py FOLDER WORLD RUN...
 
-Everything of verl from `train_mini_batch` down: worker, engine, loss, clipping, AdamW, scheduler, metrics. A RUN is a
-name of RUNS, `_bare` behind it for one without probes. Each process gets its contiguous share of the prompts, and rank
-r writes FOLDER/RUN_WORLD/r.pt. Everything is imported once, then the processes are forked, and do all runs in turn.
+This uses all of verl from `train_mini_batch` down: worker, engine, loss, clipping, AdamW, scheduler, metrics. A RUN is
+a name in RUNS, with `_bare` appended for a run without probes. Each process gets a contiguous share of the prompts, and
+rank r writes FOLDER/RUN_WORLD/r.pt. Everything is imported once, then processes are forked and do all runs in turn.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rl_training.statistics.estimate import Estimate
 from rl_training.step.needs import Need
 from rl_training.tasks.models import load_tiny
 
-CLIP, LR, EPS = 0.05, 3e-4, 1e-5  # every step is clipped; a first step that is no sign: rounding would decide it
+CLIP, LR, EPS = 0.05, 3e-4, 1e-5  # every step is clipped; the first one is not a sign that rounding could flip
 INTERVENTIONS = ["bonus:0.5", "nsr", "lr:0.5"]
 PROBES: dict[str, dict[str, Any]] = {
     "simple": {"_target_": "rl_training.probes.SimpleEntropyProbe", "per_sequence": True},
@@ -64,7 +64,7 @@ PROBES: dict[str, dict[str, Any]] = {
     "recorder": {"_target_": "runs.Recorder"},
 }
 FEW = {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}, **{n: PROBES[n] for n in ("ess", "recorder")}}
-# What differs from: microbatches of 8 sequences, fp32, padded, one step a rollout.
+# Differences from the default: microbatches of 8 sequences, fp32, padded, one step per rollout.
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {"probes": PROBES},
     "sampled": {"probes": PROBES, "other_sampler": True},
@@ -83,11 +83,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "ended": {"probes": {**FEW, "ground_truth": {"_target_": "rl_training.probes.GroundTruthProbe", "every": 1}}},
     "skipped": {"not_finite": 2},
 }
-RUNS["resumed"] = {**RUNS["ended"], "begins": STEPS}  # with the last step, from the checkpoint that `ended` has left
+RUNS["resumed"] = {**RUNS["ended"], "begins": STEPS}  # starts at the last step, from the checkpoint of `ended`
 
 
 class Recorder(Probe):
-    """Keeps this process's entries of the mean gradient of each step, and what the folds make of them."""
+    """Keeps this process's entries of each step's mean gradient, and the same computed from the folds."""
 
     name = "recorder"
     needs = Need.FOLD_GRADIENTS
@@ -95,7 +95,7 @@ class Recorder(Probe):
     def measure(self, ctx: Any, state: Any) -> Reading:
         step = ctx.step
         gradients, share = step.gradients, (step.batch.fold_sizes / step.batch.fold_sizes.sum()).float()
-        mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before it is clipped
+        mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before clipping
         kept = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
         kept["prompts"] = step.batch.rollout.prompt_index.tolist()
         if gradients.rows is not None:
@@ -109,13 +109,13 @@ KEPT: list[dict[str, Any]] = []
 
 
 def nested(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Return the entries under a mask, row by row, as verl's trainer hands them on."""
+    """Return the masked entries of each row as a nested tensor, as verl's trainer passes them on."""
     rows = [row[kept] for row, kept in zip(tensor, mask.bool(), strict=True)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
-    """Return this rank's share of a rollout in verl's form; uids are the numbers of prompts."""
+    """Return this rank's share of a rollout in verl's format. The uids are the prompts' numbers."""
     rollout = given_rollout(step)
     share = PROMPTS * G // world
     rank_rows = {
@@ -174,7 +174,7 @@ def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
 
 
 def settings(folder: Path, step: int, run: dict[str, Any]) -> dict[str, Any]:
-    """Return what the trainer would say of this rollout."""
+    """Return the settings that the trainer would send with this rollout."""
     return {
         "probes": run.get("probes", FEW), "folder": str(folder / "logs"), "rollouts_every": 1,
         "responses_per_prompt": G, "rollout": step, "fresh": True,
@@ -184,7 +184,7 @@ def settings(folder: Path, step: int, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], about: dict[str, Any] | None) -> Any:
-    """Return verl's metrics of the steps on one rollout."""
+    """Take the steps on one rollout, and return verl's metrics."""
     common = {"temperature": 1.0, "calculate_entropy": run.get("calculate_entropy", False)}
     tensordict_utils.assign_non_tensor(data, **common, force_group_size=run.get("group", 1))
     scored = data.clone()
@@ -212,7 +212,7 @@ def whole_weights(worker: TrainingWorker) -> dict[str, Tensor]:
 
 
 def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
-    """Return what a run leaves on this rank."""
+    """Train one run, and return its results on this rank."""
     kind = name.removesuffix("_bare")
     run, rank, world = RUNS[kind], dist.get_rank(), dist.get_world_size()
     KEPT.clear()
@@ -225,7 +225,7 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
         about = None if name != kind else settings(folder, step, run)
         data = data_of(step, rank, world)
         if run.get("not_finite") == step:
-            data["advantages"].values()[: int(data["advantages"].offsets()[1])] = torch.inf  # of the first response
+            data["advantages"].values()[: int(data["advantages"].offsets()[1])] = torch.inf  # in the first response
         metrics.append(take_step(worker, data, run, about))
         if kind == "ended" and step == STEPS - 1:
             worker.save_checkpoint(str(folder / "checkpoint"), global_step=step)
@@ -262,5 +262,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["runs"] = sys.modules["__main__"]  # where the recorder's kept
+    sys.modules["runs"] = sys.modules["__main__"]  # so that the recorder writes into this module's KEPT
     main()

@@ -1,6 +1,6 @@
 """A rollout server for verl's whole loop without vLLM: a transformers model in a Ray actor, on the CPU.
 
-Named in VERL_USE_EXTERNAL_MODULES, chosen by actor_rollout_ref.rollout.name=stub.
+It is named in VERL_USE_EXTERNAL_MODULES and chosen by actor_rollout_ref.rollout.name=stub.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "stub_server_{}"
 
 
 class Server:
-    """Samples from the model, by the weights that it was sent last."""
+    """Samples from the model with the weights that it received last."""
 
     def __init__(self, path: str) -> None:
         torch.set_num_threads(1)
@@ -61,14 +61,14 @@ class StubReplica(RolloutReplica):
 
 
 class ServerAdapter(BaseRollout):
-    """The training worker's end: sends the weights to its server."""
+    """The training worker's side: sends the weights to its server."""
 
     async def resume(self, tags: list[str]) -> None: ...
 
     async def release(self) -> None: ...
 
     async def update_weights(self, weights: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        state = {name: tensor.detach().cpu().clone() for name, tensor in weights}  # a collective: every rank reads all
+        state = {name: tensor.detach().cpu().clone() for name, tensor in weights}  # collective: every rank reads all
         await ray.get_actor(NAME.format(torch.distributed.get_rank())).load.remote(state, kwargs.get("global_steps"))
 
 

@@ -1,4 +1,4 @@
-"""What is read of verl's batches, and put back into them: by hand-worked values."""
+"""What is read from verl's batches and written back into them, with values worked by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
 
-# Two prompts of 2 and 1 tokens with responses of 3 and 2; of the first, a tool wrote the second token.
+# Two prompts of 2 and 1 tokens with responses of 3 and 2 tokens. A tool wrote the first response's second token.
 PROMPTS, RESPONSES, MASKS = ([5, 6], [7]), ([8, 9, 2], [3, 4]), ([1, 0, 1], [1, 1])
 
 
@@ -67,14 +67,14 @@ def test_advantages_that_differ_within_a_response_are_refused_with_the_fix() -> 
 
 
 def test_prompts_are_numbered_by_their_uid() -> None:
-    """The two rows answer different prompts, whose numbers are the same in every process and at every step."""
+    """The two rows answer different prompts. Their numbers are the same in every process and at every step."""
     first, second = (read_rollout(two_rows(), True, 3, []).prompt_index.tolist() for _ in range(2))
     assert first == second
     assert len(set(first)) == 2
 
 
 def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_there() -> None:
-    """verl's flat tensor is shifted by one: entries 1, 2, 3 of the first sequence's five, and 0, 1 of the other's."""
+    """verl's flat tensor is shifted by one: entries 1, 2, 3 of five for the first sequence, 0 and 1 for the second."""
     data = two_rows()
     flat = torch.arange(8.0, requires_grad=True)
     nested_logps = torch.nested.nested_tensor_from_jagged(flat, data["input_ids"].offsets())
@@ -93,7 +93,7 @@ def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_ther
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_entropies_are_those_of_the_tempered_distributions_of_all_positions_but_padding(packed: bool) -> None:
-    """Logits 0 and x at temperature 2: the odds are exp(x / 2)."""
+    """With logits 0 and x at temperature 2, the odds are exp(x / 2)."""
     odds = torch.tensor([0.0, 1.0, 2.0])
     logits = torch.stack([torch.zeros(3), 2 * odds], dim=1)
     far = torch.full((1, 2), 50.0)

@@ -1,4 +1,4 @@
-"""The command takes what verl's own takes, brings what it imports, and names a verl that is another."""
+"""The command accepts verl's own arguments, installs what it imports, and refuses other versions of verl."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = [
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return a function that gives the settings with which verl's loop would be started by these arguments."""
+    """Return a function that returns the settings with which these arguments would start verl's loop."""
     started: list[Any] = []
     monkeypatch.setattr(command, "run_ppo", lambda config, task_runner_class: started.append(config))
     monkeypatch.chdir(tmp_path)
@@ -57,7 +57,7 @@ def test_a_config_of_one_s_own_may_search_folders_of_its_own_and_flags_may_follo
 
 
 def test_every_probe_can_be_chosen(composed: Any) -> None:
-    """Also those whose files read settings that verl's configuration lacks."""
+    """Also probes whose files read settings that verl's configuration lacks."""
     names = [path.stem for path in (command.CONF / "probe").glob("*.yaml") if path.stem not in ("all", "none")]
     config = composed(*SETTINGS, f"probe=[{','.join(names)}]", "probes.simple.every=4")
     assert set(config.probes) == set(names)
@@ -75,7 +75,7 @@ def test_the_default_is_all_and_a_choice_is_added_to_verl_s_settings() -> None:
 @pytest.mark.parametrize("installed", ["0.8.0", "0.10.1"])
 def test_another_version_of_verl_is_refused_before_its_modules_are_missed(installed: str, monkeypatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: installed)
-    monkeypatch.setitem(sys.modules, "verl.workers.engine", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "verl.workers.engine", None)  # importing it fails
     for name in [name for name in sys.modules if name.startswith("rl_training.hosts.verl")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ValueError, match=rf"this is {installed}: pip install 'verl>=0.9,<0.10'"):
@@ -83,7 +83,7 @@ def test_another_version_of_verl_is_refused_before_its_modules_are_missed(instal
 
 
 def test_what_the_command_imports_of_verl_s_own_extras_comes_with_ours() -> None:
-    """verl's wheel alone does not bring what its trainer imports: its extra verl-core does, with much for CUDA."""
+    """verl's wheel alone does not install what its trainer imports. Its extra verl-core does, with much for CUDA."""
     setup = configparser.ConfigParser()
     setup.read(Path(__file__).parents[3] / "setup.cfg")
     ours = names_of(setup["options.extras_require"]["verl"].split("\n"))
@@ -91,10 +91,10 @@ def test_what_the_command_imports_of_verl_s_own_extras_comes_with_ours() -> None
     in_core = names_of(importlib.metadata.requires("verl") or [], extra="verl-core")
     owners = importlib.metadata.packages_distributions()
     imported = {canonicalize_name(owner) for name in set(sys.modules) & set(owners) for owner in owners[name]}
-    assert (imported & in_core) - brought == {"pytest"}  # which runs this
+    assert (imported & in_core) - brought == {"pytest"}  # pytest runs this test
 
 
 def names_of(lines: Iterable[str], extra: str = "") -> set[str]:
-    """Return the names of requirements: those without an extra, or of one."""
+    """Return the names of the requirements without an extra, or of those for one extra."""
     names = [line for line in lines if line and ('extra == "' in line) == bool(extra) and extra in line]
     return {canonicalize_name(Requirement(line).name) for line in names}

@@ -1,4 +1,4 @@
-"""verl's engine with probes trains bitwise as without, and measures what a plain loop measures: make test-verl."""
+"""verl's engine trains bitwise the same with and without probes, and measures what a plain loop does: make test-verl."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from rl_training.step.limits import UNKNOWN_TRUNCATION
 from rl_training.tasks.models import load_tiny
 
 RUNS_FILE = Path(__file__).with_name("runs.py")
-# with and without probes
+# Runs that are trained with and without probes.
 COMPARED = ["plain", "sampled", "checkpointing", "packed", "groups", "bf16", "two_steps", "all_at_once"]
 ALONE = [*COMPARED, "dynamic", "two_epochs", "entropies", "bonus", "lora", "ended", "resumed", "skipped"]
-OF_THE_LOSS = ("delta_reward/forward", "sampler/corrected_share")  # which a plain loop does not say
+OF_THE_LOSS = ("delta_reward/forward", "sampler/corrected_share")  # estimates that need more than a plain loop tells
 TOGETHER = ["plain", "sync_each", "all_at_once"]
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of all runs, of one process and of two: both are launched at once."""
+    """Do all runs, with one process and with two at the same time, and return their folder."""
     folder = tmp_path_factory.mktemp("verl")
     load_tiny()[0].save_pretrained(folder / "model")
     with_and_without = {"1": [f"{name}_bare" for name in ALONE[:-3]], "2": [f"{name}_bare" for name in TOGETHER]}
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks(folder: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Return what each rank of a run has left, by the run's name and its number of processes."""
+    """Return a function that loads each rank's results, by the run's name and number of processes."""
 
     def read(name: str) -> list[dict[str, Any]]:
         return [torch.load(path, weights_only=False) for path in sorted((folder / name).glob("[01].pt"))]
@@ -94,13 +94,13 @@ def test_microbatches_by_tokens_are_of_unlike_sizes_and_of_whole_prompts(ranks: 
 
 
 def test_prompts_of_different_processes_have_different_numbers(ranks: Callable[..., Any]) -> None:
-    """With the same number in two processes, their responses would count as answers to one prompt."""
+    """If two processes used the same number, their responses would count as answers to one prompt."""
     for first, second in zip(*(rank["kept"] for rank in ranks("plain_2")), strict=True):
         assert len({*first["prompts"], *second["prompts"]}) == PROMPTS
 
 
 def estimates_of_a_plain_loop(other_sampler: bool) -> list[dict[str, Any]]:
-    """Return the estimates of the same steps in a plain loop: the same weights, rollouts and optimizer."""
+    """Return the estimates of the same steps in a plain loop with the same weights, rollouts and optimizer."""
     model, _ = load_tiny()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.1)
@@ -126,7 +126,7 @@ def estimates_of_a_plain_loop(other_sampler: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["plain_1", "plain_2", "packed_1", "sampled_1"])
 def test_what_is_measured_is_what_a_plain_loop_measures(name: str, folder: Path) -> None:
-    """To 1e-5 of the value, or of its error bar where that is larger, at every step."""
+    """At every step, to 1e-5 of the value or of its error bar, whichever is larger."""
     plain = enumerate(estimates_of_a_plain_loop(name.startswith("sampled")), start=1)
     expected = {
         (step, metric): (e.value, e.stderr)
@@ -149,7 +149,7 @@ def test_another_split_into_folds_moves_forward_within_its_error_and_backward_no
 
 
 def test_prompts_that_microbatches_cut_have_predictions_too(ranks: Callable[..., Any]) -> None:
-    """Within the errors of those of whole prompts: another response of each prompt is its first."""
+    """They agree with those of whole prompts within the errors, but use a different first response of each prompt."""
     plain, cut = (ranks(f"{name}_1")[0]["latest"] for name in ("plain", "dynamic"))
     for name in ("delta_h/forward", "delta_h/backward"):
         error = math.hypot(plain[name].stderr, cut[name].stderr)
@@ -175,7 +175,7 @@ def test_responses_learned_from_again_are_named_with_verl_s_own_setting(ranks: C
 
 
 def test_interventions_are_predicted_on_the_loss_of_verl(ranks: Callable[..., Any]) -> None:
-    """Half the learning rate makes half the step; `nsr` is defined by Dr-GRPO's settings, which are read."""
+    """Half the learning rate makes half the step. `nsr` is defined because Dr-GRPO's settings are read."""
     latest = ranks("plain_1")[0]["latest"]
     assert latest["intervention/lr:0.5/delta_h"].value == pytest.approx(
         -0.5 * latest["delta_h/forward"].value, rel=1e-3
@@ -187,7 +187,7 @@ def test_interventions_are_predicted_on_the_loss_of_verl(ranks: Callable[..., An
 def test_estimates_reach_verl_s_own_metrics(ranks: Callable[..., Any], folder: Path) -> None:
     for rank in ranks("plain_2"):
         values = rank["metrics"][-1]["delta_h/forward"]
-        assert values == [rank["latest"]["delta_h/forward"].value] * 2  # a list of one from each rank, as verl's own
+        assert values == [rank["latest"]["delta_h/forward"].value] * 2  # one entry from each rank, like verl's own
 
 
 def test_records_have_a_line_for_each_optimizer_step(folder: Path) -> None:
@@ -213,7 +213,7 @@ def same(first: Estimate, other: Estimate) -> bool:
 
 
 def test_a_step_that_verl_skips_is_none_for_the_probes_either(ranks: Callable[..., Any], folder: Path) -> None:
-    """The second of three rollouts has a reward that is not finite: the third is the second step."""
+    """The second of three rollouts has an infinite advantage, so the third rollout makes the second step."""
     latest, rows = ranks("skipped_1")[0]["latest"], read_metrics(folder / "skipped_1" / "logs")
     assert [(row["step"], row["training/global_step"]) for row in rows] == [(1, 1), (2, 3)]
     assert math.isfinite(latest["delta_h/backward"].value)

@@ -1,4 +1,4 @@
-"""In which order rows are put, what the engine gets with them, and what is refused: by hand-worked values."""
+"""The order of rows, what the engine gets with them, and what is refused, with values worked by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rl_training.hosts.verl.trainer import (
 
 
 def test_prompts_are_whole_and_ranks_have_like_work() -> None:
-    """Two long prompts and two short ones, as they arrive; each rank gets one of each."""
+    """Two long prompts and two short ones arrive, and each rank gets one of each."""
     keys = [f"{uid}_{session}_0" for session in range(2) for uid in ("a-long", "b-short", "c-short", "d-long")]
     lengths = [100 if "long" in key else 10 for key in keys]
     rows = in_whole_prompts(keys, lengths, ranks=2)
@@ -131,7 +131,7 @@ def test_what_splits_the_responses_of_a_prompt_is_named_with_the_fix(settings: l
 
 @pytest.mark.parametrize(("prompts", "group"), [(32, None), (64, 8)])
 def test_groups_are_forced_only_where_a_process_has_whole_prompts(prompts: int, group: int | None, monkeypatch) -> None:
-    """On 64 GPUs a mini batch of 32 prompts with 8 responses leaves 4 rows to each: verl cannot make groups of 8."""
+    """On 64 GPUs a mini batch of 32 prompts with 8 responses gives each GPU 4 rows: verl cannot make groups of 8."""
     monkeypatch.setattr(PPOTrainerSync, "_update_actor", lambda self, batch, metrics: batch)
     trainer = object.__new__(ProbedTrainer)
     settings = [*DYNAMIC, "trainer.n_gpus_per_node=8", "trainer.nnodes=8", "actor_rollout_ref.rollout.n=8"]
@@ -150,7 +150,7 @@ def test_groups_are_forced_only_where_a_process_has_whole_prompts(prompts: int, 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimators_that_are_measured_give_one_advantage_per_response(name: str) -> None:
-    """Four responses to each of two prompts, of one to three tokens, with a reward on the last."""
+    """Two prompts have four responses each, of one to three tokens, with a reward on the last token."""
     mask = (torch.arange(3) < torch.tensor([1, 2, 3, 3, 2, 2, 1, 3]).unsqueeze(1)).long()
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.0, 0.25])
     last = torch.nn.functional.one_hot(mask.sum(dim=1) - 1, 3)
@@ -159,7 +159,7 @@ def test_estimators_that_are_measured_give_one_advantage_per_response(name: str)
     computed = compute_advantage(data, name, norm_adv_by_std_in_grpo=False, config=AlgoConfig()).batch["advantages"]
     assert torch.equal(computed * mask, computed[:, :1] * mask)
     plain = rewards - rewards.view(2, 4).mean(dim=1).repeat_interleave(4)
-    assert torch.allclose(computed[:, 0], plain) == (name == "grpo")  # the only one that can be Dr-GRPO's
+    assert torch.allclose(computed[:, 0], plain) == (name == "grpo")  # the only estimator that can be Dr-GRPO's
 
 
 @pytest.mark.parametrize("tags", [[tag(4), tag(3)], [tag(3)], [{}]])

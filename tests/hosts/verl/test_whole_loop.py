@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_command_trains_measures_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Two processes, four steps, the last of them resumed; responses to a prompt lie in one microbatch."""
+    """Two processes take four steps, the last of them after resuming. Each prompt's responses are in one microbatch."""
     saving = ["trainer.save_freq=3", "trainer.resume_mode=auto"]
     for steps in (3, 4):
         finished = run(tmp_path, 2, "probe=[simple,gns]", *saving, f"trainer.total_training_steps={steps}")

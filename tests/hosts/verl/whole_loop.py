@@ -1,7 +1,7 @@
 """verl's whole loop on the CPU by this package's command: python tests/hosts/verl/whole_loop.py FOLDER PROCESSES WORDS
 
-Ray, TransferQueue, the synchronous trainer, and a rollout server of the tests' own in the place of vLLM. WORDS are
-further settings; everything is written under FOLDER.
+It uses Ray, TransferQueue, the synchronous trainer, and the tests' own rollout server instead of vLLM. WORDS are
+further settings. Everything is written under FOLDER.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Return the reward: how many different letters the response has."""
+    """Return the reward: the number of different letters in the response."""
     return len(set(solution_str)) / 12
 
 
@@ -35,7 +35,7 @@ def make_inputs(folder: Path) -> None:
         bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-    # transformers takes Qwen2's class whatever was saved, and verl wants its newline and <|im_end|>: bytes, no merges.
+    # transformers uses Qwen2's class whatever was saved, and verl needs its newline and <|im_end|>. Bytes, no merges.
     words = ["<pad>", "<bos>", "<|im_end|>", "Ċ", "Ġ", *string.ascii_letters, *string.digits][:VOCABULARY]
     special = {"unk_token": "a", "bos_token": "<bos>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     tokenizer = Qwen2Tokenizer({word: i for i, word in enumerate(words)}, [], **special)
@@ -49,7 +49,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def settings(folder: Path, processes: int) -> list[str]:
-    """Return verl's settings: Dr-GRPO on 8 prompts of 4 responses a step."""
+    """Return verl's settings: Dr-GRPO with 8 prompts of 4 responses per step."""
     fsdp = f"{ACTOR}.fsdp_config"
     return [
         f"data.train_files={folder}/data.parquet", f"data.val_files={folder}/data.parquet", "data.train_batch_size=8",
@@ -86,7 +86,7 @@ def environment() -> dict[str, str]:
 
 
 def run(folder: Path, processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """Return the finished command."""
+    """Run the command, and return how it ended."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         make_inputs(folder)
