@@ -1,4 +1,4 @@
-"""What tests of the job share: a user's module of one test is not that of another."""
+"""Shared by tests of the job: a user's module in one test is not mistaken for that of another."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def forgotten_task() -> Iterator[None]:
-    """Forget the module that a test has written and imported: another test's has the same name."""
+    """Forget the module that a test wrote and imported, because another test's has the same name."""
     yield
     sys.modules.pop("a_task_of_mine", None)

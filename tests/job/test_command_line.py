@@ -1,6 +1,6 @@
-"""How commands end: well, or with one line that names the mistake and the fix, and the exit code that says which.
+"""Commands end well, or with one line that names the mistake and the fix, and with a matching exit code.
 
-Each command line is train.py in a fork of this process, which has imported everything already.
+Each command line runs train.py in a fork of this process, which has already imported everything.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALL = [*QUICK, "trainer.max_steps=2"]
 
 @dataclass
 class Command:
-    """train.py in a process of its own."""
+    """train.py in a separate process."""
 
     process: ForkProcess
     log: Path
@@ -68,7 +68,7 @@ def start(log: Path, *arguments: str, script: str = "train.py", folder: Path = R
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # pytest has its own
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # pytest replaces these
         os.environ |= env
         os.chdir(folder)
         sys.argv = [script, *arguments]
@@ -112,7 +112,7 @@ def task():
 
 
 def train_with_own(tmp_path: Path, *arguments: str) -> Command:
-    """Train with what OWN has, in a file of the working folder."""
+    """Train with the code in OWN, written to a file in the working folder."""
     (tmp_path / "my_file.py").write_text(OWN, encoding="utf-8")
     words = [*SMALL, *arguments, "run_dir=run"]
     return start(tmp_path / "log", *words, script=str(ROOT / "train.py"), folder=tmp_path)
@@ -123,7 +123,7 @@ def train_with_own(tmp_path: Path, *arguments: str) -> Command:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [  # other mistakes: refused.yaml
+    [  # for other mistakes see refused.yaml
         (["data.path=/a b (1)=2"], """'data.path="/a b (1)=2"'"""),
         (["~trainer"], "full_key: trainer."),
         (["model=null"], "model=null: give a name, or names as in 'model=[hub]': hub, qwen"),
@@ -146,7 +146,7 @@ def test_a_mistake_is_reported_in_one_line_with_exit_code_2(tmp_path: Path, argu
     assert ended.lines[-1].startswith("error: ")
     assert message in ended.lines[-1]
     assert "Traceback" not in "\n".join(ended.lines)
-    page = tmp_path / "run" / "report" / "report.html"  # of a training that has taken steps
+    page = tmp_path / "run" / "report" / "report.html"  # exists only if a training took steps
     assert (f"; training has failed after 1 step (UserError); the report: {page}" in ended.lines[-1]) == page.exists()
 
 
@@ -176,12 +176,12 @@ def test_the_line_of_an_error_has_what_was_noted_on_it() -> None:
 @pytest.mark.parametrize(
     "mistake",
     [
-        "import rl_training; rl_training.Estimate(float('nan'))",  # a ValueError, which the package raises
+        "import rl_training; rl_training.Estimate(float('nan'))",  # a ValueError raised by the package
         "from rl_training.job.configuration.overrides import key_of; key_of(5)",
     ],
 )
 def test_a_mistake_of_the_package_is_not_told_as_the_users(tmp_path: Path, mistake: str) -> None:
-    """Not where commands take what libraries raise for the user's mistakes, either."""
+    """Not even where commands treat errors raised by libraries as the user's mistakes."""
     script = tmp_path / "fails.py"
     lines = ["from rl_training.job.errors import as_user_errors, run_command", "def main():"]
     lines += ["    with as_user_errors():", f"        {mistake}", "run_command(main)"]
@@ -214,7 +214,7 @@ def test_a_process_of_a_launcher_hands_it_the_line_and_the_main_one_prints_it_to
     assert ended.end() == 2
     line = "error: seed=-1 must be at least 0 and at most 4294967295"
     assert ended.lines == [line] * is_printed
-    failure = ProcessFailure(int(rank), 1, 2, str(handed))  # as the launcher reads it
+    failure = ProcessFailure(int(rank), 1, 2, str(handed))  # this is how the launcher reads it
     assert line in str(ChildFailedError("train.py", {int(rank): failure}))
 
 
@@ -261,7 +261,7 @@ def test_a_signal_ends_a_command_with_the_code_of_shells(tmp_path: Path, signum:
 
 
 def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """Ctrl-C. SIGTERM comes to a training whose launcher is gone, below."""
+    """This is Ctrl-C. For SIGTERM see the test below of a launcher that is gone."""
     run = tmp_path / "run"
     command = train(tmp_path, "trainer.max_steps=500", "probe=none", "trainer.save_steps=1000")
     wait_for(lambda: (run / "logs" / METRICS_FILE).exists())
@@ -279,7 +279,7 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
     typed = [*SMALL, f"run_dir={run}", "trainer.max_steps=500", "probe=none", *shlex.split(words)]
     resumed = start(tmp_path / "again", *typed, f"trainer.max_steps={taken + 1}")
     assert resumed.end() == 0, resumed.lines
-    assert not [line for line in resumed.lines if "missing keys" in line]  # of a head that is tied
+    assert not [line for line in resumed.lines if "missing keys" in line]  # about a tied head
     assert [row["step"] for row in read_metrics(run / "logs")] == [*range(1, taken + 2)]
 
 
@@ -288,7 +288,7 @@ def test_a_second_signal_ends_training_at_once(tmp_path: Path) -> None:
     wait_for((tmp_path / "waiting").exists)
     os.kill(command.process.pid, signal.SIGTERM)
     wait_for(lambda: any("a second signal ends at once" in line for line in command.lines))
-    os.kill(command.process.pid, signal.SIGTERM)  # at the same moment: a launcher passing on the same signal
+    os.kill(command.process.pid, signal.SIGTERM)  # at the same moment, like a launcher that passes on the signal
     time.sleep(2.5)
     asked_again = time.monotonic()
     os.kill(command.process.pid, signal.SIGTERM)
@@ -353,7 +353,7 @@ def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_a
 
 @pytest.mark.parametrize(("typed", "meant"), {"trian": "train", "compare": "report", "evalute": "evaluate"}.items())
 def test_a_command_that_there_is_not_is_answered_with_the_one_that_is_close(capsys, monkeypatch, typed, meant) -> None:
-    monkeypatch.setattr(package, "_leave_out_working_folder", lambda: None)  # this process's own
+    monkeypatch.setattr(package, "_leave_out_working_folder", lambda: None)  # it would change this process
     monkeypatch.setattr(sys, "argv", ["rl-training", typed, "runs/a", "runs/b"])
     with pytest.raises(SystemExit) as ended:
         package.main()
@@ -371,13 +371,13 @@ def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
     refused = next(command for command in both if command.end() == 2)
     said = (f"run_dir={tmp_path / 'run'} already holds a run", f"{tmp_path / 'run'} is being written to by process ")
     assert refused.lines[-1].removeprefix("error: ").startswith(said)
-    seed = both.index(refused) % 2 * -1 + 2  # of the other
+    seed = both.index(refused) % 2 * -1 + 2  # the other run's seed
     assert f"seed: {seed}" in (tmp_path / "run" / "config.yaml").read_text()
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
 
 
 def test_a_second_run_that_resumes_in_the_same_folder_ends_in_one_line_until_the_first_has_died(tmp_path: Path) -> None:
-    """As when Slurm starts a job again while the first one still ends: it neither trains beside it nor waits."""
+    """Slurm may restart a job while the first one is still ending: it neither trains concurrently nor waits."""
     words = ["resume=auto", "probe=none"]
     first = train_with_own(tmp_path, *words, "+probes.waiting._target_=my_file.Waiting")
     wait_for((tmp_path / "waiting").exists)
@@ -403,7 +403,7 @@ def lock_refuses(rank: int, run: str) -> None:
 
 
 def test_of_a_launch_that_finds_the_folder_locked_every_process_ends(tmp_path: Path) -> None:
-    """The main process looks; the others would wait for it."""
+    """Only the main process checks the lock; without care the others would wait for it."""
     with locked(tmp_path / "run", ""):
         forks.start_ranks(lock_refuses, (str(tmp_path / "run"),), 2)
 
@@ -443,7 +443,7 @@ def test_help_of_no_command_waits_for_a_slow_import() -> None:
 
 def test_an_import_does_not_say_that_wandb_is_offline(monkeypatch, capsys) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(transformers.integrations, PRINTS.rpartition(".")[2], None)  # put back in the end
+    monkeypatch.setattr(transformers.integrations, PRINTS.rpartition(".")[2], None)  # restored at the end
     for context, said in ((importing(), ""), (contextlib.nullcontext(), "[INFO] Running in WANDB offline mode\n")):
         monkeypatch.delitem(sys.modules, PRINTS)
         with context:

@@ -1,4 +1,4 @@
-"""The examples and the README's lines run as they are typed."""
+"""The examples and the README's lines run exactly as they are shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBES = {probe.__name__ for probe in BUILT_IN.values()}
 
 
 def imports_of_the_package(code: str) -> list[str]:
-    """Return the modules of the package that a program imports names from, once for each such line."""
+    """Return the package's modules from which a program imports names, one entry per import line."""
     lines = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
     return [line.module for line in lines if line.module and line.module.startswith("rl_training")]
 

@@ -1,4 +1,4 @@
-"""A run that somebody else made: no file in it leads a command out of the run, to read or to write."""
+"""A run from an untrusted source: no file in it makes a command read or write outside the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_training.records.compare.page import write_comparison
 from rl_training.records.report import write_report
 
 LETTER, FOLDER, OTHER_RUN = "outside/letter", "outside/folder", "outside/run"
-# By the place of a link in the run, where it leads.
+# By the path of a link in the run: where it leads.
 LINKS = {
     "report": FOLDER,
     "report/report.html": LETTER,
@@ -76,7 +76,7 @@ COMMANDS = [report, compare, analyse_into, evaluate_into, branch, resume]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run, and beside it what is the reader's: a letter, a folder, a run."""
+    """Make a run, and next to it the reader's own files: a letter, a folder, a run."""
     monkeypatch.setenv("HF_TOKEN", SECRET)
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)

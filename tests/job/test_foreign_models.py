@@ -1,4 +1,4 @@
-"""A model or adapter that somebody else made: code that lies in its folder is not run, whatever names it."""
+"""A model or adapter from an untrusted source: code in its folder is not run, whatever refers to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ESCAPE = "{{ cycler.__init__.__globals__.os.system('touch ' ~ canary) }}{{ ''.__
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the embedded model, with code beside that would leave a canary."""
+    """Copy the shipped model, and add code that would create a canary file."""
     folder = tmp_path / "model"
     shutil.copytree(TINY_PATH, folder)
     code = TOUCH.format(canary=tmp_path / "canary")
@@ -77,7 +77,7 @@ REFUSED: dict[Callable[[Path], None], str] = {
     "make", [*REFUSED, model_of_a_known_kind, tokenizer_of_its_own], ids=lambda make: make.__name__
 )
 def test_no_code_of_a_model_folder_is_run(folder: Path, make: Callable[[Path], None], monkeypatch) -> None:
-    """What is known without its code is loaded without it."""
+    """Known classes are loaded without the folder's code."""
     monkeypatch.syspath_prepend(folder)
     make(folder)
     if make in REFUSED:

@@ -1,4 +1,4 @@
-"""Code in the folder that a command is started in: imported where the command names it, and nothing else of it."""
+"""Code in the working folder is imported only if the command names it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLANTED = ("hydra", "omegaconf", "yaml", "shlex", "json", "peft", "torch", "rich
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with modules that would leave a canary in the place of libraries."""
+    """Make a working folder with modules that are named like libraries and would create a canary file."""
     folder = tmp_path / "here"
     for name in PLANTED:
         file = folder / f"{name}.py"
@@ -39,7 +39,7 @@ def test_no_module_of_the_working_folder_takes_a_librarys_place(folder: Path, wo
 
 
 def test_processes_that_a_command_starts_leave_it_out_too(folder: Path) -> None:
-    """Such as those that evaluate a checkpoint."""
+    """For example the processes that evaluate a checkpoint."""
     program = (
         "import os, sys; sys.argv = ['rl-training', '--version']\n"
         "from rl_training.__main__ import _leave_out_working_folder\n"
@@ -57,7 +57,7 @@ def test_processes_that_a_command_starts_leave_it_out_too(folder: Path) -> None:
     ["intervention=[psr,a_task_of_mine:f]"], ["probe=interventions", "probes.interventions.which=[a_task_of_mine:f]"],
 ])  # fmt: skip
 def test_what_is_named_on_the_command_line_is_found_there(folder: Path, words: list[str]) -> None:
-    """Behind what is installed."""
+    """It is searched after installed packages."""
     add_custom_code_to_path(composed("train", *words))
     assert sys.path[-1] == str(folder)
 

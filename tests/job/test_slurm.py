@@ -1,6 +1,6 @@
-"""launch/train.slurm as it stands, under a Slurm of two nodes that run on this machine; skipped where there is none.
+"""launch/train.slurm unchanged, under a Slurm with two nodes on this machine; skipped if Slurm is not installed.
 
-Debian: apt-get install slurmctld slurmd slurm-client. What the script makes of Slurm's variables needs none.
+Debian: apt-get install slurmctld slurmd slurm-client. Tests of how the script uses Slurm's variables do not need it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8
 
 
 class Cluster:
-    """A Slurm whose configuration, state and logs are in a folder, with a checkout to submit from."""
+    """A Slurm with its configuration, state and logs in one folder, and a checkout to submit from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.checkout = folder, folder / "checkout"
@@ -56,7 +56,7 @@ class Cluster:
         return ended.stdout
 
     def submit(self, *options: str, settings: list[str]) -> str:
-        """Return the number of the job that launch/train.slurm becomes, as it stands."""
+        """Submit launch/train.slurm unchanged, and return the job's number."""
         return self.ask("sbatch", "--parsable", *options, "launch/train.slurm", *SMALL, *settings).strip()
 
     def states(self, job: str) -> set[str]:
@@ -64,7 +64,7 @@ class Cluster:
         return {word.removeprefix("JobState=") for word in words if word.startswith("JobState=")}
 
     def said(self, job: str) -> str:
-        """Return what a job, or an array of them, has printed."""
+        """Return the output of a job or job array."""
         return "".join(path.read_text() for path in sorted(self.checkout.glob(f"slurm-{job}[._]*")))
 
     def is_idle(self) -> bool:
@@ -100,7 +100,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.end()
 
 
-# Slurm's variables on the first node, by what was asked for with sbatch.
+# Slurm's variables on the first node, depending on the sbatch options.
 @pytest.mark.parametrize(
     ("given", "processes"),
     [
@@ -134,7 +134,7 @@ def test_in_a_folder_that_is_no_checkout_it_runs_the_module_of_the_active_enviro
 
 
 def submitted(tmp_path: Path, given: dict[str, str], environment_folder: str) -> subprocess.CompletedProcess[str]:
-    """Return how the script ended on the first node, where Slurm's programs and accelerate are stand-ins."""
+    """Run the script as on the first node, with stand-ins for Slurm's programs and accelerate."""
     programs = {
         "bin/scontrol": "echo node1; echo node2",
         "bin/srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
@@ -159,14 +159,14 @@ def test_a_first_node_that_has_no_address_is_said_at_once(cluster: Cluster) -> N
 
 
 def test_a_vllm_server_that_dies_ends_the_job(cluster: Cluster) -> None:
-    """This one cannot start: there is no such model. The training would wait for it for a quarter of an hour."""
+    """The server cannot start because its model does not exist. Training would wait for it for a quarter of an hour."""
     job = cluster.submit("--export=ALL,VLLM_MODEL=/nowhere", settings=[])
     cluster.wait(job, lambda: cluster.states(job) == {"FAILED"}, seconds=200)
     assert "error: the vLLM server on 127.0.0.2 has ended, so the training ends" in cluster.said(job)
 
 
 def test_a_job_that_is_asked_to_end_is_queued_again_and_goes_on_by_itself(cluster: Cluster) -> None:
-    """Two nodes. As before the time limit: SIGTERM to the script. Its folder and its output stay the same."""
+    """On two nodes, the script gets SIGTERM, as shortly before a time limit. Its folder and output stay the same."""
     job = cluster.submit("--gpus-per-node=1", settings=["trainer.max_steps=30"])
     cluster.wait(job, lambda: any(cluster.checkout.glob("runs/*/logs/metrics.jsonl")))
     cluster.ask("scancel", "--signal=TERM", "--batch", job)
@@ -174,8 +174,8 @@ def test_a_job_that_is_asked_to_end_is_queued_again_and_goes_on_by_itself(cluste
     first = re.search(r"ended by SIGTERM after step (\d+) of 30", cluster.said(job))
     assert first is not None, cluster.said(job)
     cluster.wait(job, cluster.is_idle)
-    time.sleep(2)  # for the nodes a job that starts in the second in which it ended is the ended one
-    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else two minutes later
+    time.sleep(2)  # nodes would mistake a job that restarts within the same second for the ended one
+    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # otherwise it starts two minutes later
     cluster.wait(job, lambda: cluster.states(job) == {"COMPLETED"})
     assert first.group() in cluster.said(job)
     assert f"continuing runs/{cluster.run_of(job).name} from step {first.group(1)}" in cluster.said(job)

@@ -1,4 +1,4 @@
-"""launch/sync.sh as it stands, between two local folders; what needs rsync is skipped where there is none."""
+"""launch/sync.sh unchanged, between two local folders; tests that need rsync are skipped without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_rsync = pytest.mark.skipif(not shutil.which("rsync"), reason="there is no 
 
 @pytest.fixture
 def run_there(tmp_path: Path) -> Path:
-    """A run on another machine: a folder in a folder of runs, with a link out of it."""
+    """Make a run "on another machine": a folder in a folder of runs, with a link that leads out of it."""
     run = tmp_path / "there" / "first run"
     for name in FILES:
         (run / name).parent.mkdir(parents=True, exist_ok=True)

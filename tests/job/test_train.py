@@ -1,4 +1,4 @@
-"""The user's command lines, as typed: they end well, or name the mistake and leave what was written."""
+"""The user's command lines as typed end well, or name the mistake and keep what was written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_two_processes_measure_as_one_run(tmp_path: Path) -> None:
     forward = [row for row in rows if row["name"] == "delta_h/forward"]
     first, second = (row["num_samples"] for row in forward)
     assert first == 8  # four microbatches on each of two ranks
-    assert 8 <= second <= 15  # two steps' variances are averaged: of 7 degrees of freedom each
+    assert 8 <= second <= 15  # the average of two steps' variances, with 7 degrees of freedom each
     assert all(row["stderr"] > 0 for row in forward)
 
 

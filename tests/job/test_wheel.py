@@ -1,6 +1,6 @@
-"""What `pip install rl-training` gives: a wheel that runs in any folder, and says which extra is missing.
+"""`pip install rl-training` gives a wheel that runs in any folder, and says which extra is missing.
 
-The environment of the installed wheel is new; the libraries are those of this one, which are not downloaded again.
+The wheel is installed in a new environment, which uses this environment's libraries instead of downloading them again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("rl_training", "conf", "launch", "probe_configs")
 BUILT_FROM = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safetensors", "yaml", "tqdm"}
-# What brings a library that is imported by another name.
+# By import name: the distribution that provides it under a different name.
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_convert": "vl-convert-python"}
-# Each command in a fork of one process that has imported what takes seconds, as has each process of a command's own.
+# Each command, and each of its processes, runs in a fork of one process that has done the slow imports.
 COMMANDS = """
 import gc, json, multiprocessing, os, sys
 import rl_training.__main__, rl_training.job.silence, rl_training.job.run.training, rl_training.job.run.evaluation
@@ -52,7 +52,7 @@ OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixe
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, built in a copy: a build folder that is there may hold what is gone."""
+    """Build the wheel from a copy of this checkout, because an existing build folder may contain deleted files."""
     copy = tmp_path_factory.mktemp("copy")
     for name in SOURCES:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -65,12 +65,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment in which the wheel is installed."""
+    """Make a new environment and install the wheel in it."""
     folder = tmp_path_factory.mktemp("environment") / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     _pip("--python", str(folder / "bin" / "python"), "install", "--no-deps", str(wheel))
-    (packages / "libraries.pth").write_text("\n".join(site.getsitepackages()))  # not before: it has an rl-training too
+    (packages / "libraries.pth").write_text("\n".join(site.getsitepackages()))  # only now: they have an rl-training too
     return folder
 
 
@@ -109,7 +109,7 @@ def test_a_run_is_trained_evaluated_reported_and_analyzed_without_a_checkout(env
     run = [environment / "bin" / "python", "-c", COMMANDS, json.dumps(commands)]
     ended = subprocess.run(run, cwd=tmp_path, env=_elsewhere(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert_silent(ended.stdout + ended.stderr)  # of imports too
+    assert_silent(ended.stdout + ended.stderr)  # imports are silent too
     results = json.loads((tmp_path / "run/offline/mixed_probe/checkpoint-2/result.json").read_text())["results"]
     assert abs(results["deltaH1"] - results["deltaH_true"]) < 6 * results["paired_error_se"]
     assert (tmp_path / "run/evaluations/arithmetic/consolidated_metrics.csv").is_file()
@@ -127,7 +127,7 @@ def test_the_command_hands_out_the_files_that_come_with_it(environment: Path, tm
         "train", "analyze", "evaluate", "report", "kernel", "dashboard", "config", "launch-file",
         "rl-training",
     ]  # fmt: skip
-    assert said("launch-file", "zero2").split() == ["launch/zero2.yaml"]  # which names launch/zero2.json
+    assert said("launch-file", "zero2").split() == ["launch/zero2.yaml"]  # the YAML file names launch/zero2.json
     assert {path.name for path in (tmp_path / "launch").iterdir()} == {"zero2.yaml", "zero2.json"}
     assert said("launch-file", "sync.sh").split() == ["launch/sync.sh"]
     said("config", "--copy", "mine")
@@ -136,8 +136,8 @@ def test_the_command_hands_out_the_files_that_come_with_it(environment: Path, tm
     train.write_text(train.read_text().replace("seed: 0", "seed: 7"))
     (tmp_path / "mine" / "probe" / "own.yaml").write_text((tmp_path / "mine" / "probe" / "ess.yaml").read_text())
     composed = said("train", "--config-dir", "mine", "probe=own", "--cfg", "job")
-    assert "\nseed: 7" in f"\n{composed}"  # a file of the user's wins
-    assert "EffectiveSampleSizeProbe" in composed  # and may be a new choice
+    assert "\nseed: 7" in f"\n{composed}"  # the user's file takes precedence
+    assert "EffectiveSampleSizeProbe" in composed  # and may add a choice
     assert ", none, own, " in said("train", "--config-dir", "mine", "probe=o", "--cfg", "job")
 
 
@@ -154,7 +154,7 @@ def test_version_changelog_and_citation_agree() -> None:
     ("module", "at_most"),
     [
         ("hosts.trl", set()),  # from rl_training import attach
-        ("hosts.trl.attachment", CORE),  # its call
+        ("hosts.trl.attachment", CORE),  # calling attach
         ("hosts.trl.trainer", CORE),
         ("hosts.loop", CORE - {"trl", "accelerate"}),
         ("probes", CORE - {"trl", "accelerate", "transformers"}),
@@ -167,7 +167,7 @@ def test_what_is_imported_without_an_extra_comes_without_one(module: str, at_mos
 
 
 def requirements_of(extra: str) -> set[str]:
-    """Return the distributions that setup.cfg names for an extra, "" for none, and for those that it refers to."""
+    """Return the distributions in setup.cfg for an extra ("" for the core), including those of extras it refers to."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = setup["options.extras_require"][extra] if extra else setup["options"]["install_requires"]
@@ -213,7 +213,7 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(
     script.write_text(
         "import sys\n"
         "for name in [name for name in sys.modules if name.startswith('rl_training')]: del sys.modules[name]\n"
-        f"sys.modules[{without!r}] = None\n"  # as if it were not installed, and nothing of ours imported yet
+        f"sys.modules[{without!r}] = None\n"  # as if it were not installed and our package not imported yet
         "import rl_training as api, rl_training.records as records\n"
         "from rl_training.__main__ import main as command\n"
         "def main(*words): sys.argv = ['rl-training', *words]; command()\n" + program,

@@ -1,4 +1,4 @@
-"""verl's engine trains bitwise the same with and without probes, and measures what a plain loop does: make test-verl."""
+"""verl's engine trains bitwise the same with and without probes, and measures like a plain loop: make test-verl."""
 
 from __future__ import annotations
 

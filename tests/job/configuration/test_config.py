@@ -1,4 +1,4 @@
-"""The configuration: every file composes into objects, what a user types works, and mistakes are named."""
+"""Every configuration file composes into objects, what a user types works, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rl_training.tasks.models import load_causal_lm, load_tiny
 from rl_training.tasks.tiny import TINY_PATH
 
 ROOT = Path(__file__).parents[3]
-# What an option needs beside its name.
+# Overrides that an option needs in addition to its name.
 NEEDS = {"model=hub": ["model.name=somewhere"]}
 OPTIONS = [
     f"{path.parent.name}={path.stem}"

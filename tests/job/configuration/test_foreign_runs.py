@@ -1,7 +1,7 @@
-"""A run that somebody else made: its settings run no code and leak nothing, whatever stands in them.
+"""A run from an untrusted source: its settings run no code and leak nothing, whatever they contain.
 
-Each gadget lies in the config.yaml of a run that is otherwise fine, and would leave a canary. Commands read the run as
-they would any other, and refuse it in one line, unless they do not need what is refused.
+Each attack is in the config.yaml of an otherwise normal run and would create a canary file. Commands read the run like
+any other and refuse it in one line, unless they do not need the refused setting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 PICKLE, OWN = "{run}/canary.pkl", "{run}/own.py"
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 SHELL = {"_target_": "os.system", "command": "touch {canary}"}
-# By name: changes of the settings of a run by their dotted keys, {run} and {canary} filled in; or a text for the file.
+# By name: changes of a run's settings by dotted keys, with {run} and {canary} filled in; or a text for the whole file.
 GADGETS: dict[str, dict[str, Any] | str] = {
     "a shell in the place of the task": {"data": SHELL},
     "a shell in the place of the model": {"model": SHELL},
@@ -103,7 +103,7 @@ GADGETS: dict[str, dict[str, Any] | str] = {
     "a list in the place of a model": {"model": [1]},
     "a text in the place of probes": {"probes": "simple"},
 }
-# Of a training, which an analysis and an evaluation make nothing of.
+# Settings that only a training uses, and an analysis or an evaluation ignores.
 OF_TRAINING: dict[str, dict[str, Any]] = {
     "a probe": {"probes.mine": SHELL},
     "settings that are made within a probe": {"probes.simple.every": SHELL},
@@ -145,7 +145,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("gadget", GADGETS | OF_TRAINING)
 def test_no_gadget_runs_code_or_tells_a_secret(run: Path, gadget: str) -> None:
-    """An analysis needs no probe of the run, an evaluation only task and model: the rest is not refused there."""
+    """An analysis does not need the run's probes, and an evaluation only needs task and model. The rest is ignored."""
     changes = (GADGETS | OF_TRAINING)[gadget]
     write_config(run, changes)
     for command in (analyse, branch, evaluate):
@@ -165,7 +165,7 @@ def test_the_offline_probe_refuses_what_an_analysis_refuses(run: Path, gadget: s
 def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the rest of its settings, as the run has them."""
+    """The rest of its settings stay as in the run."""
     (tmp_path / "a_task_of_mine.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     write_config(run, {"data": {"_target_": "a_task_of_mine.task", "rows": 24}, "intervention": "a_task_of_mine:f"})
@@ -184,7 +184,7 @@ def test_what_the_run_of_somebody_else_names_is_made_once_it_is_typed(
 
 
 def test_settings_are_read_as_they_were_written(run: Path) -> None:
-    """A text with a reference in it stays that text in provenance; what is marked is resumed with the same settings."""
+    """Text with a reference stays literal in provenance. A run with marked code resumes with the same settings."""
     strange = {"a": ["${oc.env:HF_TOKEN}", r"\${x}", "$HOME", "plain"]}
     settings = {"provenance": {**strange, "command": "echo ${HOME}"}, "data": {"path": "$HOME"}}
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(literal(settings))))
@@ -228,7 +228,7 @@ def test_every_intervention_that_comes_with_the_package_is_no_code() -> None:
 
 
 def test_settings_become_objects_in_one_place_only() -> None:
-    """verl's own command makes probes of what was typed there, and reads no folder."""
+    """verl's command also makes probes, but from what was typed, and reads no folder."""
     places: dict[str, set[str]] = {}
     for path in (ROOT / "rl_training").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -241,18 +241,18 @@ def test_settings_become_objects_in_one_place_only() -> None:
                     places.setdefault(name, set()).add(str(path.relative_to(ROOT / "rl_training")))
     assert places == {
         "instantiate": {"job/objects/make.py", "hosts/verl/engine.py"},
-        # Also of files of conf/, and of Hydra's note of a sweep.
+        # Also for files in conf/, and for Hydra's file about a sweep.
         "OmegaConf.load": {
             "job/configuration/stored.py",
             "job/configuration/nested.py",
             "job/configuration/composition.py",
         },
         "yaml.parse": {"records/files/stored_yaml.py"},
-        # Of an error's name; and what a guarded process is sent.
+        # An error's name; and what is sent to a guarded process.
         "pickle": {"records/files/pickles.py", "tasks/gym_score.py"},
         "pickle.dumps": {"tasks/gym_score.py"},
         "pickle.loads": {"tasks/gym_score.py"},
         "torch.load": {"records/files/pickles.py", "offline/restored.py"},  # both with weights_only=True
-        "yaml.safe_load": {"records/report/series.py", "records/workspace.py"},  # behind plain_yaml; its own file
-        "yaml.load": {"records/report/charts.py"},  # of the package's templates
+        "yaml.safe_load": {"records/report/series.py", "records/workspace.py"},  # after plain_yaml; its own file
+        "yaml.load": {"records/report/charts.py"},  # the package's own templates
     }

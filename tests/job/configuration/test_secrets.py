@@ -1,4 +1,4 @@
-"""No command writes or prints a secret: one canary, given under many names, is looked for in all that they leave."""
+"""No command writes or prints a secret: a canary given under many names must not appear in anything they leave."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MAIN = "rl_training/__main__.py"
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """What the commands have left: a folder of all that they wrote and printed, and how each ended."""
+    """The outcome of the commands: a folder with all that they wrote and printed, and how each ended."""
 
     folder: Path
     codes: dict[str, int]
@@ -69,7 +69,7 @@ class Left:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Left:
-    """A training that a signal ends after its first step, and every command that reads it, with the canaries."""
+    """Run a training that a signal ends after its first step, and every command that reads it, with the canaries."""
     folder = tmp_path_factory.mktemp("secrets")
     run, other = folder / "run", folder / "other"
     env = {**os.environ, "HOME": str(folder), "TMPDIR": str(folder), "NETRC": str(folder / "netrc")}
@@ -106,7 +106,7 @@ def files_with(canary: str, folder: Path) -> Iterator[Path]:
 
 
 def test_no_command_writes_or_prints_a_secret_of_any_name(left: Left) -> None:
-    """Neither into its folder, nor into those of dashboards, nor on a terminal."""
+    """Not in its folder, not in those of dashboards, and not on a terminal."""
     expected = {"train": 143, "wrong": 2, "debugged": 2, "unread": 2, "listed": 2, "swept": 2}
     assert left.codes == {name: expected.get(name, 0) for name in left.codes}, [*map(left.said, left.codes)]
     written = {path.name for path in left.folder.rglob("*")}
@@ -137,7 +137,7 @@ def test_settings_keep_all_but_the_secrets(left: Left) -> None:
     assert shown.count(MASK) >= len(NAMES)
 
 
-# --- which names are those of secrets, and what is masked of a text ---------------------------------------------------
+# --- which names mean secrets, and what is masked in a text -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,7 +154,7 @@ def test_a_name_is_that_of_a_secret_in_any_case_and_at_any_depth(name: str) -> N
 
 
 def test_no_setting_of_the_trainer_and_of_conf_is_masked_but_the_token_of_the_hub() -> None:
-    """Whatever its value is; and nothing that is shipped has a secret."""
+    """Whatever their values are. Nothing in the shipped files is a secret."""
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
     assert {name for name in fields if is_secret(name, "text")} == {"hub_token"}
     files = [path for folder in (CONF, LAUNCH, PROBE_CONFIGS) for path in folder.rglob("*.yaml")]
@@ -216,7 +216,7 @@ def test_the_word_behind_a_flag_is_its_secret_unless_the_flag_holds_it() -> None
 
 
 def test_a_prompt_stays_as_it_is_among_settings() -> None:
-    """The run is built again from them."""
+    """The settings must allow rebuilding the run."""
     prompt = "The password: {password}. Say token=5 or {token: 5}; write to me@host."
     assert without_secrets({"template": prompt}) == {"template": prompt}
 

@@ -1,4 +1,4 @@
-"""Values that are judged by themselves: at once, before any import that takes long, in one line with the fix."""
+"""Values that can be checked on their own are checked before any slow import, with one line that names the fix."""
 
 from __future__ import annotations
 
@@ -82,4 +82,4 @@ def test_a_run_that_does_not_say_its_data_is_analysed_with_data_that_are_given(t
             run_settings(checkpoint, [])
         changed = run_settings(checkpoint, ["data=arithmetic", "model=tiny", "model.dtype=bfloat16"])
     assert changed.data._target_.endswith("arithmetic")
-    assert changed.model.dtype == "bfloat16"  # which conf/model/tiny.yaml does not list, and its loader takes
+    assert changed.model.dtype == "bfloat16"  # not listed in conf/model/tiny.yaml, but its loader accepts it

@@ -1,4 +1,4 @@
-"""Dashboards: what W&B, TensorBoard and trackio wrote is read back, and holds every number under its own name."""
+"""What W&B, TensorBoard and trackio wrote is read back, and has every number under its own name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, resumed for a third, with all loggers at once and without an account."""
+    """Train two steps and resume for a third, with all loggers at once and without an account."""
     folder = tmp_path_factory.mktemp("loggers")
     env = {**os.environ, "HOME": str(folder), "NETRC": str(folder / "netrc")}
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
@@ -48,24 +48,24 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Return what metrics.jsonl holds: {step: {name: value}}."""
+    """Return the contents of metrics.jsonl as {step: {name: value}}."""
     lines = read_metrics(run_dir / "logs")
     return {line.pop("step"): {k: v for k, v in line.items() if not math.isnan(v)} for line in lines}
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Yield the records of a .wandb file: LevelDB's log format, blocks of 32 KiB after a header of 7 bytes."""
+    """Yield the records of a .wandb file, in LevelDB's log format: blocks of 32 KiB after a header of 7 bytes."""
     data, position, record = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while position < len(data):
         left = 32768 - position % 32768
-        if left < 7:  # too short for a chunk's header: padding
+        if left < 7:  # padding, too short for a chunk's header
             position += left
             continue
         length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part of one
+        if kind in (1, 4):  # a whole record, or the last part of one
             yield wandb_internal_pb2.Record.FromString(record)
             record = b""
 
@@ -149,7 +149,7 @@ def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
             logged[event.step][name] = event.value
     expected = numbers_of(run_dir)
     assert {step: sorted(row) for step, row in logged.items()} == {step: sorted(row) for step, row in expected.items()}
-    for step, row in expected.items():  # TensorBoard keeps fp32
+    for step, row in expected.items():  # TensorBoard stores fp32
         assert logged[step] == pytest.approx(row, rel=1e-6, abs=1e-30)
 
 
@@ -175,7 +175,7 @@ def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [WandbLogger, TensorBoardLogger])
 def test_a_file_in_the_place_of_a_dashboards_folder_is_named(tmp_path: Path, kind: Any) -> None:
-    """As soon as a run is built, and where an analysis or an evaluation adds to the dashboard of a run."""
+    """When a run is built, and when an analysis or an evaluation adds to a run's dashboard."""
     name = kind.__name__.removesuffix("Logger").lower()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / name).touch()

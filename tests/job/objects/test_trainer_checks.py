@@ -1,4 +1,4 @@
-"""What is said of a built trainer before it trains."""
+"""Messages about a built trainer before it trains."""
 
 from __future__ import annotations
 

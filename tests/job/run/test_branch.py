@@ -1,4 +1,4 @@
-"""branch=: a new run from a checkpoint of another, bitwise that one where nothing is changed."""
+"""branch= starts a new run from another run's checkpoint. Without changes it is bitwise the original."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def assert_the_same_end(first: Path, other: Path, step: int = 3) -> None:
     for file in ("model.safetensors", "probes.safetensors"):
         ends = [load_file(checkpoint(run, step) / file) for run in (first, other)]
         assert ends[0].keys() == ends[1].keys()
-        for name in ends[0]:  # of two folds, whose errors are not known: nan is nan
+        for name in ends[0]:  # two folds give no error bars, so nan must equal nan
             torch.testing.assert_close(ends[0][name], ends[1][name], rtol=0, atol=0, equal_nan=True)
     optimizers = [torch.load(checkpoint(run, step) / "optimizer.pt") for run in (first, other)]
     assert str(optimizers[0]["param_groups"]) == str(optimizers[1]["param_groups"])
@@ -75,7 +75,7 @@ def test_a_branch_without_changes_is_the_original_bit_for_bit(original: Path, tm
 
 
 def test_optimizer_and_schedule_have_the_settings_of_the_branch(original: Path, tmp_path: Path) -> None:
-    """Linear to 0 at step 4: two thirds … of the new rate at the steps that the branch takes, and new betas."""
+    """The schedule is linear to 0 at step 4, scaled to the branch's new rate. The betas are new too."""
     changed = ["trainer.lr_scheduler_type=linear", "++trainer.learning_rate=4e-3", "++trainer.adam_beta1=0.5"]
     run = branch(original, tmp_path / "new", *changed, "trainer.max_steps=4", "trainer.save_steps=2")
     rates = [row["learning_rate"] for row in read_metrics(run.run_dir / LOGS_FOLDER)]
@@ -128,7 +128,7 @@ def test_a_branch_is_not_written_among_the_checkpoints_it_comes_from(original: P
 
 
 def test_a_branch_takes_what_is_typed_and_nothing_that_only_train_yaml_has(original: Path, tmp_path: Path) -> None:
-    """The run has 16 sequences in a step, no dashboard and a probe that can be set; train.yaml has none of them."""
+    """The run has 16 sequences per step, no dashboard, and a probe with settings, unlike train.yaml."""
     changed = ["batch.microbatch_size=4", "probes.simple.every=2", "logger=tensorboard", "seed=7"]
     run = run_of(tmp_path / "new", f"branch={checkpoint(original, 1)}", *changed)
     saved = yaml.safe_load((run.run_dir / CONFIG_FILE).read_text())

@@ -1,4 +1,4 @@
-"""Claims on the bar: it fits into 80 columns with all its numbers, and shows the entropy that the report shows."""
+"""Claims on the progress bar: all its numbers fit into 80 columns, and its entropy is the report's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch
 
 
 def test_a_long_step_says_from_the_first_second_on_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of half a minute is drawn before it, after it, and at most every ten seconds in between."""
+    """For a step of half a minute the bar is drawn before and after it, and at most every ten seconds in between."""
     screen, tqdm, clock = io.StringIO(), trainer_callback.tqdm, SimpleNamespace(now=0.0)
     monkeypatch.setattr(trainer_callback, "tqdm", lambda total, **_: tqdm(total=total, file=screen, ncols=80))
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)

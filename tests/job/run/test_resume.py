@@ -1,4 +1,4 @@
-"""Resuming: killed at any moment, a run ends where the uninterrupted one does; what is half-written is never taken."""
+"""A run killed at any moment and resumed ends like the uninterrupted one. Half-written checkpoints are never used."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_e
 from rl_training.version import VERSION
 
 SMALL = ["trainer.max_steps=3", "trainer.save_steps=1", "trainer.save_total_limit=9", "batch.microbatch_size=8"]
-# What a checkpoint needs, in the order in which it is written.
+# The required parts of a checkpoint, in the order in which they are written.
 PARTS = [
     "model.safetensors", "optimizer.pt", "scheduler.pt", "probes.safetensors", "rng_state.pth", "trainer_state.json",
 ]  # fmt: skip
 
 
 def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one_does() -> None:
-    """Real SIGKILLs: one anywhere, one where a checkpoint begins to be written."""
+    """With real SIGKILLs: one at a random moment, one when a checkpoint starts being written."""
     short = [*QUICK, "batch.sequences_per_step=16", "trainer.max_steps=4"]
     ended = forks.run("benchmarks/kill_resume.py", "--kills", "2", "probe=simple", *short)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -75,11 +75,11 @@ def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(ma
     assert "step 1, where this run resumes, is inside one" in caplog.text
 
 
-# --- which checkpoint is taken ------------------------------------------------------------------------------------
+# --- which checkpoint is chosen -----------------------------------------------------------------------------------
 
 
 def run_of(folder: Path, *overrides: str) -> TrainingRun:
-    """A run of three steps with a checkpoint at each, in this process."""
+    """Build a run of three steps with a checkpoint at each, in this process."""
     return quick_run(folder, *SMALL, *overrides)
 
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_with_a_part_cut_short_is_not_taken(run_dir, part: str, kep
 
 @pytest.mark.parametrize("part", ["model.safetensors", "optimizer.pt"])
 def test_64_flipped_bytes_are_found_and_the_file_is_named(run_dir: Path, part: str) -> None:
-    """Anywhere between the headers: a tensor's numbers, which nothing but a checksum tells from other numbers."""
+    """They are in the middle of the file, within a tensor's numbers, where only a checksum can detect them."""
     file = run_dir / TRAINING_STATE / "checkpoint-3" / part
     content = bytearray(file.read_bytes())
     for position in random.Random(0).sample(range(len(content) // 4, len(content) * 3 // 4), 64):
@@ -172,7 +172,7 @@ def test_the_random_states_of_every_process_must_be_there(run_dir: Path) -> None
 
 def test_going_back_sets_later_checkpoints_aside(run_dir: Path) -> None:
     earlier = run_dir / TRAINING_STATE / "checkpoint-1"
-    for _ in range(2):  # also when others of the same name lie there already
+    for _ in range(2):  # also if some with the same names are there already
         set_aside_later(run_dir, steps_taken(earlier))
         assert find_checkpoint("latest", run_dir) == earlier
         aside = run_dir / TRAINING_STATE / "set_aside"
@@ -192,11 +192,14 @@ def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(run_di
 
 
 def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: Path) -> None:
-    """resume=auto: the start, a start without a whole checkpoint, and the newest whole one; each ends as `trained`."""
+    """resume=auto starts a run, starts over without a complete checkpoint, and resumes the newest complete one.
+
+    Each ends like `trained`.
+    """
     folder = tmp_path / "run"
     starts: list[int] = []
     for kept in ("nothing is there", [], [1]):
-        if folder.exists():  # as a kill would have left it: the next checkpoint is half-written
+        if folder.exists():  # imitate a kill: leave the next checkpoint half-written
             last = max(kept, default=0) + 1
             for path in sorted((folder / TRAINING_STATE).glob("checkpoint-*")):
                 if int(path.name[11:]) > last:
@@ -211,7 +214,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
         assert [row["step"] for row in read_metrics(folder / "logs")] == [1, 2, 3]
     assert starts == [0, 0, 1]
     run = run_of(folder, "resume=auto")
-    run.train()  # it has taken its steps
+    run.train()  # it has already taken all its steps
     run.end()
     with pytest.raises(ValueError, match="was started with other settings"):
         run_of(folder, "resume=auto", "seed=3")
@@ -236,7 +239,7 @@ def test_additional_steps_are_added_to_those_of_the_checkpoint(run_dir: Path) ->
 
 
 def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(run_dir, monkeypatch) -> None:
-    """Also one that would be an interpolation of OmegaConf's, twice."""
+    """Also a command that looks like an OmegaConf interpolation, and resuming twice."""
     for command in ("run_dir=${now:%H}", "seed=0"):
         monkeypatch.setattr(sys, "argv", ["train.py", command])
         run_of(run_dir, "resume=latest")
@@ -271,7 +274,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_corrupts_nothing(tmp_path:
 
 
 def test_a_disk_that_fills_up_in_a_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(run_dir: Path) -> None:
-    """In the weights, of 420 kB, and in the optimizer, which has twice as much."""
+    """It fills up in the weights, of 420 kB, or in the optimizer's state, which is twice as large."""
     way_out = r"checkpoint-4 could not be written \(.*MB are free there\): make room, then go on with resume=latest"
     for size in (50_000, 600_000):
         run = run_of(run_dir, "resume=latest", "trainer.max_steps=4")

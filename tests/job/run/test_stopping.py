@@ -1,4 +1,4 @@
-"""When a run that was asked to end does so: after a whole rollout, and on every process at the same step."""
+"""A run that is asked to end does so after a whole rollout, and on every process at the same step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIGINT, SIGTERM = 2, 15
 
 
 def ends_after(stop: StopAtStepEnd, step: int, steps_per_rollout: int = 1) -> bool:
-    """Return whether it ends there; a step's rollout is one microbatch of `steps_per_rollout` iterations."""
+    """Return whether the run ends after this step. A rollout is one microbatch with `steps_per_rollout` iterations."""
     args = SimpleNamespace(steps_per_generation=1, num_iterations=steps_per_rollout, gradient_accumulation_steps=1)
     control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=True)
     stop.on_step_end(args, SimpleNamespace(global_step=step), control)
@@ -24,7 +24,7 @@ def ends_after(stop: StopAtStepEnd, step: int, steps_per_rollout: int = 1) -> bo
 
 
 def test_it_ends_at_the_first_step_end_at_which_a_rollout_is_used_up() -> None:
-    """Three steps learn from a rollout: of steps 4, 5, 6 the last uses it up, and there training can go on exactly."""
+    """Three steps train on each rollout. Step 6 is the last for its rollout, so training can resume exactly there."""
     stop = StopAtStepEnd()
     assert not ends_after(stop, 3, steps_per_rollout=3)
     stop._take(SIGTERM, None)

@@ -1,4 +1,4 @@
-"""Where one process does not come, the others say which one it is, and the timeout that was asked for ends them."""
+"""If one process does not arrive, the others say which one it is, and end after the requested timeout."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PATIENCE = 1.0
 
 
 def lines_to(file: Path) -> None:
-    """Write to a file what this process warns of waiting, and nowhere else."""
+    """Send this process's warnings about waiting only to a file."""
     handler = logging.FileHandler(file, delay=False)
     waiting.logger.addHandler(handler)
     waiting.logger.propagate = False
 
 
 def meet(folder: str) -> None:
-    """Open the process group of a launch as a training does, and watches with little patience."""
+    """Open a launch's process group as a training does, with a watch that has little patience."""
     find_run_folder(composed("train", f"run_dir={folder}/run", "++trainer.ddp_timeout=3", *QUICK))
     (watch,) = waiting._watches
     watch.close()
@@ -44,14 +44,14 @@ def one_is_late(rank: int, folder: str) -> None:
     meet(folder)
     for late in (None, 0, 1):
         if late is None:
-            time.sleep(1.5 * PATIENCE)  # both compute
+            time.sleep(1.5 * PATIENCE)  # both processes compute
         elif rank == late:
             hang(1.5 * PATIENCE)
         dist.all_reduce(torch.ones(1))
 
 
 def test_a_line_names_the_process_that_is_waited_for_and_where_it_is(tmp_path: Path) -> None:
-    """Rank 0, then rank 1; while both compute for as long, nothing is said."""
+    """First rank 0, then rank 1. While both compute for the same time, there is no line."""
     forks.start_ranks(one_is_late, (str(tmp_path),), 2)
     said = {rank: (tmp_path / f"said_{rank}").read_text(encoding="utf-8").splitlines() for rank in (0, 1)}
     for rank, late in ((1, 0), (0, 1)):
