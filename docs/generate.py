@@ -138,7 +138,7 @@ SOURCES = {"lr": "the optimizer's own", "max_grad_norm": "Pascanu et al. 2013, a
 
 def interventions() -> str:
     """Return the table of all interventions, from their functions' docstrings and named.py; and why one is missing."""
-    lines = ["| name | what it does | strength | exactly nothing | needs | setting of TRL | source |", "|---" * 7 + "|"]
+    lines = ["| name | what it does | strength | no effect | needs | setting of TRL | source |", "|---" * 7 + "|"]
     for name, known in INTERVENTIONS.items():
         doc = (inspect.getdoc(known.function) if known.function else None) or f"The optimizer's own `{known.trl}`."
         bounds = f"above {known.low:g}" + ("" if math.isinf(known.high) else f", at most {known.high:g}")
@@ -155,7 +155,7 @@ def interventions() -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     reasons = [f"- **{need.replace('_', ' ')}**: {why}." for need, why in NEEDS.items()]
-    return "\n".join([*lines, "", "What is said where something that is needed is not there:", "", *reasons])
+    return "\n".join([*lines, "", "The reason given if a need is not met:", "", *reasons])
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
