@@ -1,4 +1,4 @@
-"""A run with checkpoints, restored and analysed, for the tests of a file (analysed_runs.py)."""
+"""Fixtures for each test file: a run with checkpoints, restored and analysed (analysed_runs.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps, each with its checkpoint; each file that analyses it has a copy of its own."""
+    """Return a run of three steps with a checkpoint at each. Every test file gets its own copy."""
     from analysed_runs import trained
 
     return shutil.copytree(trained(tmp_path_factory.getbasetemp()), tmp_path_factory.mktemp("offline") / "run_1")

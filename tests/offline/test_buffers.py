@@ -1,4 +1,4 @@
-"""What processes tell each other of U, and what U's filter knows: by hand, without a model."""
+"""What processes tell each other about U, and what U's filter knows, by hand and without a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_training.offline.settings import Evaluation, UpdateConfig
 
 
 def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
-    """Rank 0 has the prompts 5 and 7 7, rank 1 has 9; nobody has 7. On the left stands padding."""
+    """Rank 0 has the prompts "5" and "7 7", rank 1 has "9", and no rank has "7". Padding is on the left."""
     prompts = {0: [[0, 5], [7, 7]], 1: [[9]]}
 
     def on_rank(rank: int, reduce: Any) -> torch.Tensor:
@@ -44,14 +44,14 @@ def test_the_filter_of_u_knows_what_trainings_buffer_knows_and_draws_with_its_ow
     buffer_filter = _filter_of(SimpleNamespace(trainer=trainer), seed=9)  # type: ignore[arg-type]
     assert (buffer_filter.max_attempts, buffer_filter.floor, buffer_filter.half_life) == (5, 0.3, 7.0)
     assert torch.equal(buffer_filter.weights(), known.weights())
-    assert len(buffer_filter.weights().unique()) == 3  # mixed, all right, never asked
+    assert len(buffer_filter.weights().unique()) == 3  # mixed, all right, never tried
     buffer_filter.draw(2, [])
     assert torch.equal(known.state_dict()["generator"], before)
     assert torch.equal(buffer_filter.state_dict()["generator"], drawn_from(9, 3))
 
 
 def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:
-    """Return the state of a generator of this seed that has drawn two of so many prompts."""
+    """Return the state of a generator with this seed after drawing two of `num_prompts` prompts."""
     generator = torch.Generator().manual_seed(seed)
     torch.multinomial(torch.ones(num_prompts, dtype=torch.float64), 2, generator=generator)
     return generator.get_state()
@@ -74,7 +74,7 @@ def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(restored, analysed, overl
 def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:
     data = restored.trainer.train_dataset
     given = sample_evaluation(restored, Evaluation(responses=2, source=[5, 7]), None, 64)
-    assert given.rows == (data[5], data[5], data[7], data[7])  # the reward reads their other columns
+    assert given.rows == (data[5], data[5], data[7], data[7])  # the reward needs the rows' other columns
     held_out = sample_evaluation(restored, Evaluation(4, source="eval"), None, 64)
     assert {row["prompt"] for row in held_out.rows} <= set(restored.trainer.eval_dataset["prompt"])
     with pytest.raises(ValueError, match="row 99999 is not in the training set"):

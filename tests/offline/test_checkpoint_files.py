@@ -1,4 +1,4 @@
-"""The shards that DeepSpeed writes are joined in the order of the model's weights, or refused."""
+"""DeepSpeed's optimizer shards are joined in the order of the model's weights, or refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_training.offline.restored import RestoredTrainer
 
 
 def write_shards(folder: Path, restored: RestoredTrainer, ranks: int, swap: bool) -> dict[str, Tensor]:
-    """Write a checkpoint's optimizer as ZeRO does, two groups cut into a slice per rank; returns exp_avg by name."""
+    """Write a checkpoint's optimizer as ZeRO does: two groups, one slice of each per rank. Return exp_avg by name."""
     parameters, generator = restored.parameters, torch.Generator().manual_seed(0)
     groups = [[n for n in parameters if "bias" not in n and "norm" not in n]]
     groups.append([n for n in parameters if n not in groups[0]])
@@ -57,7 +57,7 @@ def test_moments_and_settings_are_joined_from_the_shards_of_ranks(run, tmp_path,
     assert states is not None
     assert all(torch.equal(state.exp_avg, given[name].flatten()) for name, state in states.items())  # type: ignore[union-attr]
     assert {(state.lr, state.step) for state in states.values()} == {(5e-4, 7)}  # type: ignore[union-attr]
-    for name, state in states.items():  # each group of parameters has its own
+    for name, state in states.items():  # each group of parameters has its own settings
         assert state.weight_decay == (0.0 if "bias" in name or "norm" in name else 0.1), name
 
 

@@ -1,4 +1,4 @@
-"""Steps under other preconditioners are those of the formulas, written out entry by entry."""
+"""Steps with other preconditioners agree with the formulas, written out entry by entry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_training.offline.first_order import condition
 from rl_training.optim.adamw import AdamWState
 
 BETAS, EPS, RATE, DECAY, STEPS, CLIP = (0.8, 0.9), 1e-2, 0.1, 0.2, 3, 0.5
-G, M, V = [0.6, -2.0, 1.0], [0.5, 0.3, -0.2], [0.04, 0.25, 1.0]  # of two tensors, the first with two entries
+G, M, V = [0.6, -2.0, 1.0], [0.5, 0.3, -0.2], [0.04, 0.25, 1.0]  # two tensors, the first with two entries
 THETA, X = [1.0, -1.0, 2.0], [[1.0, 2.0, -0.5], [-3.0, 0.5, 1.0]]
 
 
@@ -23,7 +23,7 @@ def vector(values: list[float]) -> Tensor:
 
 
 def asked() -> tuple[Any, Any, Tensor]:
-    """Return what `condition` is asked of: a trainer of two tensors, its step from the gradient G, and X̄."""
+    """Return the arguments of `condition`: a trainer of two tensors, its step for the gradient G, and X̄."""
     state = AdamWState(vector(M), vector(V), STEPS, RATE, BETAS, EPS, DECAY)
     parts = state.delta(vector(THETA), CLIP * vector(G))
     piece = SimpleNamespace(flat=slice(0, 3), state=state)
@@ -33,7 +33,7 @@ def asked() -> tuple[Any, Any, Tensor]:
 
 
 def written_out() -> dict[str, list[float]]:
-    """Return the directions by name, from Adam's formulas, one entry at a time."""
+    """Return the directions by name, computed from Adam's formulas one entry at a time."""
     g = [CLIP * value for value in G]
     m = [0.8 * old + 0.2 * new for old, new in zip(M, g, strict=True)]
     root = [math.sqrt((0.9 * old + 0.1 * new**2) / (1 - 0.9**4)) for old, new in zip(V, g, strict=True)]

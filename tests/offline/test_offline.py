@@ -1,4 +1,4 @@
-"""An analysis moves nothing, its prediction comes true, and its command leaves whole results."""
+"""An analysis changes nothing, its prediction comes true, and its command leaves complete results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rl_training.records.frames import read_analysis
 
 
 def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(restored, analysed) -> None:
-    """Slopes of every token by finite differences at a hundredth of the step: another way than the backward's."""
+    """The slope of every token comes from finite differences at 1/100 of the step, independent of the backward."""
     e, size = analysed.evaluation, 1e-2
     sizes = [p.numel() for p in restored.parameters.values()]
     pieces = zip(restored.parameters.items(), analysed.update.delta.split(sizes), strict=True)
@@ -64,7 +64,7 @@ def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_
     other = restored_at(run, 1, *settings) if settings else restored
     for layer in other.trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.3)
-    monkeypatch.setattr(other.trainer.model.config, "attention_dropout", 0.3)  # what says that there is one
+    monkeypatch.setattr(other.trainer.model.config, "attention_dropout", 0.3)  # the setting that turns dropout on
     again = predict(other, analysed.evaluation, analysed.update, 8)
     assert analysed.first_order is not None
     assert again.value[0].tolist() == pytest.approx(analysed.first_order.value[0].tolist(), rel=1e-5)
@@ -79,13 +79,13 @@ def test_the_splits_add_up_and_the_product_of_means_is_that_of_the_entropy_gradi
         assert sum(results[k] for k in keys) == pytest.approx(results["deltaH1"], rel=1e-4)
     assert analysed.first_order is not None
     product = float(analysed.first_order.direction[0].double() @ analysed.update.delta.double())
-    assert results["bars_dot"] == pytest.approx(product / 2e-4, rel=1e-4)  # 3e-4, linear decay over 3 steps, after 1
+    assert results["bars_dot"] == pytest.approx(product / 2e-4, rel=1e-4)  # 3e-4, linear decay over 3 steps, at step 2
 
 
 def test_prediction_and_truth_agree_within_the_error_of_their_difference(analysed: Analysis) -> None:
     results = analysed.results
     assert abs(results["paired_error_odd"]) < 4 * results["paired_error_odd_se"] + 1e-3 * abs(results["deltaH_odd"])
-    assert results["paired_error_odd_se"] < 0.2 * results["deltaH_true_se"]  # the noise that both share is gone
+    assert results["paired_error_odd_se"] < 0.2 * results["deltaH_true_se"]  # the noise that both share cancels
     scores = analysed.evaluation.scores
     assert results["H_orig"] == pytest.approx(
         float((scores.entropies * scores.mask).sum() / scores.mask.sum()), rel=1e-5
@@ -102,7 +102,7 @@ def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not
         print_table(dataclasses.replace(analysed, results=results), restored, Path("result.json"))
         shown = capsys.readouterr().out
         assert ("Step 2: higher orders cancel the first" in shown) == says
-        assert "-1.00 ± 0.20" in shown  # ± 1.96 standard errors of 0.1
+        assert "-1.00 ± 0.20" in shown  # 1.96 standard errors of 0.1
 
 
 @pytest.mark.parametrize("size", [3, 32])
@@ -116,7 +116,7 @@ def test_numbers_do_not_depend_on_the_microbatch(restored: RestoredTrainer, anal
 
 
 def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: RestoredTrainer) -> None:
-    """Though microbatches cut them. Twin: weights of every token times its slope along the step."""
+    """Even if microbatches split prompts. The twin sums each token's weight times its slope along the step."""
     results = analyse(
         restored, dataclasses.replace(SMALL, evaluation=Evaluation(10, 3), memory=Memory(microbatch_size=4))
     )
@@ -176,7 +176,7 @@ def test_the_same_buffers_under_other_preconditioners(analysed: Analysis) -> Non
     plain = -float(direction @ gradient) * float(analysed.update.delta.double().norm() / gradient.norm())
     assert rows["sgd"]["delta_h1"] == pytest.approx(plain, rel=1e-6)
     norms = torch.stack([p.square().sum() for p in analysed.update.parts])
-    assert float(norms[2]) > 0  # weight decay is a part of the step
+    assert float(norms[2]) > 0  # weight decay is part of the step
 
 
 def test_where_no_response_has_an_advantage_the_directions_without_momentum_are_nan_with_the_reason(run: Path) -> None:
@@ -260,7 +260,7 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(run, tmp_path, c
     first, second = (read_analysis(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
     assert (first["world_size"], second["world_size"]) == (1, 2)
     compared = compare(first["results"], second["results"], 1e-5)
-    for table in ("sizes", "updates"):  # of fewer sequences, and of another step
+    for table in ("sizes", "updates"):  # for fewer sequences, and for another step
         rows = zip(*(analysis["tables"][table] for analysis in (first, second)), strict=True)
         compared += sum(compare(a, b, 1e-4) for a, b in rows)
     assert compared > 60 + 3 * 20
@@ -276,7 +276,7 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(run, tmp_path, c
 
 
 def compare(first: dict[str, Any], second: dict[str, Any], tolerance: float) -> int:
-    """Assert that numbers are the same, to so much of themselves or of the prediction; returns how many are known."""
+    """Assert that the numbers agree to `tolerance` of themselves or of the prediction. Return how many are not nan."""
     compared = 0
     for key, value in first.items():
         scale = abs(first["deltaH1_sequence" if "sequence" in key else "deltaH1"])

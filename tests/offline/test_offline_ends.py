@@ -1,4 +1,4 @@
-"""What ends an analysis early: short memory is said with what to lower, and a kill leaves nothing half-written."""
+"""An analysis that ends early: for lack of memory it says what to lower, and a kill leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = [
 def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
     restored: RestoredTrainer, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """The allocation that fails is torch's own, in the model, once the phase has begun."""
+    """A real allocation by torch fails in the model after the phase has begun."""
     begun: list[str] = []
     begin: Callable[..., AbstractContextManager[Any]] = Phases.__call__
 
@@ -63,7 +63,7 @@ def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Pa
 
 
 def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_works(run: Path, tmp_path: Path) -> None:
-    """SIGKILL, and three analyses into one folder: in the midst of measuring, and of writing pages."""
+    """Three analyses write to one folder; SIGKILL comes in the middle of measuring and of writing pages."""
     command = ("offline.py", f"checkpoint={checkpoint(run, 1)}", f"output={tmp_path}", "log.level=minimal", *QUICK)
     for moment, num_logs, num_results in (("said:truth", 0, 0), ("rename:analyses.html", 1, 1)):
         killed = forks.run("tests/support/killed.py", moment, *command)
@@ -74,7 +74,7 @@ def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_wor
 
 
 def assert_whole(folder: Path, num_logs: int, num_results: int, num_pages: int) -> None:
-    """Assert that so much is there, can be read, and stands for all that belongs to it."""
+    """Assert that this many logs, results and pages exist, are readable, and are complete."""
     logs = probe_logs(folder)
     assert len(logs) == num_logs
     assert all(len(read_probe_log(path)) > 0 for path in (logs["path"] if num_logs else ()))

@@ -1,4 +1,4 @@
-"""OfflineEntropyProbe is offline.py by another configuration; its logs are whole, of every level, and read back."""
+"""OfflineEntropyProbe is offline.py with another configuration; logs of every level are complete and can be read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEYS_OF_ANSWER = {
 
 
 def small(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration of a quick analysis, with logs in a folder."""
+    """Return the configuration of a quick analysis with its logs in a folder."""
     config: dict[str, Any] = {
         "batch_config": {"B_E": 16, "B_U": 8},
         "memory_config": {"microbatch_size": 8},
@@ -46,7 +46,7 @@ def small(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """An analysis in full detail, in nats per sequence, by SNIS."""
+    """Do an analysis in full detail, in nats per sequence, by SNIS."""
     config = small(
         tmp_path_factory.mktemp("logs"), detailed_logging={"level": "debug"},
         importance={"is_mode": "snis", "report_per_token": False},
@@ -122,7 +122,7 @@ def test_a_folder_of_adapter_weights_takes_the_optimizer_of_its_parent(tmp_path:
     with pytest.raises(ValueError, match=r"it lacks .*step_2/optimizer\.pt"):
         probe.run_mixed_probe(alone / "model")
     state = torch.load(saved / "optimizer.pt")
-    state["param_groups"] = [group for group in state["param_groups"] if group["params"]]  # as other trainers have it
+    state["param_groups"] = [group for group in state["param_groups"] if group["params"]]  # like other trainers
     torch.save(state, alone / "optimizer.pt")
     (alone / "model" / "adapter_model.safetensors").rename(tmp_path / "kept")
     with pytest.raises(ValueError, match=r"it lacks .*model/adapter_model\.safetensors"):
@@ -160,7 +160,7 @@ def test_a_log_at_debug_holds_sequences_tokens_and_tensors_that_belong_together(
 
 
 def test_a_quantity_that_is_unknown_of_a_sequence_has_no_statistics() -> None:
-    """A mean over the others would be one of other sequences; E and U may have unlike numbers of them."""
+    """A mean over the known ones would describe different sequences. E and U may have different numbers of them."""
     e, u = (
         [{"length": length} for length in (1.0, 2.0, 6.0)],
         [{"reward": math.nan, "length": 4.0}, {"reward": 1.0, "length": 2.0}],
@@ -184,7 +184,7 @@ def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_p
     for level in ("minimal", "detailed"):
         logging = {"level": level, "log_sequences": False, "compress": False}
         log = OfflineEntropyProbe(small(tmp_path, detailed_logging=logging)).run_mixed_probe(checkpoint(run, 1))["log"]
-        assert log.endswith(("checkpoint-1.json", "checkpoint-1_2.json"))  # perhaps in the same second
+        assert log.endswith(("checkpoint-1.json", "checkpoint-1_2.json"))  # if both are written within the same second
         content = json.loads(Path(log).read_text())
         assert "response" not in json.dumps(content)
         sizes.append(len(Path(log).read_bytes()))
@@ -206,6 +206,6 @@ def test_files_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: (moved.append(to.name), replace(self, to))[1])
     write_atomically(dict.fromkeys(paths, b"x"))
-    assert moved[-1] == "a_summary.json"  # where it is, all of them are
+    assert moved[-1] == "a_summary.json"  # moved last, so if it exists, all files do
     with pytest.raises(ValueError, match="is not a log of a checkpoint analysis"):
         read_probe_log(paths[2])

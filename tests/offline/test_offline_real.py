@@ -1,4 +1,4 @@
-"""offline.py on what a real run leaves: LoRA and QLoRA on GSM8K rows in bf16 with checkpointing, ZeRO's shards."""
+"""offline.py after realistic runs: LoRA and QLoRA on GSM8K rows in bf16 with checkpointing, ZeRO's shards."""
 
 from __future__ import annotations
 

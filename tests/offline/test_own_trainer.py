@@ -1,4 +1,4 @@
-"""A checkpoint of the user's own trainer is analysed in Python, by the objects of the user's script."""
+"""A checkpoint of a user's own trainer is analysed in Python with the objects of the user's script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {
 
 
 class Keeps(Probe):
-    """Keeps what the second step learned from, and its gradient."""
+    """Keeps the second step's rollout and its gradient."""
 
     name = "keeps"
 
@@ -46,7 +46,7 @@ class Keeps(Probe):
 def test_the_step_that_is_analysed_is_the_one_that_training_made(
     make_trainer: Callable[..., Any], tmp_path: Path, loss: str
 ) -> None:
-    """Of the responses that the second step learned from, made anew from the checkpoint of the first."""
+    """The second step is recomputed from its responses and the first step's checkpoint."""
     keeps, trainer = Keeps(), make_trainer(**PLAIN, loss_type=loss)
     with attach(trainer, tmp_path / "run", keeps):
         trainer.train()
@@ -75,7 +75,7 @@ def test_an_attached_runs_checkpoint_has_results_and_pages_as_those_of_the_comma
     table = analysis_results(tmp_path / "run")
     assert table.query("kind == 'whole'")["deltaH1"].tolist() == [analysis["deltaH1"]]
     assert list((tmp_path / "run" / "offline").rglob("*.html"))
-    assert page.read_text() != before  # with a section of them
+    assert page.read_text() != before  # it now has a section on them
 
 
 def test_a_loss_whose_step_cannot_be_analysed_is_refused_with_what_to_set(

@@ -27,14 +27,14 @@ from rl_training.policy.rollout import Rollout, take_rows
 
 
 def test_the_step_that_is_analysed_is_the_step_that_training_took(restored: RestoredTrainer) -> None:
-    """From the same sequences: gradient, clipping, Adam's moments and order, the scheduler's learning rate."""
+    """With the same sequences, these agree: gradient, clipping, Adam's moments and their order, the learning rate."""
     real = SEEN[2]
     update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
     assert restored.step == 1
     assert restored.learning_rate == pytest.approx(3e-4 * 2 / 3)
     assert close(update.gradient, real["gradient"]) < 1e-5
     assert update.clip < 0.9
-    assert close(update.delta, real["delta"]) < 1e-4  # what fp32 leaves of θ + δθ − θ
+    assert close(update.delta, real["delta"]) < 1e-4  # the rounding of θ + δθ − θ in fp32
 
 
 def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None
     assert close(update.parts.gradient, -0.15 * update.clip * real["gradient"]) < 1e-5
     results = analyse(restored, SMALL)
     assert results.results["slope_check"] < 0.1
-    assert results.tables["conditioning"] == []  # there is none of Adam's
+    assert results.tables["conditioning"] == []  # it exists only for Adam
 
 
 def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis) -> None:
@@ -71,7 +71,7 @@ def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis
 
 
 def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
-    """Return so many prompts with a response each: these sequences again and again."""
+    """Return `count` prompts with one response each, by repeating these sequences."""
     rows = take_rows(rollout, torch.arange(count) % rollout.num_sequences)
     return UpdateBuffer(dataclasses.replace(rows, prompt_index=torch.arange(count)), count, 1)
 
@@ -79,7 +79,7 @@ def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
 @pytest.mark.parametrize("prompts", [2, 16, 17, 48, 100])
 def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, analysed, prompts: int) -> None:
     rollout = analysed.update_buffer.rollout
-    idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing
+    idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # so that it costs nothing
     sizes = make_update(restored, with_prompts(idle, prompts), Memory(32)).fold_prompts.tolist()
     assert len(sizes) == min(prompts, 16)
     assert sum(sizes) == prompts
@@ -87,7 +87,7 @@ def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(restored, an
 
 
 def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrainer, analysed: Analysis) -> None:
-    """18 prompts in 16 folds: the first and the ninth have two. Without one of these, and without one of the others."""
+    """18 prompts in 16 folds: the first and the ninth have two. Leaves out one of these, and one of the others."""
     rollout = with_prompts(analysed.update_buffer.rollout, 18).rollout
     advantages = torch.linspace(-1, 1, 18)
     rollout = dataclasses.replace(rollout, advantages=advantages)
@@ -192,7 +192,7 @@ def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[s
 
 
 def test_a_run_that_samples_with_vllm_makes_the_step_of_responses_of_the_policy_itself(run: Path) -> None:
-    """TRL's loss then takes a ratio to that sampler, which is 1."""
+    """TRL's loss then includes a ratio to that sampler, which is 1."""
     restored = restored_at(run, 1)
     buffer, gradients = sample_update(restored, UpdateConfig(8), 64), []
     for use_vllm in (False, True):

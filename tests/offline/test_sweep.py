@@ -1,4 +1,4 @@
-"""Sweeps agree with the analysis that they vary, and what they leave is read, drawn and told to the dashboards."""
+"""Sweeps agree with the analysis that they vary, and their results are read, drawn and sent to dashboards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SWEEP = ["sweep.evaluation_sizes=[16,8]", "sweep.update_seeds=[1,5]", "truth.eta
 
 @pytest.fixture(scope="module")
 def swept(run: Path) -> pd.DataFrame:
-    """Two checkpoints, each with everything varied; told to TensorBoard."""
+    """Sweep everything at two checkpoints, with TensorBoard."""
     with composing():
         asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
         analyse_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
@@ -59,7 +59,7 @@ def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.Da
         for column in ("deltaH1", "paired_error", "deltaH1_sequence"):
             scale = abs(whole["deltaH1_sequence" if "sequence" in column else "deltaH1"])
             assert same_u[column] == pytest.approx(whole[column], rel=1e-5)
-            assert all_of_e[column] == pytest.approx(whole[column], abs=0.02 * scale)  # slopes by differences
+            assert all_of_e[column] == pytest.approx(whole[column], abs=0.02 * scale)  # slopes from finite differences
         results = read_analysis(run / "offline" / "sweep" / f"checkpoint-{step}" / "result.json")["results"]
         of_update = results["deltaH1_se"] ** 2 - results["deltaH1_se_evaluation"] ** 2
         assert of_update > 0.1 * results["deltaH1_se"] ** 2

@@ -1,4 +1,4 @@
-"""What an analysis measures, on numbers worked by hand: a policy that is a table, moved by one number."""
+"""What an analysis measures, with numbers worked by hand: a tabular policy with a single parameter."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ALONG = torch.linspace(-0.3, 0.4, 32, dtype=torch.float64).view(8, 4).sin()  # s
 
 
 class Line:
-    """A restored trainer whose one parameter is x. E's tokens have log-probability −1 + x·ALONG and entropy 1 + x².
+    """A restored trainer with one parameter x. E's tokens have log-probability −1 + x·ALONG and entropy 1 + x².
 
-    Fresh responses to E's prompts have entropy 1 + 2x + 3x² at every token. Scored in row r of a batch, an entropy is
+    Fresh responses to E's prompts have entropy 1 + 2x + 3x² at every token. An entropy scored in row r of a batch is
     off by r/1000.
     """
 
     def __init__(self, far: float = 1.0) -> None:
         self.x = 0.0
-        self.far = far  # how much log-probabilities move
+        self.far = far  # scale of the log-probabilities' changes
         self.policy = self
         self.parameters = {"x": torch.zeros(1)}
         self.drawn_at: list[float] = []
@@ -127,7 +127,7 @@ def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same
         ("deltaH_true", measurement.at[0].ahead.true),
         ("deltaH_snis", measurement.at[0].ahead.snis),
     ):
-        assert row[key] == pytest.approx(float(replicates.without[3, 0]), rel=1e-12)  # all but the last prompt
+        assert row[key] == pytest.approx(float(replicates.without[3, 0]), rel=1e-12)  # all prompts except the last
         assert whole[f"{key}_se"] == pytest.approx(float(replicates.stderr[0]), rel=1e-12)
     assert row["paired_error_odd"] == pytest.approx(
         float((measurement.first_order - measurement.at[0].odd).without[3, 0]), rel=1e-12, abs=1e-15
@@ -149,13 +149,13 @@ def test_without_a_block_a_token_mean_is_over_the_tokens_left_and_a_sequence_mea
 
 
 def test_the_error_of_a_prediction_adds_the_squares_of_both_buffers_errors() -> None:
-    left_out = torch.tensor([1.0, -1.0] * 4).view(8, 1, 1).expand(8, 1, 2)  # stderr √(7/8 · 8)
+    left_out = torch.tensor([1.0, -1.0] * 4).view(8, 1, 1).expand(8, 1, 2)  # standard error √(7/8 · 8)
     both = [Replicates(torch.zeros(1, 2), size * left_out) for size in (3.0, 4.0)]
     prediction = FirstOrder(("whole",), *both, direction=torch.zeros(2, 1))
     assert prediction.stderr.tolist() == [pytest.approx([5 * 7**0.5] * 2)]
 
 
-# --- afresh, and the floor --------------------------------------------------------------------------------------------
+# --- fresh samples, and the floor -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("far", "ess", "afresh"), [(0.3, 7.70, False), (0.4, 7.47, True)])
@@ -184,7 +184,7 @@ def test_a_step_back_is_sampled_at_the_weights_that_it_leads_to() -> None:
 def test_the_floor_is_between_scorings_whose_batches_hold_other_sequences() -> None:
     line = Line()
     places = torch.empty(8)
-    places[LENGTHS.argsort(stable=True)] = torch.arange(4.0).repeat(2)  # two batches, of short ones and of long ones
+    places[LENGTHS.argsort(stable=True)] = torch.arange(4.0).repeat(2)  # two batches: short sequences and long ones
     assert places.tolist() == [2, 0, 0, 2, 3, 1, 3, 1]
     off = float(((places - torch.arange(8)) * LENGTHS).sum()) / 1000
     measurement = measured(line, evaluation(line))

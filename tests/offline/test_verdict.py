@@ -1,4 +1,4 @@
-"""The verdict on an analysis fires where the first order is off by more than noise and by enough to mislead."""
+"""The verdict on an analysis appears if the first order is off by more than noise, and by enough to mislead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_training.records.report.checkpoint_analyses import KEYS, verdict
 
 
 def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_that_would_do() -> None:
-    """A difference of .97 of the prediction, at half of the step .48 of it. Errors are .46 and .209, times 1.96."""
+    """The difference is .97 of the prediction, and .48 of it at half the step. Errors are .46 and .209, times 1.96."""
     assert verdict(41, results_of(-0.807, -0.026, 0.209, 0.46)) == (
         "Step 41: higher orders cancel the first: do not trust forward alone at this learning rate. Predicted "
         "-0.807 ± 0.902, measured -0.026 ± 0.902, difference -0.781 ± 0.410 (1e-3 nats per token, 95 %). If it is "
@@ -30,7 +30,7 @@ def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_t
 def test_so_many_halvings_bring_the_difference_below_half_of_the_prediction(
     predicted: float, measured: float, does: str, fraction: str
 ) -> None:
-    """Its share of the prediction, .5, .99, 1, 1.9, 2.5 and −1.1, is halved with the step."""
+    """The difference's share of the prediction (.5, .99, 1, 1.9, 2.5 and −1.1) halves when the step is halved."""
     told = verdict(1, results_of(predicted, measured, 0.1))
     assert f" at {fraction} of the step" in told
     assert f"higher orders {does} the first" in told
@@ -39,9 +39,9 @@ def test_so_many_halvings_bring_the_difference_below_half_of_the_prediction(
 @pytest.mark.parametrize(
     ("predicted", "measured", "stderr", "of_predicted"),
     [
-        (-0.754, -0.588, 0.027, 0.18),  # beyond its error, but a fifth of the prediction
-        (-1.0, 0.0, 0.52, 0.1),  # all of it, but noise
-        (0.01, -0.05, 0.001, 0.4),  # six times a prediction that is nothing but noise, and small beside that
+        (-0.754, -0.588, 0.027, 0.18),  # significant, but only a fifth of the prediction
+        (-1.0, 0.0, 0.52, 0.1),  # as large as the prediction, but not significant
+        (0.01, -0.05, 0.001, 0.4),  # six times a prediction that is pure noise, and small compared with that noise
     ],
 )
 def test_what_is_small_or_noise_is_no_failure(

@@ -1,4 +1,4 @@
-"""Claims on AdamW's step: it is the one that PyTorch takes, and its parts are what they say."""
+"""Claims on AdamW's step: it is PyTorch's step, and its parts are right."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ every_hyperparameter = pytest.mark.parametrize("hyper", HYPERPARAMETERS, ids=lam
 
 
 def random_state(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (param, grad, exp_avg, exp_avg_sq) of an optimizer that has already taken some steps."""
+    """Return a random (param, grad, exp_avg, exp_avg_sq), as after some steps."""
     generator = torch.Generator().manual_seed(seed)
     param, grad, exp_avg, root = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
     return param, 0.1 * grad, 0.05 * exp_avg, (0.1 * root).square()
@@ -39,9 +39,9 @@ def random_state(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Te
 def test_delta_is_what_torch_does_to_the_parameters_at_each_of_25_steps_from_a_cold_start(
     variant: dict[str, bool], dtype: torch.dtype, hyper: dict[str, Any]
 ) -> None:
-    """Gradients of wandering size, one step without any gradient, one element that never has one.
+    """Gradients of varying size, one step without any gradient, one element that never has one.
 
-    θ_after − θ_before is itself rounded: to an ulp of θ. Beyond that only roundings of the parts are allowed.
+    θ_after − θ_before itself is rounded to an ulp of θ. Beyond that only rounding of the parts is allowed.
     """
     generator = torch.Generator().manual_seed(3)
     params = [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in ((4, 3), (5,), ())]
@@ -92,7 +92,7 @@ def test_leading_dimensions_of_the_gradient_are_separate_steps_from_one_state(hy
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("max_norm", [1e-4, 0.7, 1.3, 1e6, float("inf")])
 def test_clip_coefficient_is_torchs_clipping(max_norm: float, dtype: torch.dtype) -> None:
-    """The norm of these gradients is √0.91: thresholds below it scale, those above do not."""
+    """These gradients have norm √0.91: smaller thresholds scale them, larger ones do not."""
     grads = [
         torch.full((2, 3), 0.3, dtype=dtype),
         torch.full((), -0.6, dtype=dtype),
@@ -110,7 +110,7 @@ def test_clip_coefficient_is_torchs_clipping(max_norm: float, dtype: torch.dtype
 
 
 def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
-    """min(1, 2/(norm + 1e-6)): 0 for no gradient stays unscaled, 1 too, 4 is halved."""
+    """The coefficient is min(1, 2/(norm + 1e-6)): norms 0 and 1 are not scaled, and 4 is halved."""
     norms = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
     expected = torch.tensor([1.0, 1.0, 2.0 / 4.000001], dtype=torch.float64)
     torch.testing.assert_close(clip_coefficient(norms, 2.0), expected, rtol=1e-15, atol=0)
@@ -118,7 +118,7 @@ def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_before: int) -> None:
-    """Although it has momentum and a decay; its moments stay, and it adds nothing in Adam's metric, cold or warm."""
+    """Despite momentum and decay. Its moments stay, and it adds nothing to norms in Adam's metric, cold or warm."""
     common = {"lr": 0.1, "weight_decay": 0.3}
     states: list[OptimizerState] = []
     for kind, settings in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
@@ -150,7 +150,7 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
 
 
 def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:
-    """One as large as is measured alone, two of one optimizer's settings, one of other settings, one not warm yet."""
+    """One large enough for its own bucket, two with the same settings, one with others, and one that is still cold."""
     sizes = {"large": JOINED, "one": 7, "two": 5, "other": 6, "cold": 3}
     gradients, states, expected = {}, {}, []
     for seed, (name, size) in enumerate(sizes.items()):

@@ -1,6 +1,6 @@
-"""Claims on every optimizer of the table in supported.py: its formula is the step that its library makes, in parts.
+"""Claims on every optimizer in the table of supported.py: its formula gives the parts of its library's step.
 
-An optimizer that joins the table is tried with an ordinary rate and decay, and with what it has in SETTINGS of
+An optimizer that is added to the table is tested with a typical rate and decay, and with its entry in SETTINGS of
 support/library_optimizers.py.
 """
 
@@ -18,7 +18,7 @@ of_every_optimizer = pytest.mark.parametrize(
 
 @of_every_optimizer
 def test_the_steps_of_a_formula_are_those_of_the_library_from_the_first(formula, settings) -> None:
-    """To roundings of the parameters and of the parts. One entry never has a gradient."""
+    """Up to rounding of the parameters and the parts. One entry never has a gradient."""
     trained = Trained(formula, settings, SHAPES)
     weights = trained.model["w"]
     for step in range(4):
@@ -67,7 +67,7 @@ def test_several_gradients_are_steps_of_their_own_and_nothing_is_modified(formul
 
 @of_every_optimizer
 def test_a_parameter_without_any_gradient_stays_where_it_is(formula, settings) -> None:
-    """Although it has momentum and a decay, as with the library."""
+    """Despite momentum and decay, like in the library."""
     trained = Trained(formula, settings, SHAPES)
     for _ in range(3):
         trained.step()

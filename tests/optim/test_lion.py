@@ -1,4 +1,4 @@
-"""Claims on Lion's step: it is that of bitsandbytes, and its parts and gradient factors are what they say."""
+"""Claims on Lion's step: it is bitsandbytes' step, and its parts and gradient factors are right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sign(number: float) -> float:
 
 
 def scalar_lion(param: Tensor, grad: Tensor, exp_avg: Tensor) -> tuple[list[list[float]], list[float]]:
-    """Return the changes by momentum, gradient and decay, and the new momentum, of Chen et al.'s algorithm 2."""
+    """Return the changes by momentum, gradient and decay, and the new momentum, by Chen et al.'s algorithm 2."""
     changes, moments = [], []
     beta1, beta2 = SETTINGS["betas"]
     for theta, g, m in zip(param.tolist(), grad.tolist(), exp_avg.tolist(), strict=True):
@@ -38,7 +38,7 @@ def scalar_lion(param: Tensor, grad: Tensor, exp_avg: Tensor) -> tuple[list[list
 
 
 def drawn_state(shape: tuple[int, ...] = (40,)) -> tuple[LionState, Tensor, Tensor]:
-    """Return a state with 3 entries that have no momentum, parameters, and gradients of which 2 entries are 0."""
+    """Return a random state with 3 entries without momentum, parameters, and gradients with 2 zero entries."""
     generator = torch.Generator().manual_seed(0)
     exp_avg, param, grad = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
     exp_avg[:3] = grad[2:4] = 0.0
@@ -52,12 +52,12 @@ def test_each_part_equals_the_scalar_twin_and_the_total_is_their_sum() -> None:
     parts = state.delta(param, grad)
     torch.testing.assert_close(torch.stack(parts, dim=1), expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(state.total(param, grad), expected.sum(dim=1), rtol=1e-12, atol=1e-16)
-    assert (parts.gradient != 0).sum() > 5  # some are turned by this gradient, and some are not
+    assert (parts.gradient != 0).sum() > 5  # this gradient flips some signs, but not all
     assert (parts.gradient == 0).sum() > 5
 
 
 def test_the_steady_state_factor_is_what_a_lasting_change_of_gradients_comes_to_in_the_direction() -> None:
-    """By running the momentum with and without 1 more in each gradient since the first."""
+    """Checked by running the momentum with and without adding 1 to every gradient."""
     beta1, beta2 = SETTINGS["betas"]
     for steps in (0, 1, 6):
         moment = 0.0
@@ -104,7 +104,7 @@ def test_moments_of_8_bits_have_no_formula() -> None:
 
 
 def test_a_clipped_training_with_lion_is_predicted_at_each_step(make_trainer) -> None:
-    """By transformers' name for it."""
+    """The optimizer is chosen by its name in transformers."""
     settings = {"optim": "lion_32bit", "learning_rate": 1e-4, "max_grad_norm": 0.05, **FEW}
     trainer = make_trainer(probes=[SimpleEntropyProbe()], **settings)
     trainer.train()

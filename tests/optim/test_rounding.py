@@ -1,4 +1,4 @@
-"""What rounding leaves of a change."""
+"""How much of a change survives rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_training.optim.rounding import kept_share, rounded_update
 
 
 def nearest_bf16(value: float) -> float:
-    """Return the bf16 number nearest to a double, the even one of two: eight significant bits."""
+    """Round a double to the nearest bf16 number (eight significant bits), ties to even."""
     if value == 0.0:
         return 0.0
     spacing = 2.0 ** (math.frexp(value)[1] - 8)
@@ -24,7 +24,7 @@ def test_what_is_kept_of_a_change_is_what_rounding_in_float64_says(rate: float) 
     weights = (0.02 * torch.randn(2000, generator=generator)).bfloat16()
     change = rate * torch.randn(3, 2000, generator=generator)
     change[:, :50] = 0.0
-    change[0, 50:150] = weights[50:150].float() * 2.0**-9  # halfway, or nearly, to the next number
+    change[0, 50:150] = weights[50:150].float() * 2.0**-9  # halfway to the next number, or nearly
     expected = [
         [nearest_bf16(w + d) - w for w, d in zip(weights.double().tolist(), row, strict=True)]
         for row in change.double().tolist()

@@ -1,4 +1,4 @@
-"""The optimizer's steps in pieces, with and without each fold, and the one that outlives its step."""
+"""The optimizer's updates in pieces, with and without each fold, and the update that is kept for the next step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rl_training.step.limits import STEP_NOT_MEASURED
 from rl_training.step.quantities import PRODUCTS
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
-LARGE = 20  # entries that are joined at most, here
+LARGE = 20  # maximum number of entries that are joined, in these tests
 of_every_optimizer = pytest.mark.parametrize("formula", FORMULAS, ids=name_of)
 
 
 def drawn(formula: StepFormula) -> tuple[dict[str, Tensor], dict[str, OptimizerState]]:
-    """Return parameters and their states, fp64: c, large, d and e do not decay, and d has had no gradient yet."""
+    """Return parameters and states, fp64. c, large, d and e have no weight decay, and d has had no gradient yet."""
     trained = Trained(formula, settings_of(formula)[0], SHAPES, undecayed=("c", "large", "d", "e"))
     for _ in range(3):
         trained.step(without=("d",))
@@ -47,7 +47,7 @@ def drawn(formula: StepFormula) -> tuple[dict[str, Tensor], dict[str, OptimizerS
 def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(
     formula: StepFormula, longest: int, monkeypatch
 ) -> None:
-    """Small neighbours that are alike, of AdamW but for weight decay, are one piece; what is over `longest` is cut."""
+    """Similar small neighbours are one piece (AdamW: even if weight decay differs). Longer than `longest` is split."""
     monkeypatch.setattr(vectors, "JOINED", LARGE)
     parameters, states = drawn(formula)
     layout = Layout(parameters)
@@ -83,7 +83,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(
 def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(
     max_grad_norm: float, formula: StepFormula, monkeypatch
 ) -> None:
-    """Three folds of unlike sizes: gradient, clipping by its own norm and step of the other two."""
+    """Three folds of different sizes: for each, gradient, clipping by its norm, and step of the other two."""
     monkeypatch.setattr(vectors, "JOINED", LARGE)
     parameters, states = drawn(formula)
     sizes = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
@@ -105,7 +105,7 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(
 
 
 def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped_by_its_own_norm() -> None:
-    """In fp32, from gradients whose squares cancel to less than their rounding, or below 0."""
+    """In fp32 the squared norms cancel to less than their rounding error, or below 0."""
     generator = torch.Generator().manual_seed(0)
     sizes, limit = torch.full((8,), 4.0, dtype=torch.float64), 1e-5
     for others in (0.0, 1e-9, 1e-5, 1e-3):
@@ -117,7 +117,7 @@ def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped
         steps = LeaveOneOutUpdates(pieces, fold_means([mean], [rows], sizes), limit, identity)
         made = [torch.cat([parts.total for _, parts in steps.parts(k)]).double() for k in (3, 0)]
         for step, clip in zip(made, steps.clips[[3, 0]].tolist(), strict=True):
-            unclipped = step.norm() / clip / 0.1  # of the gradient that the step is made of
+            unclipped = step.norm() / clip / 0.1  # norm of the gradient that makes the step
             assert clip == pytest.approx(min(1.0, limit / (float(unclipped) + 1e-6)), rel=1e-5)
 
 
@@ -125,13 +125,13 @@ def test_the_step_without_the_fold_that_is_nearly_all_of_the_gradient_is_clipped
     ("optimizer", "settings", "alike"),
     [
         (torch.optim.AdamW, {"betas": (0.9, 0.99), "fused": True}, 0.999),
-        (torch.optim.AdamW, {"betas": (0.9, 0.99)}, 0.97),  # torch rounds what it calculates on the way
+        (torch.optim.AdamW, {"betas": (0.9, 0.99)}, 0.97),  # torch rounds intermediate results
         (torch.optim.SGD, {"momentum": 0.9}, 0.97),
     ],
 )
 @pytest.mark.parametrize("rate", [1e-5, 1e-3])
 def test_steps_of_bf16_weights_are_those_that_torch_makes(optimizer: Any, settings: Any, alike: float, rate) -> None:
-    """In nearly all entries that move, from the bf16 moments that torch keeps."""
+    """They agree in nearly all entries that move, starting from the bf16 moments that torch keeps."""
     torch.manual_seed(0)
     model = nn.Module()
     model.w = nn.Parameter((0.05 * torch.randn(20000)).bfloat16())
@@ -170,13 +170,13 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
 
 
 def test_a_state_that_lacks_the_update_of_its_step_is_refused_and_not_taken_for_none() -> None:
-    """As a process without entries would, which then would not take part in what the others do."""
+    """A process without entries would treat it as no update, and then miss the collectives of the others."""
     with pytest.raises(UserError, match="does not match the 3 numbers that are trained"):
         history_of(3, UpdateState(step=4))
 
 
 def test_of_a_step_that_was_not_the_formula_only_the_error_of_backward_is_averaged_later() -> None:
-    """Backward is the product with the step before, whatever this step is."""
+    """Backward is the product with the previous step, so this step does not matter."""
     history, nowhere = history_of(3), {"w": torch.zeros(3)}
     averages = []
     for step, is_formula in enumerate((True, False, True), start=1):
@@ -198,5 +198,5 @@ def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
     weights["w"] += torch.tensor([0.25, -1.0])
     history.finish(1, weights)
     weights["w"] += 1.0
-    history.finish(1, weights)  # once
+    history.finish(1, weights)  # only the first call counts
     assert history.before(2)[0].tolist() == [0.25, -1.0]

@@ -1,4 +1,4 @@
-"""Training on several processes under DDP and FSDP2: the same with probes, and measured as on a single process."""
+"""Training on several processes with DDP and FSDP2: unchanged by probes, with the estimates of a single process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ONE = {"one": {}, "one_lora": {"lora": True, "few": True}, "one_sampler": {"samp
        "one_slices": {"microbatch": 4, "few": True}, "one_row": {"row": True, "few": True},
        "one_shuffled": {"shuffled": True, "few": True}}  # fmt: skip
 HALF = {"microbatch": 4, "num_folds": 4}
-LAST = {"sync": "last"} | HALF  # a microbatch of both processes is a fold
+LAST = {"sync": "last"} | HALF  # a fold is one microbatch of both processes
 TWO: dict[str, dict[str, Any]] = {
-    "ddp_groups": {"kind": "ddp", "checkpointing": True},  # a microbatch of each process is
-    "ddp_shuffled": {"kind": "ddp", "shuffled": True, "few": True},  # a prompt of each process is
+    "ddp_groups": {"kind": "ddp", "checkpointing": True},  # a fold is one microbatch of one process
+    "ddp_shuffled": {"kind": "ddp", "shuffled": True, "few": True},  # a fold is one prompt of one process
     "ddp_last_sampler": {"kind": "ddp", "sampler": True} | LAST,
     "fsdp2_sampler": {"kind": "fsdp2", "sampler": True} | HALF,
     "fsdp2_groups_lora": {
@@ -32,7 +32,7 @@ TWO: dict[str, dict[str, Any]] = {
     "fsdp2_row": {"kind": "fsdp2", "row": True, "few": True},  # the second process holds nothing
 }  # fmt: skip
 NUMERICS = {"fsdp2_numerics": {"kind": "fsdp2", "reshard": False, "numerics": True}}
-FOUR = {  # a microbatch of two of the four processes is a fold
+FOUR = {  # a fold is one microbatch of two of the four processes
     "fsdp2_four": {"kind": "fsdp2", "few": True} | LAST,
     "ddp_four": {"kind": "ddp", "few": True} | LAST,
 }
@@ -42,7 +42,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[Found]]:
-    """Return what each of so many processes has of a case."""
+    """Return a function that loads each process's results of a case, by name and number of processes."""
     folder: Path = tmp_path_factory.mktemp("layouts")
     for world, cases in ((1, ONE), (2, TWO | NUMERICS), (4, FOUR)):
         bare = {f"{name}_bare": case | {"probes": False} for name, case in cases.items() if world == 2}
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], li
 
 @pytest.mark.parametrize("name", TWO | NUMERICS)
 def test_training_is_bitwise_the_same_with_and_without_probes(trained, name: str) -> None:
-    """Of each process: its weights, the optimizer's states and the random numbers that come next."""
+    """Compares each process's weights, optimizer states and random number generator."""
     digests = [[rank["digest"] for rank in trained(case, 2)] for case in (name, f"{name}_bare")]
     assert digests[0] == digests[1]
 
@@ -69,20 +69,20 @@ def test_all_processes_have_the_same_estimates(trained, name: str) -> None:
 
 @every_case
 def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: str) -> None:
-    """To 1e-10 of an estimate or its error; parts of ΔH, which cancel, to that of the whole.
+    """To 1e-10 of an estimate or its error. Parts of ΔH, which cancel, to 1e-10 of the whole.
 
-    Slices are scored without the padding of training's forward pass, and the model's table of positions is fp32: 1e-6.
+    Slices agree to 1e-6, because they are scored without training's padding and the model's position table is fp32.
     """
     tolerance = 1e-6 if "slices" in name else 1e-10
     single = next((case for case in ONE if case[4:] and case[4:] in name), "one")
     (reference,) = trained(single, 1)
-    # Shuffled, the prompts of a process share its microbatches, which are others where it has other prompts.
+    # If shuffled, the prompts of a process share microbatches, which differ if the process has different prompts.
     same_microbatches = not {"microbatch", "shuffled"} & (ONE[single] | (TWO | FOUR)[name]).keys()
     rows_of_runs = [by_step_and_name(reference), by_step_and_name(trained(name, CASES[name])[0])]
-    if "few" in (TWO | FOUR)[name]:  # the single process may have measured what is left out then
+    if "few" in (TWO | FOUR)[name]:  # the single process may have run probes that this case leaves out
         left_out = ("tokens/", "measured/", "sampler/", "intervention/bonus", "intervention/nsr", *SPLIT)
         rows_of_runs[0] = {key: row for key, row in rows_of_runs[0].items() if not key[1].startswith(left_out)}
-    if not same_microbatches:  # the weights of a bonus depend on the tokens of a microbatch
+    if not same_microbatches:  # a bonus's weights depend on the tokens in each microbatch
         rows_of_runs = [{key: row for key, row in rows.items() if "bonus" not in key[1]} for rows in rows_of_runs]
     off = differences(*rows_of_runs)
     assert len(off) > 40  # something is measured
@@ -101,7 +101,7 @@ def by_step_and_name(trace: Found) -> dict[tuple[int, str], tuple[float, float]]
 
 
 def test_where_fsdp2_reduces_each_backward_probes_send_only_gradients_of_some_processes_alone(trained) -> None:
-    """The same folds under DDP send all of them; what is left is of gns, which splits prompts of one process each, and
-    of the probe of another sampler."""
+    """With the same folds, DDP sends all of them. The rest is sent by gns, which splits single-process prompts, and by
+    the sampler probe."""
     reduced, sent = (trained(name, 2)[0]["sent"] for name in ("fsdp2_sampler", "ddp_last_sampler"))
     assert 0 < reduced < 0.5 * sent

@@ -1,4 +1,4 @@
-"""A state is a value that named tensors hold: it comes back as it was, or the mistake is told."""
+"""A state is a value stored in named tensors: it is restored exactly, or the mistake is reported."""
 
 from __future__ import annotations
 
@@ -73,4 +73,4 @@ def test_what_no_checkpoint_can_hold_is_refused_with_its_place_and_the_probe() -
     with pytest.raises(UserError, match=r"^probe 'mine': a state consists of tensors, .* but inner is a list$"):
         tensors_by_name({"mine": dataclasses.replace(FULL, inner=[1])})
     with pytest.raises(UserError, match=r"^probe 'mine': a state has both a dictionary 'a' and a name .* 'a\.'"):
-        tensors_by_name({"mine": {"a": {"x": 1}, "a.b": 2}})  # else a resumed run would lose "a.b"
+        tensors_by_name({"mine": {"a": {"x": 1}, "a.b": 2}})  # otherwise a resumed run would lose "a.b"

@@ -1,4 +1,4 @@
-"""The microbatches of a step as one: what is known of the samplers of some of them is settled for all, on all ranks."""
+"""Joining a step's microbatches: what is known about the samplers of some is decided for all, on all ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_one_microbatch_without_rewards_leaves_those_of_all_unknown() -> None:
     ],
 )
 def test_what_one_process_knows_or_lacks_holds_on_all(of_second_rank: Rollout, expected: list[float]) -> None:
-    """On-policy; with a sampler's log-probabilities, those of before, rewards. Else one would wait for the other."""
+    """This holds for on-policy, sampler's and old log-probabilities, and rewards. Otherwise ranks would deadlock."""
 
     def known_on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         rollout = joined([FRESH if rank == 0 else of_second_rank], Ranks(2, reduce, rank))

@@ -1,4 +1,4 @@
-"""Whether padding moves log-probabilities: a mean over tokens decides, again and again, and on all ranks alike."""
+"""Whether padding changes log-probabilities: decided by a mean over tokens, repeatedly, and alike on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEQUENCES, TOKENS = 4, 250
 
 
 def sampled(sequences: int = SEQUENCES, tokens: int = TOKENS) -> Rollout:
-    """Return sequences whose prompts have 4, 8, … tokens, the first ones the most padding."""
+    """Return sequences whose prompts have 4, 8, … tokens, so the first ones have the most padding."""
     generator = torch.Generator().manual_seed(0)
     lengths = 4 * torch.arange(1, sequences + 1)
     prompt_mask = (torch.arange(4 * sequences) >= 4 * sequences - lengths.unsqueeze(1)).long()
@@ -36,7 +36,7 @@ def sampled(sequences: int = SEQUENCES, tokens: int = TOKENS) -> Rollout:
 
 
 class Said:
-    """A policy that says these log-probabilities of all rows: 0 without padding, and with it what is given."""
+    """A policy with log-probabilities 0 without padding, and the given ones with padding."""
 
     def __init__(self, padded: Tensor, mask: Tensor | None = None, rounding_reason: str = "") -> None:
         self.padded, self.mask = padded, torch.ones_like(padded) if mask is None else mask
@@ -63,7 +63,7 @@ def answer(policy: Any, reduce: Callable[[Tensor], Tensor] = one_rank, rollout: 
 
 
 def test_one_token_that_is_far_off_is_no_reason() -> None:
-    """Of 1000 tokens, by 5: the mean is .005."""
+    """One of 1000 tokens is off by 5, so the mean is .005."""
     padded = torch.zeros(SEQUENCES, TOKENS)
     padded[1, 17] = -5.0
     assert answer(Said(padded)) is None
@@ -77,7 +77,7 @@ def test_the_mean_decides_and_weights_below_fp32_have_more_of_it(
     difference: float, rounded: str, matters: bool
 ) -> None:
     padded = torch.full((SEQUENCES, TOKENS), difference)
-    padded[::2] *= -1  # of the absolute difference
+    padded[::2] *= -1  # the mean is over absolute differences
     assert bool(answer(Said(padded, rounding_reason=rounded))) == matters
 
 
@@ -138,7 +138,7 @@ def test_a_rank_whose_responses_are_empty_meets_the_other_and_says_the_same(of_o
 
     for rank in ranks:
         answer(rank, send)
-    assert len(sent) == 2  # one reduction a rank
+    assert len(sent) == 2  # one reduction per rank
     said = {answer(rank, lambda _: torch.stack(sent).sum(dim=0)) for rank in ranks}
     assert said == {PADDING_MATTERS if matters else None}
 

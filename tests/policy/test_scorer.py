@@ -1,4 +1,4 @@
-"""Scores of any causal language model, held against all its logits in float64, one sequence at a time, not padded."""
+"""Scores of any causal language model, compared with its full logits in float64 for single unpadded sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "initializer_range": 0.3, "pad_token_id": 0,
 }  # fmt: skip
-# Every way from the body to the logits: (family, what its config says).
+# Every way from the body to the logits: (family, its config's fields).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Qwen2", {"tie_word_embeddings": True}),
     "untied": ("Llama", {"tie_word_embeddings": False}),
@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Sampled:
-    """Five sequences of unlike lengths; one has tokens of an environment between its own."""
+    """Five sequences of different lengths. One has an environment's tokens between its own."""
 
     prompt_ids: Tensor
     prompt_mask: Tensor
@@ -86,7 +86,7 @@ def with_adapter(model: PreTrainedModel, **settings: Any) -> Any:
 
 
 def plain(model: Any, sequences: Sampled, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return log-probabilities and entropies of each row's sampled tokens, from all logits of that row alone."""
+    """Return log-probabilities and entropies of each row's sampled tokens, from the full logits of that row alone."""
     scores = []
     for row in rows.tolist():
         prompt, token = sequences.prompt_mask[row].bool(), sequences.token_mask[row].bool()
@@ -123,7 +123,7 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -
 
 
 def assert_like_plain(model: Any, scorer: Scorer, sequences: Sampled, tolerance: float = 3e-7) -> None:
-    """Values, and the gradient of a weighted sum. The model is in float64, but for its norms, which round to fp32."""
+    """Compare values, and the gradient of a weighted sum. The model is float64, but its norms round to fp32."""
     twin = plain(model, sequences, ROWS)
     expected = torch.cat([pair[0] for pair in twin]), torch.cat([pair[1] for pair in twin])
     scores = of_tokens(scorer.score(sequences, ROWS))
@@ -177,7 +177,7 @@ def test_adapters_are_scored_with_and_the_head_s_too(adapter: dict[str, Any]) ->
 
 def test_four_bit_weights_are_scored_as_the_model_scores() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    model = model_of("untied", hidden_size=64, intermediate_size=128, vocab_size=64)  # whole blocks
+    model = model_of("untied", hidden_size=64, intermediate_size=128, vocab_size=64)  # multiples of the block size
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):  # the head too
             quantised = bitsandbytes.nn.Linear4bit(
@@ -273,7 +273,7 @@ def test_prompt_learning_is_refused() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation gives."""
+    """Records the size of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for tensor in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(tensor, Tensor):  # a view is as large as what it shows
+            if isinstance(tensor, Tensor):  # a view counts as large as its storage
                 self.size = max(self.size, tensor.untyped_storage().nbytes() // tensor.itemsize)
         return output
 
@@ -291,7 +291,7 @@ class Largest(TorchDispatchMode):
 def test_no_more_logits_than_a_chunk_exist_in_forward_and_backward(call_head: bool) -> None:
     model = model_of("untied", vocab_size=3000)
     rows = ROWS.repeat(6)
-    scorer = Scorer(model, call_head=call_head, chunk_logits=len(rows) * 3000)  # a column, where the head is called
+    scorer = Scorer(model, call_head=call_head, chunk_logits=len(rows) * 3000)  # one column if the head is called
     scorer.verify()
     weights, logits = model.lm_head.weight.numel(), int(sampled().completion_mask[rows].sum()) * 3000
     model.requires_grad_(False).model.embed_tokens.weight.requires_grad_()
@@ -333,7 +333,7 @@ def test_hooks_on_a_called_head_see_each_sequence_by_itself() -> None:
         torch.testing.assert_close(sum(rows)[i], expected)
 
 
-# Precision, and what stays as it was.
+# Precision, and what must stay unchanged.
 
 
 def measurement(scorer: Scorer, sequences: Any) -> Scores:
@@ -347,13 +347,13 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
 
 def test_training_s_dropout_is_in_training_s_scores_alone_and_nothing_is_left_behind() -> None:
     model = model_of("absolute positions", resid_pdrop=0.3).train()
-    model.transformer.h[0].eval()  # a state of its own
+    model.transformer.h[0].eval()  # this module's mode must be kept
     scorer, sequences = Scorer(model), sampled()
     before = state_of(model)
     first, second = (of_tokens(scorer.score(sequences, ROWS, graph=False))[0] for _ in range(2))
     measured = of_tokens(measurement(scorer, sequences))[0]
     assert state_of(model) == before
-    assert torch.equal(first, second)  # the same random numbers, which nobody has used up
+    assert torch.equal(first, second)  # the same random numbers: measuring consumed none
     expected = of_tokens(Scorer(copy.deepcopy(model).eval()).score(sampled(), ROWS, graph=False))[0]
     assert torch.equal(measured, expected)
     assert float((first - measured).abs().max()) > 0.1
@@ -399,7 +399,7 @@ SETTINGS = {
 
 @pytest.fixture
 def tf32() -> Iterator[None]:
-    """TF32 as many switch it on: by torch's old setting."""
+    """Switch TF32 on with torch's old setting, as many users do."""
     torch.set_float32_matmul_precision("high")
     yield
     torch.set_float32_matmul_precision("highest")
@@ -424,7 +424,7 @@ def test_a_measurement_is_ieee_fp32_and_settings_are_put_back(tf32: None, fails:
         measurement(scorer, sampled())
     assert seen == [dict.fromkeys(SETTINGS, "ieee")]
     assert {name: setting.fp32_precision for name, setting in SETTINGS.items()} == before
-    assert torch.get_float32_matmul_precision() == "high"  # it raises where old and new settings disagree
+    assert torch.get_float32_matmul_precision() == "high"  # raises if old and new settings disagree
     assert all(module.training for module in model.modules())
 
 
@@ -454,11 +454,11 @@ def test_an_attention_that_refuses_fp32_is_not_asked_in_a_measurement(adapter: b
 def test_why_a_measurement_is_no_fp32_one_names_the_weights() -> None:
     assert Scorer(model_of("untied")).rounding_reason == ""
     half = with_adapter(model_of("untied").bfloat16(), target_modules=["q_proj"])
-    assert "embed_tokens.weight is bfloat16" in Scorer(half).rounding_reason  # adapters are fp32
+    assert "embed_tokens.weight is bfloat16" in Scorer(half).rounding_reason  # the adapters are fp32
     for name, param in half.named_parameters():
         if "layers.1" in name and "lora_B" in name:
             param.data = param.data.bfloat16()
-    assert re.search(r"layers\.1.*lora_B", Scorer(half).rounding_reason)  # what is trained comes first
+    assert re.search(r"layers\.1.*lora_B", Scorer(half).rounding_reason)  # trained weights come first
 
 
 def test_a_small_entropy_of_large_logits_does_not_cancel() -> None:
@@ -470,7 +470,7 @@ def test_a_small_entropy_of_large_logits_does_not_cancel() -> None:
 
 
 def test_a_bias_is_rounded_as_the_factors_are() -> None:
-    """bf16 has no 1.001: the logits are 1 and 0."""
+    """bf16 cannot represent 1.001, so the logits are 1 and 0."""
     bias = torch.tensor([1.001, 0.0])
     logps, _ = scores_of_hidden(
         torch.zeros(1, 3), torch.ones(2, 3), bias, torch.tensor([0]), LogitMap(), torch.bfloat16, 100
@@ -485,7 +485,7 @@ def test_a_head_whose_forward_is_patched_is_called() -> None:
     assert_like_plain(model, Scorer(model, TEMPERATURE), sampled())
 
 
-# Against TRL's own head, on a trainer.
+# Compared with TRL's own head, on a trainer.
 
 
 def of_trl(trainer: Any, sequences: Sampled, rows: Tensor) -> Scores:
@@ -498,7 +498,7 @@ def of_trl(trainer: Any, sequences: Sampled, rows: Tensor) -> Scores:
     return Scores(logps, entropies, sequences.completion_mask[rows])
 
 
-# In bf16 TRL rounds logits, of size 8 here, to bf16: by 1/32 at most. The scorer does not.
+# Under bf16, TRL rounds the logits, of size 8 here, to bf16: by 1/32 at most. The scorer does not.
 @pytest.mark.parametrize(("half", "tolerance"), [(False, 1e-6), (True, 3e-2)], ids=["fp32", "bf16 autocast"])
 def test_scores_are_those_that_training_has(make_trainer: Callable[..., Any], half: bool, tolerance: float) -> None:
     trainer = make_trainer(**FEW, bf16=half, temperature=TEMPERATURE)
@@ -507,7 +507,7 @@ def test_scores_are_those_that_training_has(make_trainer: Callable[..., Any], ha
     theirs = of_tokens(of_trl(trainer, sequences, ROWS))
     scores = of_tokens(scorer.score(sequences, ROWS))
     torch.testing.assert_close(scores[0], theirs[0], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(scores[1], theirs[1], rtol=tolerance, atol=4 * tolerance)  # TRL's small ones cancel
+    torch.testing.assert_close(scores[1], theirs[1], rtol=tolerance, atol=4 * tolerance)  # small ones cancel in TRL
     assert_close(gradients(trainer.model, scores), gradients(trainer.model, theirs), tolerance)
 
 

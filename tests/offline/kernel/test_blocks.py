@@ -1,4 +1,4 @@
-"""Products of long rows keep their digits, blocks fit their budget, sketches answer with honest error bars."""
+"""Products of long rows are accurate, blocks fit their memory budget, and sketches have correct error bars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_training.statistics.sketches import COLUMNS, CountSketches, cosines, inn
 
 
 def rows(count: int, length: int, seed: int) -> Tensor:
-    """Rows with a few entries far above the others, as gradients in Adam's metric have."""
+    """Return rows in which a few entries are far above the others, as in gradients in Adam's metric."""
     generator = torch.Generator().manual_seed(seed)
     scales = torch.randn(length, generator=generator).mul(1.5).exp()
     return torch.randn(count, length, generator=generator) * scales
@@ -42,7 +42,7 @@ def test_rows_stored_in_bf16_cost_a_fraction_of_a_thousandth() -> None:
     both_fp32 = a.double() @ b.double().T
     error = float((row_products(a.bfloat16(), b) - both_fp32).norm() / both_fp32.norm())
     assert 1e-5 < error < 4e-3
-    assert frobenius_error(row_products(a.bfloat16(), b), a.bfloat16(), b) < 2e-6  # only storing rounds
+    assert frobenius_error(row_products(a.bfloat16(), b), a.bfloat16(), b) < 2e-6  # only storing them rounds
 
 
 def test_weighted_sums_are_in_fp64() -> None:
@@ -86,7 +86,7 @@ SIZES = {"first": 700, "second": 5, "third": 3000}
 
 
 def plain_hash(seed: int, name: str, number: int, index: int) -> int:
-    """SplitMix64 in Python's integers."""
+    """Compute SplitMix64 with Python integers."""
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{number}/{name}".encode(), digest_size=8).digest(), "little")
     z = (key + index * 0x9E3779B97F4A7C15) % 2**64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
@@ -107,7 +107,7 @@ def plain_sketch(row: list[float], seed: int, number: int, buckets: int) -> list
 def test_sketches_are_what_plain_integers_give() -> None:
     row = rows(1, sum(SIZES.values()), 0)
     sketches = CountSketches(SIZES, buckets=64, repeats=10, seed=7)(row)
-    for number in (0, 8, 9):  # the first and the last of the nine that share a hash, and the next
+    for number in (0, 8, 9):  # the first and the last of the nine that share a hash, and the one after
         assert sketches[0, number].tolist() == pytest.approx(plain_sketch(row[0].tolist(), 7, number, 64), abs=1e-3)
 
 
@@ -127,10 +127,10 @@ def test_sketches_do_not_depend_on_the_order_of_parameters_on_rows_or_on_blocks_
 
 
 def test_error_bars_cover_and_the_error_is_one_over_the_root_of_the_size() -> None:
-    """Over 20 seeds and all pairs of 24 rows: coverage of 95 % in .93 to .97, error of a cosine 1/√(S m), no bias."""
+    """Over 20 seeds and all pairs of 24 rows: 95 % intervals cover .93 to .97, cosines have error 1/√(S m), no bias."""
     length = sum(SIZES.values())
     x = rows(24, length, 0)
-    x[12:] = 0.6 * x[:12] + 0.8 * x[12:]  # some cosines far from 0
+    x[12:] = 0.6 * x[:12] + 0.8 * x[12:]  # so that some cosines are far from 0
     sq_norms = x.double().square().sum(dim=1)
     pair = torch.ones(24, 24).triu(1).bool()
     exact = (x.double() @ x.double().T / (sq_norms[:, None] * sq_norms).sqrt())[pair]
@@ -155,7 +155,7 @@ def test_side_by_side_they_are_a_sparse_johnson_lindenstrauss_transform() -> Non
 
 
 def test_the_error_of_an_inner_product_from_two_sketches_is_half_their_difference() -> None:
-    """Products 3 and 8: mean 5.5, standard deviation 5/√2, that of the mean of two 5/2."""
+    """Products 3 and 8: their mean is 5.5, their standard deviation 5/√2, and the mean's standard error 5/2."""
     a, b = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[3.0], [4.0]]])
     value, stderr = inner_products(a, b)
     assert (float(value), float(stderr)) == pytest.approx((5.5, 2.5))

@@ -1,4 +1,4 @@
-"""Tables and clusters of a kernel follow from its files; the page shows the texts of a cell in a browser."""
+"""Tables and clusters of a kernel are computed from its files, and in a browser the page shows the texts of a cell."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHROMIUM = shutil.which("chromium")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A kernel of made-up gradients: E and U share a prompt, and a text that is in both has the same gradient."""
+    """Write a kernel of invented gradients: E and U share a prompt, and a text in both has the same gradient."""
     folder, generator = tmp_path_factory.mktemp("kernel"), torch.Generator().manual_seed(0)
     w_e, w_u, x = (torch.randn(n, SIZE, generator=generator) for n in (NUM_E, NUM_U, NUM_E))
     w_u[0] = w_e[0]  # the same text
@@ -107,12 +107,12 @@ def test_cosines_are_those_of_the_gradients(structure: Structure) -> None:
 
 
 def test_cosines_within_a_buffer_are_those_of_its_gradients(structure: Structure) -> None:
-    """Of U's 15 pairs the first two sequences are opposite, and two more pairs share a prompt; E's share none."""
+    """Of U's 15 pairs, the first two sequences are opposite, and two more share a prompt. E's pairs share none."""
     rows = {(row["within"], row["pairs"]): row for row in cosine_table(structure)}
     assert [rows["E", name]["count"] for name in CLASSES] == [0, 0, 6]
     assert [rows["U", name]["count"] for name in CLASSES] == [0, 3, 12]
     shared = rows["U", "same prompt, other text"]
-    assert shared["cosine_5"] == pytest.approx(-0.9, abs=0.02)  # of three values, −1 and two near 0
+    assert shared["cosine_5"] == pytest.approx(-0.9, abs=0.02)  # from three values: −1 and two near 0
     assert shared["cosine_stderr"] == pytest.approx(1 / 64, rel=0.5)
     assert math.isnan(rows["E", "same text"]["cosine_mean"])
 
@@ -128,7 +128,7 @@ def test_headline_regresses_measured_on_predicted_changes(structure: Structure) 
     assert sentence["kernel/logp_slope"] == pytest.approx(0.9)
     assert sentence["kernel/logp_correlation"] == pytest.approx(1.0)
     assert sentence["kernel/distinct_texts"] == NUM_E + NUM_U - 1
-    assert sentence["kernel/participation_ratio"] == pytest.approx(81 / 11, abs=0.2)  # 9 texts, two opposite
+    assert sentence["kernel/participation_ratio"] == pytest.approx(81 / 11, abs=0.2)  # 9 texts, two of them opposite
 
 
 def test_top_pairs_are_those_with_the_largest_contributions(structure: Structure) -> None:
@@ -149,7 +149,7 @@ def test_a_kernel_that_is_cut_short_is_named(folder: Path, tmp_path: Path) -> No
 
 
 def test_participation_ratio_is_not_dragged_down_by_the_noise_of_sketches() -> None:
-    """64 orthogonal vectors, sketches of 128 in all: plain squares of the cosines would say 64/(1 + 63/128) = 43."""
+    """64 orthogonal vectors in sketches of 128 entries: plain squared cosines would give 64/(1 + 63/128) = 43."""
     x = torch.eye(64, 4096)
     sketches = CountSketches({"w": 4096}, buckets=16, repeats=8)(x).double()
     repeats = torch.einsum("nsm,qsm->snq", sketches, sketches)
@@ -160,7 +160,7 @@ def test_participation_ratio_is_not_dragged_down_by_the_noise_of_sketches() -> N
 def test_clusters_are_those_of_two_plain_groups() -> None:
     cosines: Tensor = torch.full((5, 5), -0.1)
     cosines[:2, :2] = cosines[2:, 2:] = 0.9
-    cosines.fill_diagonal_(1.02)  # an estimate may exceed 1
+    cosines.fill_diagonal_(1.02)  # estimates may exceed 1
     clusters, order = average_linkage(cosines, 2)
     assert clusters[0] == clusters[1] != clusters[2]
     assert len(set(clusters[2:].tolist())) == 1
@@ -176,7 +176,7 @@ def test_texts_of_a_cell_are_there_with_their_number(structure: Structure) -> No
 
 @pytest.fixture(scope="module")
 def asked(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the command prints of this kernel, and where its evolution lies; its report is beside the kernel."""
+    """Return the command's output for this kernel and the folder of its evolution. Its report is next to the kernel."""
     out, said = tmp_path_factory.mktemp("evolution"), io.StringIO()
     with contextlib.redirect_stdout(said):
         run([folder], out, "png")
@@ -195,7 +195,7 @@ def test_the_command_prints_a_kernel_and_follows_kernels_over_training(asked: tu
 
 
 def test_the_evolution_is_in_the_order_of_steps_and_begins_with_the_first(structure: Structure, tmp_path: Path) -> None:
-    """Given last first. The later kernel's gradients within E are others: its cosines are held against the first's."""
+    """The later kernel is given first. Its gradients within E differ, and its cosines are compared with the first's."""
     tensors = dict(structure.kernel.tensors)
     tensors["sketches"] = tensors["sketches"].flip(2)
     tensors["sketches"][0] *= -1
@@ -213,14 +213,14 @@ def test_the_evolution_is_in_the_order_of_steps_and_begins_with_the_first(struct
 def test_pointing_at_a_cell_shows_both_texts_in_a_browser(asked: Any, folder: Path, tmp_path: Path) -> None:
     assert CHROMIUM is not None
     page = (folder / PAGE).read_text(encoding="utf-8")
-    assert "http" not in page.replace("http-equiv", "")  # nothing is loaded from elsewhere
+    assert "http" not in page.replace("http-equiv", "")  # the page loads nothing from elsewhere
     point = """
       const box = map.getBoundingClientRect();
       const x = box.left + (columns.indexOf(2) + 0.5) * size, y = box.top + (rows.indexOf(3) + 0.5) * size;
       map.dispatchEvent(new PointerEvent("pointermove", {clientX: x, clientY: y, bubbles: true}));
     """
     tried = page.replace("draw();\n</script>", f"draw();{point}</script>").replace("Content-Security-Policy", "")
-    (tmp_path / "page.html").write_text(tried, encoding="utf-8")  # its policy knows its own scripts only
+    (tmp_path / "page.html").write_text(tried, encoding="utf-8")  # its content policy allows only its own scripts
     shown = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run",
          "--disable-sync", "--disable-component-update", f"--user-data-dir={tmp_path}", "--dump-dom",

@@ -1,4 +1,4 @@
-"""Gradients sequence by sequence are what a backward for each one alone gives, or an error that names the module."""
+"""Per-sequence gradients equal those of one backward per sequence, or an error names the module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
 def model_of(kind: type[nn.Module], config: Any, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     model = kind(config).to(dtype).eval()
-    with torch.no_grad():  # a norm's weight of 1 and a bias of 0 would hide mistakes
+    with torch.no_grad():  # the initial norm weights of 1 and biases of 0 would hide mistakes
         for name, p in model.named_parameters():
             if "norm" in name or "bias" in name or "ln_" in name:
                 p.add_(0.3 * torch.randn_like(p))
@@ -56,7 +56,7 @@ def lora(model: nn.Module, **settings: Any) -> nn.Module:
     with torch.no_grad():
         for name, p in adapted.named_parameters():
             if "lora_B" in name:
-                p.normal_()  # at its start of 0 the gradient of A would be 0
+                p.normal_()  # with its initial value 0 the gradient of A would be 0
     return adapted.eval()
 
 
@@ -66,7 +66,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @pytest.fixture(scope="module")
 def ids() -> Tensor:
-    """Token ids, some of them padding in the middle: the embedding's padding_idx gets no gradient there."""
+    """Return token ids with some padding in the middle, where the embedding's padding_idx gets no gradient."""
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     ids[1, 2] = ids[3, 0] = PADDING
     return ids
@@ -98,7 +98,7 @@ def by_hooks(model: nn.Module, score: Callable[[], Tensor], weights: Tensor) -> 
 
 
 def room_for(parameters: Mapping[str, Tensor]) -> Tensor:
-    """Return a matrix for a batch's rows, in which what stood before must not matter."""
+    """Return a matrix for a batch's rows, with old contents that must not matter."""
     layout = Layout(parameters)
     return torch.full((BATCH, layout.num_entries), torch.nan, dtype=layout.dtype)
 
@@ -123,7 +123,7 @@ def by_vmap(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def assert_equal(rows: Tensor, expected: Tensor, limit: float) -> None:
-    """Row by row, relative to the row's norm."""
+    """Assert that each row is close to the expected one, relative to the row's norm."""
     error = (rows - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(error.max()) <= limit, error
 
@@ -150,14 +150,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_are_the_gradients_of_each_sequence_alone(name: str, ids: Tensor) -> None:
-    """Against a backward for each sequence, and against vmap(grad): in fp64 to rounding, which Gemma's norms have in
-    fp32 whatever they are given.
+    """Compared with a backward per sequence and with vmap(grad), in fp64 up to rounding.
+
+    Gemma's norms always round to fp32.
     """
     model, limit = MODELS[name](), 1e-6 if "norms" in name else 1e-12
     rows = by_hooks(model, scorer(model, ids), weights_of(ids))
     assert_equal(rows, one_by_one(model, scorer, ids), limit)
     assert_equal(rows, by_vmap(model, ids), limit)
-    assert rows.abs().amin(dim=1).max() < rows.abs().amax(dim=1).min()  # they are not all alike
+    assert rows.abs().amin(dim=1).max() < rows.abs().amax(dim=1).min()  # entries of a row are not all alike
 
 
 def test_a_norm_with_a_bias_and_an_entry_of_0_is_right(ids: Tensor) -> None:
@@ -181,12 +182,12 @@ def test_checkpointing_calls_modules_again_and_nothing_is_counted_twice(ids: Ten
     for model in (qwen(), lora(qwen())):
         expected = one_by_one(model, scorer, ids)
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # checkpointing rests in evaluation; there is no dropout here
+        model.train()  # checkpointing is inactive in evaluation mode; there is no dropout here
         assert_equal(by_hooks(model, scorer(model, ids), weights_of(ids)), expected, 1e-12)
 
 
 def test_several_payloads_are_taken_from_one_forward(ids: Tensor) -> None:
-    """Also under checkpointing, where each backward calculates the middle anew."""
+    """Also under checkpointing, where each backward recomputes the middle."""
     model = lora(qwen())
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -222,11 +223,11 @@ def broken() -> Tensor:
     raise RuntimeError("broken")
 
 
-# --- what is wrong without a sound elsewhere --------------------------------------------------------------------------
+# --- mistakes that would otherwise be silent --------------------------------------------------------------------------
 
 
 def test_a_fused_head_is_right_where_the_head_is_frozen_and_refused_where_it_is_trained(ids: Tensor) -> None:
-    """It never calls lm_head. Of a tied weight a part of the gradient would be there, and nothing look missing."""
+    """It never calls lm_head. For a tied weight only part of the gradient would be seen, without any sign of this."""
     model = qwen(torch.float32)
     add_fused_lm_head(model)
     with pytest.raises(ValueError, match=r"lm_head was not called .*embed_tokens.weight .* own logits"):
@@ -238,7 +239,7 @@ def test_a_fused_head_is_right_where_the_head_is_frozen_and_refused_where_it_is_
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_an_output_without_graph_is_refused(reentrant: bool, ids: Tensor) -> None:
-    """Reentrant checkpointing runs its forward without one: hooks there would see nothing but the ends."""
+    """Reentrant checkpointing runs its forward without a graph, so hooks would see only its inputs and outputs."""
     model = lora(qwen())
     score = scorer(model, ids)
     if reentrant:
@@ -255,14 +256,14 @@ def test_a_module_that_no_gradient_comes_back_to_is_named(ids: Tensor) -> None:
     _, recording = SequenceGradients(model, trained(model)).record(scorer(model, ids))
     other = model.get_input_embeddings()(ids)
     assert isinstance(recording, Recording)
-    aside = recording._roots[0].sum(dim=2) + other.sum(dim=2)  # does not go through the layers
+    aside = recording._roots[0].sum(dim=2) + other.sum(dim=2)  # bypasses the layers
     with pytest.raises(ValueError, match=r"no gradient came back to .*lora_A"):
         recording.fill(room_for(trained(model)), [aside], [torch.ones_like(aside)])
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "experts in one tensor": (
-        lambda: model_of(MixtralForCausalLM, MixtralConfig(**SMALL, num_local_experts=2)).float(),  # all they take
+        lambda: model_of(MixtralForCausalLM, MixtralConfig(**SMALL, num_local_experts=2)).float(),  # all they accept
         r"^model.layers.0.mlp\S* was given .* batch of",
     ),
     "DoRA": (lambda: lora(qwen(), use_dora=True), r"lora_A.default was given \(16, 16\)"),
@@ -287,11 +288,11 @@ def test_what_cannot_be_assigned_to_sequences_is_refused_by_name(what: str, ids:
 
 
 class FlatHead(nn.Linear):
-    """A head that looks at all tokens at once."""
+    """A head that flattens all tokens into one dimension."""
 
 
 class Positions(nn.Module):
-    """Learned positions, and a head on tokens without their sequences: two ways to mix sequences up."""
+    """Learned positions, and a head on flattened tokens: two ways to lose the sequence dimension."""
 
     def __init__(self, flat: bool) -> None:
         super().__init__()
@@ -314,12 +315,12 @@ def test_modules_that_do_not_see_the_batch_are_refused_by_name(flat: bool, ids: 
     recorder = SequenceGradients(model, trained(model))
     with pytest.raises(ValueError, match=rf"^{'head' if flat else 'positions'} was given .* batch of {BATCH}"):
         recorder.record(lambda: logps(model(ids), ids))
-    with pytest.raises(ValueError, match="cannot be assigned to sequences"):  # as many tokens as sequences
+    with pytest.raises(ValueError, match="cannot be assigned to sequences"):  # with as many tokens as sequences
         recorder.record(lambda: model(ids[:, :1] if flat else ids))
 
 
 class Scaled(nn.Module):
-    """A module of two inputs between an embedding and its head."""
+    """A module with two inputs between an embedding and its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +339,7 @@ def test_a_module_with_other_inputs_too_is_refused_by_name(ids: Tensor) -> None:
 
 
 class Full(Scaled):
-    """Finds no memory where it is called again, for its gradient."""
+    """Runs out of memory when it is called again for its gradient."""
 
     called = 0
 

@@ -1,4 +1,4 @@
-"""The kernel's pairs add up to the gradient part of δH₁, its entries are what single backwards give, runs go on."""
+"""The kernel's pairs sum to the gradient part of δH₁, its entries equal those of single backwards, and runs resume."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from rl_training.tasks.arithmetic import arithmetic
 
 NUM_E, NUM_U = 7, 10
 FORK = multiprocessing.get_context("fork")
-SETTINGS = KernelSettings(memory_gb=0.05, sketch_buckets=64, sketch_repeats=2)  # which is quick
+SETTINGS = KernelSettings(memory_gb=0.05, sketch_buckets=64, sketch_repeats=2)  # small, to be quick
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 @dataclasses.dataclass
 class Case:
-    """A trainer that has taken two steps, and what is asked of its third."""
+    """A trainer that has taken two steps, and the inputs of the kernel for its third."""
 
     trainer: GRPOTrainer
     restored: RestoredTrainer
@@ -79,7 +79,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     else:
         trainer.train()
     trainer.optimizer.zero_grad()
-    trainer.current_gradient_accumulation_steps = 1  # as restore() sets it
+    trainer.current_gradient_accumulation_steps = 1  # restore() sets this too
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     policy = TrainerPolicy(trainer)
     restored = RestoredTrainer(trainer, Path(), 2, parameters, view_optimizer(replicated(trainer)), policy)
@@ -95,7 +95,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
 
 
 SETTINGS_OF: dict[str, dict[str, Any]] = {
-    "full": {"max_grad_norm": 0.05},  # which clips
+    "full": {"max_grad_norm": 0.05},  # small enough to clip
     "adapter": {"peft_config": LORA, "learning_rate": 1e-3},
     "adapter, checkpointing": {
         "peft_config": LORA, "learning_rate": 1e-3, "gradient_checkpointing": True,
@@ -126,7 +126,7 @@ def calculated(case: Case, folder: Path, settings: KernelSettings = SETTINGS, **
 
 @pytest.fixture(scope="module")
 def finished(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of each case's kernel, calculated once."""
+    """Return a function that gives the folder of a case's kernel, which is computed once."""
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -139,7 +139,7 @@ def finished(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 def in_blocks_of(case: Case, rows: int) -> KernelSettings:
-    """A budget for just so many rows beside a microbatch of 3."""
+    """Return settings whose budget is just enough for `rows` rows and a microbatch of 3."""
     size = sum(p.numel() for p in case.parameters.values())
     return dataclasses.replace(SETTINGS, memory_gb=(4 * 3 * size + 8 * rows * size + 1) / 1e9)
 
@@ -149,10 +149,10 @@ def in_blocks_of(case: Case, rows: int) -> KernelSettings:
 
 @pytest.mark.parametrize("name", SETTINGS_OF)
 def test_pairs_add_up_to_the_gradient_part_of_the_entropy_change(name: str, finished: Any) -> None:
-    """The sum over all pairs against x̄·δθ from ordinary backwards, to 1e-5.
+    """The sum over all pairs equals x̄·δθ from ordinary backwards to 1e-5.
 
-    At a first step P is 1/|g|, and terms with entries of g that are nearly 0 cancel: there fp32 keeps some 1e-7 of what
-    the sum could be, and two orders of summing g up differ.
+    At a first step P is 1/|g|, and terms for nearly zero entries of g cancel. There fp32 keeps about 1e-7 of the sum
+    without cancellation, and different orders of summing g differ.
     """
     about, first = load_kernel(finished(name)).about, "first" in name
     assert float(about["identity_error"]) < (5e-7 * float(about["cancellation"]) if first else 1e-5)
@@ -162,11 +162,11 @@ def test_pairs_add_up_to_the_gradient_part_of_the_entropy_change(name: str, fini
 
 
 def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(cases: Any) -> None:
-    """Each layer runs again in each backward, and every flag is put back."""
+    """Each layer is recomputed in each backward, and every flag is restored."""
     case = cases("adapter, checkpointing")
     layers = [m for m in case.trainer.model.modules() if getattr(m, "gradient_checkpointing", False)]
     calls: list[bool] = []
-    rows, inputs = case.rows(), case.inputs  # which tries the scorer
+    rows, inputs = case.rows(), case.inputs  # this also verifies the scorer
     attention = next(m for m in layers if hasattr(m, "self_attn")).self_attn
     handle = attention.register_forward_pre_hook(lambda module, _: calls.append(module.training))
     flags = [m.training for m in case.trainer.model.modules()]
@@ -178,7 +178,7 @@ def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(ca
 
 
 def plain_kernels(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Return K, X̃ (with M = κP) and W·δθ of E in fp64, from a backward per sequence and AdamW written out."""
+    """Compute K, X̃ (with M = κP) and W·δθ of E in fp64, with one backward per sequence and AdamW written out."""
     rows, q = case.rows(), case.inputs
     ones = torch.ones_like(q.update.completion_mask, dtype=torch.float32)
 
@@ -229,7 +229,7 @@ def test_rows_held_in_bf16_cost_less_than_a_hundredth(cases: Any, finished: Any,
 
 
 def test_sketches_answer_for_the_kernels_cosines(cases: Any, tmp_path: Path) -> None:
-    """Between E and U, where the kernel knows; the error of a cosine is 1/√4096."""
+    """Compared between E and U, where the kernel is exact. A cosine's error is 1/√4096."""
     tensors = calculated(cases("adapter"), tmp_path, KernelSettings())
     exact = tensors["kernel"] / (tensors["sq_norms"][:, None] * tensors["update_sq_norms"]).sqrt()
     values, stderr = cosines(
@@ -254,7 +254,7 @@ def test_gradients_are_stored_on_request(cases: Any, tmp_path: Path) -> None:
 
 
 class Killed(KernelRows):
-    """Dies in the second block, without a chance to tidy up."""
+    """Is killed in the second block, without a chance to clean up."""
 
     left = 6
 
@@ -266,7 +266,7 @@ class Killed(KernelRows):
 
 
 def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, capsys: Any) -> None:
-    """By SIGKILL, in a process of its own; then the same to the last bit."""
+    """It is killed by SIGKILL in a separate process. The result is then bitwise the same."""
     case = cases("adapter")
     settings = in_blocks_of(case, 3)
     whole = calculated(case, tmp_path / "whole", settings)
@@ -281,7 +281,7 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
     with pytest.raises(ValueError, match="holds a kernel with other max_length:"):
         calculate_kernel(case.rows(), longer, settings, folder)
     again = Killed(case.trainer, case.parameters, 3)
-    again.left = 8  # microbatches of U in the two other blocks
+    again.left = 8  # the microbatches of U in the other two blocks
     calculate_kernel(again, case.inputs, settings, folder)
     assert again.left == 0
     calculated_again = load_kernel(folder).tensors
@@ -372,11 +372,11 @@ def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_en
     assert of_second["kernel/logp_correlation"] > 0.9
 
 
-# --- every run proves itself ------------------------------------------------------------------------------------------
+# --- every run checks itself ------------------------------------------------------------------------------------------
 
 
 class Forgetful(KernelRows):
-    """Loses a part of the gradient, as a hook on a module that is used twice would."""
+    """Loses part of the gradient, like a hook on a module that is used twice."""
 
     def log_probability(self, rollout: Any, rows: Tensor) -> Tensor:
         result = super().log_probability(rollout, rows)
@@ -385,7 +385,7 @@ class Forgetful(KernelRows):
 
 
 class Mixing(KernelRows):
-    """Puts a batch's gradients into each other's rows: their sum is right."""
+    """Swaps the gradients of a batch's rows, so only their sum is right."""
 
     def both(self, rollout: Any, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Any:
         for result in super().both(rollout, rows, logp_weights, entropy_weights):
